@@ -36,7 +36,7 @@ class RowCopier:
     def open(self, source, ring, full, work) -> "RowTiles":
         """This CTA's part of the caches and its ring."""
         offset = (Int64(work.batch) * work.max_seq_len * work.num_kv_heads + work.first_head) * self.row_bytes
-        k_source, v_source = (cache.iterator.toint() + offset for cache in source)
+        k_source, v_source = (ptx.pinned(cache.iterator.toint() + offset) for cache in source)
         return RowTiles(ring.toint(), full, (k_source, v_source), work.num_kv_heads * self.row_bytes)
 
     def stage_address(self, tiles: "RowTiles", stage):
@@ -63,7 +63,7 @@ class BulkCopier(RowCopier):
             tile = self.tile
             token = (work.first_tile + index) * tile.num_tokens
             # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
-            tokens = cutlass.min((work.length - token + 3) // 4 * 4, work.max_seq_len - token)
+            tokens = cutlass.min((work.length - token + 3) & -4, work.max_seq_len - token)
             tokens = cutlass.min(tokens, tile.num_tokens)
             token_bytes = tile.token_words * WORD_BYTES
             barrier = tiles.full + stage

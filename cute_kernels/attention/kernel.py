@@ -115,7 +115,14 @@ class DecodeKernel:
         first_head = head_block // query_groups * config.num_heads
         first_query = head_block % query_groups * (config.num_query_blocks * HEADS_PER_WARP)
 
-        length = cutlass.min(cutlass.max(seq_lens[batch], 0), max_seq_len)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        roles = self.roles(warp, first_query)
+        # The length and the queries come from memory at the same time; everything else waits for the length.
+        length = seq_lens[batch]
+        q_rows = (batch * num_kv_heads + first_head + roles.head) * group
+        query = self.reader.fetch_query(q.iterator.toint(), q_rows, roles.first_query, group, lane)
+        length = cutlass.min(cutlass.max(length, 0), max_seq_len)
         num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
         tiles_per_split = cutlass.max((num_tiles + num_splits - 1) // num_splits, 1)
         active_splits = (num_tiles + tiles_per_split - 1) // tiles_per_split
@@ -147,19 +154,27 @@ class DecodeKernel:
         results = Results(out, lse, partial_out, partial_stats, counters, mode)
         if split // cluster_size < work.active_clusters:
             # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
-            self.process(work, q, source, results, softmax_scale, ring, barriers, flag)
+            self.process(work, roles, query, source, results, softmax_scale, ring, barriers, flag, warp, lane)
         if num_tiles == 0:
             if split == 0:
                 self.write_empty(work, results)
 
+    def roles(self, warp, first_query) -> "Roles":
+        """Which KV head, query heads and tokens of its CTA's tiles a warp takes."""
+        config = self.config
+        query_block = warp // config.num_heads % config.num_query_blocks
+        return Roles(
+            head=warp % config.num_heads,
+            first_query=first_query + query_block * HEADS_PER_WARP,
+            slice_index=warp // config.num_roles,
+        )
+
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, work, q, source, results, softmax_scale, ring, barriers, flag):
-        """Everything a CTA with at least one tile does."""
+    def process(self, work, roles, query, source, results, softmax_scale, ring, barriers, flag, warp, lane):
+        """Everything a CTA of a cluster with at least one tile does."""
         config = self.config
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
         full, empty = barriers, barriers + config.num_stages
         tiles = self.copier.open(source, ring, full, work)
         if warp == 0:
@@ -169,32 +184,25 @@ class DecodeKernel:
                     cute.arch.mbarrier_init(empty + stage, config.num_warps)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            for stage in cutlass.range_constexpr(config.num_stages - 1):
-                if stage < work.count:
-                    self.copier.copy_tile(tiles, work, Int32(stage), Int32(stage), lane)
-        head = warp % config.num_heads
-        query_block = warp // config.num_heads % config.num_query_blocks
-        slice_index = warp // config.num_roles
-        state = self.reader.make_state(lane, head, slice_index)
-        first_query = work.first_query + query_block * HEADS_PER_WARP
-        valid_heads = cutlass.min(work.group - first_query, HEADS_PER_WARP)
-        q_head = (work.first_head + head) * work.group + first_query
-        query = cute.domain_offset((q_head, 0), q[work.batch, None, None])
-        self.reader.load_query(state, query, valid_heads, softmax_scale)
+            for stage in cutlass.range(cutlass.min(work.count, config.num_stages - 1), unroll=1):
+                self.copier.copy_tile(tiles, work, stage, stage, lane)
+        state = self.reader.make_state(lane, roles.head, roles.slice_index)
+        self.reader.take_query(state, query, softmax_scale)
         softmax = _Softmax()
         cute.arch.sync_threads()  # the barriers are initialised
 
         stage, phase = Int32(0), Int32(0)
         refill_stage, refill_phase = Int32(config.num_stages - 1), Int32(1)
         for i in cutlass.range(work.count, unroll=1):
-            if warp == 0:
+            # Pinned, or the compiler makes two copies of the loop, one for warp 0.
+            if ptx.pinned(warp) == 0:
                 ahead = i + (config.num_stages - 1)
                 if ahead < work.count:
                     # The tile that last lay there was consumed one step ago; nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
                     self.copier.copy_tile(tiles, work, ahead, refill_stage, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
-            first_token = (work.first_tile + i) * config.tile_tokens + slice_index * config.slice_tokens
+            first_token = (work.first_tile + i) * config.tile_tokens + roles.slice_index * config.slice_tokens
             address = self.copier.stage_address(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, softmax, address, block, first_token, work.length)
@@ -203,7 +211,7 @@ class DecodeKernel:
                 cute.arch.mbarrier_arrive(empty + stage)
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
-        self.finish(work, state, softmax, results, ring, flag, warp, lane, slice_index)
+        self.finish(work, state, softmax, results, ring, flag, warp, lane, roles.slice_index)
 
     @cute.jit
     def attend(self, state, softmax, address, block: int, first_token: Int32, length: Int32):
@@ -226,7 +234,9 @@ class DecodeKernel:
         self.update_maximum(state, softmax, s, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):
-            row = [ptx.exp2(s[2 * j + column] * state.score_scale - softmax.maximum[column]) for column in range(2)]
+            row = [
+                ptx.exp2(ptx.fma(s[2 * j + column], state.score_scale, -softmax.maximum[column])) for column in range(2)
+            ]
             for column in cutlass.range_constexpr(2):
                 softmax.total[column] = softmax.total[column] + row[column]
             probabilities.append(row)
@@ -246,9 +256,8 @@ class DecodeKernel:
 
     def bound(self, state, score, headers, j):
         """log2 of what a token adds to the operand of P V: its score, plus the scale of its row of V if there is one."""
-        value = score * state.score_scale
         log_scale = self.reader.log_scale(headers, j)
-        return value if log_scale is None else value + log_scale
+        return score * state.score_scale if log_scale is None else ptx.fma(score, state.score_scale, log_scale)
 
     def raise_maximum(self, state, softmax, block_max):
         """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
@@ -270,19 +279,22 @@ class DecodeKernel:
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, softmax, address, warp, lane, slice_index)
         cute.arch.sync_threads()
-        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
-            self.merge_slices(address, index)
-        if work.cluster_size > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
         share = (self.num_vectors + work.cluster_size - 1) // work.cluster_size
         first = work.cluster_rank * share
         last = cutlass.min(first + share, self.num_vectors)
-        for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
-            self.merge_cluster(work, results, address, index)
-        if work.cluster_size > 1:
+        if work.cluster_size == 1:
+            for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+                maximum, total, value = self.merge_slices(address, index)
+                self.store_result(work, results, index, maximum, total, value)
+        else:
+            for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+                maximum, total, value = self.merge_slices(address, index)
+                self.publish_cta(address, index, maximum, total, value)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
+                maximum, total, value = self.merge_cluster(work, address, index)
+                self.store_result(work, results, index, maximum, total, value)
             cute.arch.cluster_arrive()  # this CTA has read its peers' memory
         if work.active_clusters > 1:
             self.combine_if_last(work, results, flag, tid, first, last)
@@ -324,51 +336,41 @@ class DecodeKernel:
             for column in cutlass.range_constexpr(2):
                 ptx.store_shared(stats, 8 * column, [softmax.maximum[column], totals[column]])
 
-    def merge_slices(self, address, index):
-        """Adds up one vector over the CTA's slices, in place of the first slice's; statistics likewise, once per row."""
+    def _place(self, address, index):
+        """Shared addresses of a vector of the first slice's outputs and of its row's (maximum, sum)."""
         row, d = self._vector(index)
-        place = address + row * self.pitch + d * 4
-        stats = address + self.stats_offset() + row * 8
+        return address + row * self.pitch + d * 4, address + self.stats_offset() + row * 8
+
+    def merge_slices(self, address, index):
+        """Adds up one vector over the CTA's slices."""
+        place, stats = self._place(address, index)
         slices = range(self.config.num_slices)
         pairs = [_floats(ptx.load_shared_vector(stats, i * self.num_rows * 8, 2)) for i in slices]
         values = [_floats(ptx.load_shared_vector(place, i * self.num_rows * self.pitch, 4)) for i in slices]
-        maximum, total, value = _merge(pairs, values)
+        return _merge(pairs, values)
+
+    def publish_cta(self, address, index, maximum, total, value):
+        """Leaves a merged vector in place of the first slice's; the statistics behind the slices', which others still read."""
+        place, stats = self._place(address, index)
         ptx.store_shared(place, 0, value)
-        # Slot num_slices: the row's threads all read the slices' pairs above, so those stay as they are.
         ptx.store_shared(stats, self.config.num_slices * self.num_rows * 8, [maximum, total])
 
-    @cute.jit
-    def merge_cluster(self, work, results, address, index):
-        """Adds up one vector over the CTAs of the cluster; the result is final or this cluster's partial."""
-        row, d = self._vector(index)
-        place = address + row * self.pitch + d * 4
-        stats = address + self.stats_offset() + (self.config.num_slices * self.num_rows + row) * 8
-        maximum = cute.make_rmem_tensor(1, Float32)
-        total = cute.make_rmem_tensor(1, Float32)
-        value = cute.make_rmem_tensor(4, Float32)
-        if work.cluster_size == 1:
-            pair = _floats(ptx.load_shared_vector(stats, 0, 2))
-            maximum[0], total[0] = pair[0], pair[1]
-            vector = _floats(ptx.load_shared_vector(place, 0, 4))
-            for c in cutlass.range_constexpr(4):
-                value[c] = vector[c]
-        else:
-            pairs, vectors = [], []
-            for rank in cutlass.range_constexpr(MAX_CLUSTER):
-                peer = cutlass.min(rank, work.cluster_size - 1)
-                pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
-                absent = rank >= work.cluster_size
-                pairs.append([cutlass.select_(absent, Float32(LOWEST), pair[0]), pair[1]])
-                vectors.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
-            merged = _merge(pairs, vectors)
-            maximum[0], total[0] = merged[0], merged[1]
-            for c in cutlass.range_constexpr(4):
-                value[c] = merged[2][c]
-        self.store_result(work, results, row, d, maximum[0], total[0], [value[c] for c in range(4)])
+    def merge_cluster(self, work, address, index):
+        """Adds up one vector over the CTAs of the cluster, reading their shared memory."""
+        place, stats = self._place(address, index)
+        stats = stats + self.config.num_slices * self.num_rows * 8
+        pairs, values = [], []
+        for rank in range(MAX_CLUSTER):
+            peer = cutlass.min(rank, work.cluster_size - 1)
+            pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
+            pairs.append([cutlass.select_(rank >= work.cluster_size, Float32(LOWEST), pair[0]), pair[1]])
+            values.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
+        return _merge(pairs, values)
 
     @cute.jit
-    def store_result(self, work, results, row, d, maximum, total, value):
+    def store_result(self, work, results, index, maximum, total, value):
         """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else into the workspace."""
+        row, d = self._vector(index)
         head, valid = work.query_head(self.config, row)
         if valid:
             if work.active_clusters == 1:
@@ -378,29 +380,28 @@ class DecodeKernel:
 
     @cute.jit
     def store_output(self, work, results, head, d, maximum, total, value):
-        out, lse = results.out, results.lse
-        scale = 1.0 / total
-        for c in cutlass.range_constexpr(4):
-            out[work.batch, head, d + c] = (value[c] * scale).to(out.element_type)
+        lse = results.lse
+        scale = ptx.reciprocal(total)
+        pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
+        words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
+        element = work.output_row(head) * self.config.head_dim + d
+        ptx.store_global(results.out.iterator.toint() + element * 2, words)
         if (d == 0) & ((results.mode & WRITE_LSE) != 0):
             lse[work.batch, head] = (maximum + ptx.log2(total)) * ptx.LN_2
 
     @cute.jit
     def store_partial(self, work, results, head, d, maximum, total, value):
-        partial_out, partial_stats = results.partial_out, results.partial_stats
         place = work.partial_head(head) + work.split // work.cluster_size
-        for c in cutlass.range_constexpr(4):
-            partial_out[place * self.config.head_dim + (d + c)] = value[c]
+        ptx.store_global(results.partial_out.iterator.toint() + (place * self.config.head_dim + d) * 4, value)
         if d == 0:
-            partial_stats[place * 2] = maximum
-            partial_stats[place * 2 + 1] = total
+            ptx.store_global(results.partial_stats.iterator.toint() + place * 8, [maximum, total])
 
     @cute.jit
     def combine_if_last(self, work, results, flag, tid, first, last):
         """Counts this CTA in; the one that completes its share of the row adds up all clusters' partials."""
         cute.arch.sync_threads()
         if tid == 0:
-            cute.arch.fence_acq_rel_gpu()
+            # Acquire-release: publishes what the barrier above has gathered, and sees what the others published.
             counter = (results.counters.iterator + work.counter).toint()
             flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
         cute.arch.sync_threads()
@@ -465,6 +466,15 @@ class _Softmax:
 
 
 @dataclass(frozen=True)
+class Roles:
+    """A warp's part of its CTA's tiles; run-time integers."""
+
+    head: Any  # of the CTA's KV heads
+    first_query: Any  # of the query heads of that KV head
+    slice_index: Any
+
+
+@dataclass(frozen=True)
 class Work:
     """What one CTA works on; run-time integers."""
 
@@ -492,9 +502,13 @@ class Work:
         within = self.first_query + role // config.num_heads * HEADS_PER_WARP + r % HEADS_PER_WARP
         return (self.first_head + head) * self.group + within, within < self.group
 
+    def output_row(self, head):
+        """Row of q and out of a query head."""
+        return Int64(self.batch) * self.num_q_heads + head
+
     def partial_head(self, head):
         """Row of the workspace where the clusters of a query head begin."""
-        return (Int64(self.batch) * self.num_q_heads + head) * self.num_clusters
+        return self.output_row(head) * self.num_clusters
 
 
 @dataclass(frozen=True)

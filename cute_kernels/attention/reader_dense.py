@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.formats import DenseFormat
@@ -32,7 +32,7 @@ class DenseReader:
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32):
         """Registers that live as long as the warp: lane offsets of ldmatrix, queries, accumulators."""
         state = _State()
-        base = head * self.tile.head_bytes + slice_index * (self.config.slice_tokens * ROW_BYTES)
+        base = Int32(head * self.tile.head_bytes) + slice_index * (self.config.slice_tokens * ROW_BYTES)
         state.base, state.lane, state.g, state.t = base, lane, lane // 4, lane % 4
         k_token, k_chunk = self.tile.k_row(lane)
         v_token, v_chunk = self.tile.v_row(lane)
@@ -45,24 +45,24 @@ class DenseReader:
     def _lane_offsets(self, base: Int32, token: Int32, chunk: Int32):
         """A lane's ldmatrix address per MMA step of a panel; the swizzle makes it more than a sum."""
         return [
-            base + token * ROW_BYTES + ((chunk + CHUNKS_PER_STEP * step) ^ (token % MATRIX)) * CHUNK_BYTES
+            ptx.pinned(base + token * ROW_BYTES + ((chunk + CHUNKS_PER_STEP * step) ^ (token % MATRIX)) * CHUNK_BYTES)
             for step in range(STEPS_PER_PANEL)
         ]
 
-    @cute.jit
-    def load_query(self, state, query: cute.Tensor, valid_heads: Int32, softmax_scale: Float32):
-        """Loads 8 query heads as B operands; heads from ``valid_heads`` on are zero.
+    def fetch_query(self, q: Int64, row: Int32, first_query: Int32, group: Int32, lane: Int32):
+        """Starts loading the lane's B operands of its query head: one word per register.
 
-        query: [head of the block, head_dim] in global memory.
+        q: address of the queries; row: first query head of the KV head among all of them. Lanes past the last query head
+        take that one: their results are never stored.
         """
+        head = row + cutlass.min(first_query + lane // 4, group - 1)
+        address = q + (Int64(head) * self.config.head_dim + 2 * (lane % 4)) * 2
+        return [ptx.load_global_words(address, 2 * MATRIX * i, 1)[0] for i in range(2 * self.steps)]
+
+    def take_query(self, state, words, softmax_scale: Float32):
+        """The queries are B operands as they come."""
         state.score_scale = softmax_scale * ptx.LOG2_E
-        words = cute.make_rmem_tensor(2 * self.steps, Uint32)
-        words.fill(0)
-        if state.g < valid_heads:
-            for i in cutlass.range_constexpr(2 * self.steps):
-                column = MATRIX * i + 2 * state.t
-                words[i] = self.pack(Float32(query[state.g, column]), Float32(query[state.g, column + 1]))
-        state.query = [words[i] for i in range(2 * self.steps)]
+        state.query = words
 
     def block_offset(self, block: int) -> int:
         """Bytes from a slice's first block of tokens to another."""

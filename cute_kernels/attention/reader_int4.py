@@ -15,7 +15,7 @@ a constant the softmax reference is the maximum of s + log2(scale of V) instead 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.config import HEADS_PER_WARP, DecodeConfig
 from cute_kernels.attention.formats import Int4Format
@@ -59,9 +59,9 @@ class Int4Reader:
         base = head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
         k_word = t * self.tile.k_unit // 32
         v_word = g * self.tile.v_unit // 64
-        state.header = WORD_BYTES * (base + row_k)
-        state.k_lane = WORD_BYTES * (base + row_k + k_word)
-        state.v_lane = WORD_BYTES * (base + row_v + v_word)
+        state.header = ptx.pinned(Int32(WORD_BYTES * (base + row_k)))
+        state.k_lane = ptx.pinned(Int32(WORD_BYTES * (base + row_k + k_word)))
+        state.v_lane = ptx.pinned(Int32(WORD_BYTES * (base + row_v + v_word)))
         state.lane = lane
         state.g, state.t = g, t
         state.k_shift = Uint32({32: 0, 16: 8 * (t % 2), 8: 4 * t}[self.tile.k_unit])
@@ -82,56 +82,71 @@ class Int4Reader:
         byte = g % 4 if self.tile.v_unit == 16 else g // 2
         return 0x4400 + byte * 0x1111
 
-    @cute.jit
-    def load_query(self, state, query: cute.Tensor, valid_heads: Int32, softmax_scale: Float32):
-        """Turns 8 query heads into B operands, exactly scaled to fp16, and the sums over each group of columns.
+    def fetch_query(self, q: Int64, row: Int32, first_query: Int32, group: Int32, lane: Int32):
+        """Starts loading the lane's part of its query head; returns raw words per unit of columns.
 
-        query: [head of the block, head_dim] in global memory; heads from ``valid_heads`` on are taken as zero.
+        q: address of the queries; row: first query head of the KV head among all of them. Lanes past the last query head
+        take that one: their results are never stored.
         """
-        tile = self.tile
-        columns = [
-            (unit, mma, register, half)
+        t = lane % 4
+        head = row + cutlass.min(first_query + lane // 4, group - 1)
+        column = {32: 8 * t, 16: 8 * (t // 2) + 2 * (t % 2), 8: 2 * (t // 2)}[self.tile.k_unit]
+        address = q + (Int64(head) * self.config.head_dim + column) * 2
+        units = []
+        for unit in range(self.k_units):
+            offset = unit * self.tile.k_unit * 2
+            if self.tile.k_unit == 32:
+                units.append(ptx.load_global_words(address, offset, 4))
+            else:
+                units.append([ptx.load_global_words(address, offset + byte, 1)[0] for byte in (0, 8)])
+        return units
+
+    def _query_pairs(self, words, t: Int32):
+        """Packed pairs of one unit in the order of the B registers: columns as :meth:`Int4Tile.k_column` has them."""
+        low, high = Uint32(0x5410), Uint32(0x7632)
+        if self.tile.k_unit == 8:
+            return [ptx.prmt(words[0], words[1], low + Uint32(t % 2) * 0x2222)]
+        half = len(words) // 2
+        return [ptx.prmt(words[i], words[i + half], select) for i in range(half) for select in (low, high)]
+
+    def take_query(self, state, words, softmax_scale: Float32):
+        """Makes B operands of the queries, scaled by a power of two into fp16, and their sums over each group of columns."""
+        pairs = [
+            (unit, i, pair)
             for unit in range(self.k_units)
-            for mma in range(self.k_mmas)
-            for register in range(2 if tile.k_unit >= 16 else 1)
-            for half in range(2)
+            for i, pair in enumerate(self._query_pairs(words[unit], state.t))
         ]
-        values = cute.make_rmem_tensor(len(columns), Float32)
-        values.fill(0.0)
-        if state.g < valid_heads:
-            for i, (unit, mma, register, half) in enumerate(columns):
-                column = self._k_column(state.t, unit, mma, register, half)
-                values[i] = Float32(query[state.g, column])
+        low, high = {
+            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
+            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
+        }[self.config.q_dtype]
+        values = [(low(pair), high(pair)) for _, _, pair in pairs]
         largest = Float32(0.0)
-        for i in cutlass.range_constexpr(len(columns)):
-            largest = ptx.fmax(largest, ptx.fmax(values[i], -values[i]))
-        largest = _lane_max(largest, (1, 2, 4, 8, 16))
-        exponent = (largest.bitcast(Int32) >> 23) - 127
-        exponent = cute.arch.fmax(Float32(exponent), Float32(-100.0)).to(Int32)
+        for pair in values:
+            largest = ptx.fmax(largest, ptx.fmax(ptx.absolute(pair[0]), ptx.absolute(pair[1])))
+        to_fp16, from_fp16 = self._query_scale(_lane_max(largest, (1, 2, 4, 8, 16)))
+        state.score_scale = from_fp16 * (softmax_scale * (ptx.LOG2_E * LOW_NIBBLE_UNIT))
+        state.query = []
+        sums = [Float32(0.0) for _ in range(self.num_groups)]
+        for (unit, i, _), pair in zip(pairs, values, strict=True):
+            group = unit * self.tile.k_unit // self.tile.group_width
+            scaled = [value * to_fp16 for value in pair]
+            sums[group] = sums[group] + (scaled[0] + scaled[1])
+            # Odd registers meet the high nibble of a byte, which is worth 16 times as much.
+            factor = 1.0 / 16.0 if i % 2 == 1 else 1.0
+            state.query.append(ptx.pack_f16x2(scaled[0] * factor, scaled[1] * factor))
+        # A lane summed columns of head g; it needs the sums of heads 2t and 2t + 1.
+        state.query_sums = []
+        for group in range(self.num_groups):
+            total = _lane_sum(sums[group], (1, 2)) * (1.0 / LOW_NIBBLE_UNIT)
+            state.query_sums += [cute.arch.shuffle_sync(total, 8 * state.t + 4 * column) for column in range(2)]
+
+    def _query_scale(self, largest: Float32):
+        """(2**k, 2**-k) that bring the largest query into [2**14, 2**15); k is bounded so that both are normal numbers."""
+        exponent = cutlass.max((largest.bitcast(Int32) >> 23) - 127, -100)
         to_fp16 = ((127 + QUERY_EXPONENT - exponent) << 23).bitcast(Float32)
         from_fp16 = ((127 - QUERY_EXPONENT + exponent) << 23).bitcast(Float32)
-        state.score_scale = from_fp16 * (softmax_scale * (ptx.LOG2_E * LOW_NIBBLE_UNIT))
-
-        state.query = []
-        group_sums = [Float32(0.0) for _ in range(self.num_groups)]
-        for i in cutlass.range_constexpr(0, len(columns), 2):
-            unit, _, register, _ = columns[i]
-            group = unit * tile.k_unit // tile.group_width
-            group_sums[group] = group_sums[group] + values[i] + values[i + 1]
-            factor = to_fp16 * (1.0 / 16.0 if register == 1 else 1.0)
-            state.query.append(ptx.pack_f16x2(values[i] * factor, values[i + 1] * factor))
-        state.query_sums = cute.make_rmem_tensor(2 * self.num_groups, Float32)
-        for group in cutlass.range_constexpr(self.num_groups):
-            total = _lane_sum(group_sums[group], (1, 2)) * (to_fp16 * (1.0 / LOW_NIBBLE_UNIT))
-            for column in cutlass.range_constexpr(2):
-                state.query_sums[2 * group + column] = cute.arch.shuffle_sync(total, 8 * state.t + 4 * column)
-
-    def _k_column(self, t: Int32, unit: int, mma: int, register: int, half: int):
-        """:meth:`layouts.kv.tile.Int4Tile.k_column` for a lane known only at run time."""
-        tile = self.tile
-        static = tile.k_column(unit, 0, mma, register, half)
-        per_lane = {32: 8 * t, 16: 8 * (t // 2) + 2 * (t % 2), 8: t}[tile.k_unit]
-        return static + per_lane
+        return to_fp16, from_fp16
 
     # -- scores ---------------------------------------------------------------------------------------------------
 

@@ -64,9 +64,58 @@ def exp2(x: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded once."""
+    return _pure(Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def reciprocal(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1 / x by the special-function unit, at most 1 ulp off."""
+    return _pure(Float32, [Float32(x)], "rcp.approx.ftz.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def log2(x: Float32, *, loc=None, ip=None) -> Float32:
     """log2(x) by the special-function unit; log2(0) = -inf."""
     return _pure(Float32, [Float32(x)], "lg2.approx.ftz.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bf16x2_low_to_float(x: Uint32, *, loc=None, ip=None) -> Float32:
+    """The low bf16 of a packed pair as fp32 (exact)."""
+    return _pure(Float32, [Uint32(x)], "{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }", "=f,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bf16x2_high_to_float(x: Uint32, *, loc=None, ip=None) -> Float32:
+    """The high bf16 of a packed pair as fp32 (exact)."""
+    asm = "{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }"
+    return _pure(Float32, [Uint32(x)], asm, "=f,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pinned(x, *, loc=None, ip=None):
+    """``x`` as a value that the compiler cannot compute again: keeps loop invariants in registers."""
+    dtype = type(x)
+    width = {32: ("b32", "r"), 64: ("b64", "l")}[dtype.width]
+    return dtype(
+        llvm.inline_asm(
+            dtype.mlir_type,
+            [x.ir_value(loc=loc, ip=ip)],
+            f"mov.{width[0]} $0, $1;",
+            f"={width[1]},{width[1]}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
+    """|x|."""
+    return _pure(Float32, [Float32(x)], "abs.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -267,6 +316,36 @@ def load_cluster(address: Int32, offset: int, num_values: int, *, loc=None, ip=N
         ip=ip,
     )
     return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(num_values)]
+
+
+@dsl_user_op
+def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
+    """1, 2 or 4 words of read-only global memory in one access, issued where it stands."""
+    u32 = Uint32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_words))
+    target = f".v{num_words}.u32 {{{outputs}}}" if num_words > 1 else ".u32 $0"
+    result_type = llvm.StructType.get_literal([u32] * num_words) if num_words > 1 else u32
+    result = llvm.inline_asm(
+        result_type,
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        f"ld.global.nc{target}, [${num_words} + {offset}];",
+        ",".join(["=r"] * num_words) + ",l",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    if num_words == 1:
+        return [Uint32(result)]
+    return [Uint32(llvm.extractvalue(u32, result, [i], loc=loc, ip=ip)) for i in range(num_words)]
+
+
+@dsl_user_op
+def store_global(address: Int64, values: Sequence, *, loc=None, ip=None) -> None:
+    """2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
+    kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
+    inputs = ", ".join(f"${i + 1}" for i in range(len(values)))
+    asm = f"st.global.v{len(values)}.{kind} [$0], {{{inputs}}};"
+    _effect([Int64(address), *values], asm, ",".join(["l"] + [letter] * len(values)), loc=loc, ip=ip)
 
 
 @dsl_user_op
