@@ -30,6 +30,8 @@ class DecodeConfig:
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring; all but one are in flight.
+        early_tiles: tiles asked for before the request's length is known (0 to num_stages - 1); what lies past the length
+            is read for nothing.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
         copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for
@@ -45,6 +47,7 @@ class DecodeConfig:
     blocks_per_slice: int = 1
     num_stages: int = 3
     ctas_per_sm: int = 4
+    early_tiles: int = 1
     contiguous: bool = True
     copy: str = "bulk"
 
@@ -97,7 +100,7 @@ class DecodeConfig:
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         shape = f"h{self.num_heads}q{self.num_query_blocks}s{self.num_slices}b{self.blocks_per_slice}"
-        ring = f"r{self.num_stages}c{self.ctas_per_sm}"
+        ring = f"r{self.num_stages}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = "" if self.contiguous else "_strided"
         return f"decode_{self.kv_format}_{self.q_dtype}_d{self.head_dim}_{shape}_{ring}_{self.copy}{layout}"
 
@@ -112,6 +115,8 @@ class DecodeConfig:
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
         if self.num_stages < 2:
             return "num_stages must be at least 2"
+        if not 0 <= self.early_tiles < self.num_stages:
+            return f"early_tiles {self.early_tiles} is not from 0 to num_stages - 1 = {self.num_stages - 1}"
         if self.num_threads > 1024:
             return f"{self.num_warps} warps are more than the 32 of a CTA"
         if self.copy not in self.format.copies:

@@ -33,11 +33,11 @@ class RowCopier:
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         return k_cache, v_cache
 
-    def open(self, source, ring, full, work) -> "RowTiles":
+    def open(self, source, ring, full, place) -> "RowTiles":
         """This CTA's part of the caches and its ring."""
-        offset = (Int64(work.batch) * work.max_seq_len * work.num_kv_heads + work.first_head) * self.row_bytes
+        offset = (Int64(place.batch) * place.max_seq_len * place.num_kv_heads + place.first_head) * self.row_bytes
         k_source, v_source = (ptx.pinned(cache.iterator.toint() + offset) for cache in source)
-        return RowTiles(ring.toint(), full, (k_source, v_source), work.num_kv_heads * self.row_bytes)
+        return RowTiles(ring.toint(), full, (k_source, v_source), place.num_kv_heads * self.row_bytes)
 
     def stage_address(self, tiles: "RowTiles", stage):
         """Shared-memory address of a stage's K tile; V follows ``tile_bytes`` later."""
@@ -58,12 +58,11 @@ class BulkCopier(RowCopier):
     """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane does it all."""
 
     @cute.jit
-    def copy_tile(self, tiles, work, index: Int32, stage: Int32, lane: Int32):
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, lane: Int32):
         if lane == 0:
             tile = self.tile
-            token = (work.first_tile + index) * tile.num_tokens
             # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
-            tokens = cutlass.min((work.length - token + 3) & -4, work.max_seq_len - token)
+            tokens = cutlass.min((length - token + 3) & -4, place.max_seq_len - token)
             tokens = cutlass.min(tokens, tile.num_tokens)
             token_bytes = tile.token_words * WORD_BYTES
             barrier = tiles.full + stage
@@ -83,18 +82,17 @@ class WordCopier(RowCopier):
     arrivals = WARP_THREADS
 
     @cute.jit
-    def copy_tile(self, tiles, work, index: Int32, stage: Int32, lane: Int32):
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, lane: Int32):
         tile = self.tile
-        token = (work.first_tile + index) * tile.num_tokens
-        tokens = cutlass.min(cutlass.min(work.length, work.max_seq_len) - token, tile.num_tokens)
+        tokens = cutlass.min(length - token, tile.num_tokens)
         for operand in cutlass.range_constexpr(2):
             destination = self.stage_address(tiles, stage) + operand * self.config.tile_bytes
             source = tiles.sources[operand] + Int64(token) * tiles.token_bytes
             for i in cutlass.range(tokens, unroll=1):
-                place = i // tile.copy_tokens * tile.copy_pitch_words + i % tile.copy_tokens * tile.token_words
+                first = i // tile.copy_tokens * tile.copy_pitch_words + i % tile.copy_tokens * tile.token_words
                 for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
                     ptx.async_copy_word(
-                        destination + (place + word) * WORD_BYTES,
+                        destination + (first + word) * WORD_BYTES,
                         source + Int64(i) * tiles.token_bytes + word * WORD_BYTES,
                     )
         cute.arch.cp_async_mbarrier_arrive_noinc(tiles.full + stage)
@@ -129,7 +127,7 @@ class TensorMapCopier:
         shape = (self.config.tile_tokens, self.config.head_dim, *outer)
         return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
-    def open(self, source, ring, full, work) -> "TensorMapTiles":
+    def open(self, source, ring, full, place) -> "TensorMapTiles":
         """This CTA's part of the caches and its ring."""
         config = self.config
         k_atom, k_tensor, v_atom, v_tensor = source
@@ -141,7 +139,7 @@ class TensorMapCopier:
         parts = []
         for operand, (atom, tensor) in enumerate(((k_atom, k_tensor), (v_atom, v_tensor))):
             tiles = cute.local_tile(
-                tensor[None, None, None, work.batch], (config.tile_tokens, config.head_dim), (None, 0, None)
+                tensor[None, None, None, place.batch], (config.tile_tokens, config.head_dim), (None, 0, None)
             )
             parts.append(
                 cpasync.tma_partition(
@@ -158,7 +156,7 @@ class TensorMapCopier:
         return tiles.ring + stage * (2 * self.config.tile_bytes)
 
     @cute.jit
-    def copy_tile(self, tiles, work, index: Int32, stage: Int32, lane: Int32):
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, lane: Int32):
         barrier = tiles.full + stage
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * self.config.tile_bytes)
@@ -168,7 +166,7 @@ class TensorMapCopier:
             for head in cutlass.range_constexpr(self.config.num_heads):
                 cute.copy(
                     tiles.atoms[operand],
-                    source[None, work.first_tile + index, work.first_head + head],
+                    source[None, token // self.config.tile_tokens, place.first_head + head],
                     shared[None, head, stage],
                     tma_bar_ptr=barrier,
                 )

@@ -23,7 +23,7 @@ from cute_kernels.device import ptx
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
-COMBINE_BATCH = 8  # partial results that a thread of the last CTA loads at a time
+COMBINE_BATCH = 4  # partial results that a thread of the last CTA loads at a time
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the launch's mode
 
 
@@ -112,49 +112,48 @@ class DecodeKernel:
         split, head_block, batch = cute.arch.block_idx()
         num_splits, head_blocks, _ = cute.arch.grid_dim()
         query_groups = head_blocks * config.num_heads // num_kv_heads
-        first_head = head_block // query_groups * config.num_heads
-        first_query = head_block % query_groups * (config.num_query_blocks * HEADS_PER_WARP)
-
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        roles = self.roles(warp, first_query)
-        # The length and the queries come from memory at the same time; everything else waits for the length.
-        length = seq_lens[batch]
-        q_rows = (batch * num_kv_heads + first_head + roles.head) * group
-        query = self.reader.fetch_query(q.iterator.toint(), q_rows, roles.first_query, group, lane)
-        length = cutlass.min(cutlass.max(length, 0), max_seq_len)
-        num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
-        tiles_per_split = cutlass.max((num_tiles + num_splits - 1) // num_splits, 1)
-        active_splits = (num_tiles + tiles_per_split - 1) // tiles_per_split
-        first_tile = split * tiles_per_split
-        count = cutlass.max(cutlass.min(first_tile + tiles_per_split, num_tiles) - first_tile, 0)
-
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         flag = smem.allocate_tensor(Int32, cute.make_layout(1))
-        work = Work(
+        place = Place(
             batch=batch,
             split=split,
-            active_clusters=(active_splits + cluster_size - 1) // cluster_size,
-            cluster_size=cluster_size,
-            cluster_rank=split % cluster_size,
-            num_clusters=num_splits // cluster_size,
-            first_head=first_head,
-            first_query=first_query,
+            num_splits=num_splits,
+            first_head=head_block // query_groups * config.num_heads,
+            first_query=head_block % query_groups * (config.num_query_blocks * HEADS_PER_WARP),
             group=group,
-            num_q_heads=num_kv_heads * group,
-            counter=(batch * head_blocks + head_block) * cluster_size + split % cluster_size,
-            length=length,
-            max_seq_len=max_seq_len,
             num_kv_heads=num_kv_heads,
-            first_tile=first_tile,
-            count=count,
+            max_seq_len=max_seq_len,
+            cluster_size=cluster_size,
+            counter=(batch * head_blocks + head_block) * cluster_size + split % cluster_size,
+        )
+        roles = self.roles(warp, place.first_query)
+        tiles = self.copier.open(source, ring, barriers, place)
+        # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
+        # first whatever the length turns out to be.
+        length = ptx.load_global_words(seq_lens.iterator.toint() + Int64(batch) * 4, 0, 1)[0].to(Int32)
+        q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
+        query = self.reader.fetch_query(q.iterator.toint(), q_rows, roles.first_query, group, lane)
+        self.start(place, tiles, barriers, warp, lane)
+
+        length = cutlass.min(cutlass.max(length, 0), max_seq_len)
+        num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
+        active_splits = cutlass.min(num_tiles, num_splits)
+        work = Work(
+            place=place,
+            length=length,
+            count=(cutlass.max(num_tiles - split, 0) + num_splits - 1) // num_splits,
+            active_clusters=(active_splits + cluster_size - 1) // cluster_size,
         )
         results = Results(out, lse, partial_out, partial_stats, counters, mode)
         if split // cluster_size < work.active_clusters:
             # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
-            self.process(work, roles, query, source, results, softmax_scale, ring, barriers, flag, warp, lane)
+            self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, flag, warp, lane)
+        else:
+            self.drain(work, barriers)
         if num_tiles == 0:
             if split == 0:
                 self.write_empty(work, results)
@@ -169,23 +168,44 @@ class DecodeKernel:
             slice_index=warp // config.num_roles,
         )
 
-    # -- main loop ------------------------------------------------------------------------------------------------
-
     @cute.jit
-    def process(self, work, roles, query, source, results, softmax_scale, ring, barriers, flag, warp, lane):
-        """Everything a CTA of a cluster with at least one tile does."""
+    def start(self, place, tiles, barriers, warp, lane):
+        """Initialises the ring's barriers and asks for the first tiles that the cache, if not the request, may have."""
         config = self.config
-        full, empty = barriers, barriers + config.num_stages
-        tiles = self.copier.open(source, ring, full, work)
         if warp == 0:
             if lane == 0:
                 for stage in cutlass.range_constexpr(config.num_stages):
-                    cute.arch.mbarrier_init(full + stage, self.copier.arrivals)
-                    cute.arch.mbarrier_init(empty + stage, config.num_warps)
+                    cute.arch.mbarrier_init(barriers + stage, self.copier.arrivals)
+                    cute.arch.mbarrier_init(barriers + (config.num_stages + stage), config.num_warps)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            for stage in cutlass.range(cutlass.min(work.count, config.num_stages - 1), unroll=1):
-                self.copier.copy_tile(tiles, work, stage, stage, lane)
+            for i in cutlass.range_constexpr(config.early_tiles):
+                if self.tile_token(place, i) < place.max_seq_len:
+                    self.copier.copy_tile(tiles, place, self.tile_token(place, i), place.max_seq_len, Int32(i), lane)
+
+    def tile_token(self, place, i):
+        """First token of the i-th tile of a split: splits take turns."""
+        return (place.split + i * place.num_splits) * self.config.tile_tokens
+
+    @cute.jit
+    def drain(self, work, barriers):
+        """Waits for early tiles that turned out to lie past the request's end: nobody may leave before they land."""
+        cute.arch.sync_threads()  # the barriers are initialised
+        for i in cutlass.range_constexpr(self.config.early_tiles):
+            if (i >= work.count) & (self.tile_token(work.place, i) < work.place.max_seq_len):
+                cute.arch.mbarrier_wait(barriers + i, 0)
+
+    # -- main loop ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def process(self, work, roles, query, tiles, results, softmax_scale, ring, barriers, flag, warp, lane):
+        """Everything a CTA of a cluster with at least one tile does."""
+        config = self.config
+        place = work.place
+        full, empty = barriers, barriers + config.num_stages
+        if warp == 0:
+            for i in cutlass.range(config.early_tiles, cutlass.min(work.count, config.num_stages - 1), unroll=1):
+                self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)
         self.reader.take_query(state, query, softmax_scale)
         softmax = _Softmax()
@@ -200,9 +220,11 @@ class DecodeKernel:
                 if ahead < work.count:
                     # The tile that last lay there was consumed one step ago; nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(tiles, work, ahead, refill_stage, lane)
+                    self.copier.copy_tile(
+                        tiles, place, self.tile_token(place, ahead), work.length, refill_stage, lane
+                    )
             cute.arch.mbarrier_wait(full + stage, phase)
-            first_token = (work.first_tile + i) * config.tile_tokens + roles.slice_index * config.slice_tokens
+            first_token = self.tile_token(place, i) + roles.slice_index * config.slice_tokens
             address = self.copier.stage_address(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, softmax, address, block, first_token, work.length)
@@ -211,6 +233,7 @@ class DecodeKernel:
                 cute.arch.mbarrier_arrive(empty + stage)
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
+        self.drain(work, barriers)
         self.finish(work, state, softmax, results, ring, flag, warp, lane, roles.slice_index)
 
     @cute.jit
@@ -279,10 +302,10 @@ class DecodeKernel:
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, softmax, address, warp, lane, slice_index)
         cute.arch.sync_threads()
-        share = (self.num_vectors + work.cluster_size - 1) // work.cluster_size
-        first = work.cluster_rank * share
+        share = (self.num_vectors + work.place.cluster_size - 1) // work.place.cluster_size
+        first = work.place.cluster_rank * share
         last = cutlass.min(first + share, self.num_vectors)
-        if work.cluster_size == 1:
+        if work.place.cluster_size == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
                 maximum, total, value = self.merge_slices(address, index)
                 self.store_result(work, results, index, maximum, total, value)
@@ -298,7 +321,7 @@ class DecodeKernel:
             cute.arch.cluster_arrive()  # this CTA has read its peers' memory
         if work.active_clusters > 1:
             self.combine_if_last(work, results, flag, tid, first, last)
-        if work.cluster_size > 1:
+        if work.place.cluster_size > 1:
             cute.arch.cluster_wait()  # and they have read this one's
 
     @property
@@ -361,9 +384,9 @@ class DecodeKernel:
         stats = stats + self.config.num_slices * self.num_rows * 8
         pairs, values = [], []
         for rank in range(MAX_CLUSTER):
-            peer = cutlass.min(rank, work.cluster_size - 1)
+            peer = cutlass.min(rank, work.place.cluster_size - 1)
             pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
-            pairs.append([cutlass.select_(rank >= work.cluster_size, Float32(LOWEST), pair[0]), pair[1]])
+            pairs.append([cutlass.select_(rank >= work.place.cluster_size, Float32(LOWEST), pair[0]), pair[1]])
             values.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
         return _merge(pairs, values)
 
@@ -387,11 +410,11 @@ class DecodeKernel:
         element = work.output_row(head) * self.config.head_dim + d
         ptx.store_global(results.out.iterator.toint() + element * 2, words)
         if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-            lse[work.batch, head] = (maximum + ptx.log2(total)) * ptx.LN_2
+            lse[work.place.batch, head] = (maximum + ptx.log2(total)) * ptx.LN_2
 
     @cute.jit
     def store_partial(self, work, results, head, d, maximum, total, value):
-        place = work.partial_head(head) + work.split // work.cluster_size
+        place = work.partial_head(head) + work.place.cluster
         ptx.store_global(results.partial_out.iterator.toint() + (place * self.config.head_dim + d) * 4, value)
         if d == 0:
             ptx.store_global(results.partial_stats.iterator.toint() + place * 8, [maximum, total])
@@ -402,7 +425,7 @@ class DecodeKernel:
         cute.arch.sync_threads()
         if tid == 0:
             # Acquire-release: publishes what the barrier above has gathered, and sees what the others published.
-            counter = (results.counters.iterator + work.counter).toint()
+            counter = (results.counters.iterator + work.place.counter).toint()
             flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
         cute.arch.sync_threads()
         if flag[0] == work.active_clusters - 1:
@@ -445,9 +468,9 @@ class DecodeKernel:
             d = index % self.config.head_dim
             head, valid = work.query_head(self.config, index // self.config.head_dim)
             if valid:
-                out[work.batch, head, d] = Float32(0.0).to(out.element_type)
+                out[work.place.batch, head, d] = Float32(0.0).to(out.element_type)
                 if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                    lse[work.batch, head] = Float32(-Float32.inf)
+                    lse[work.place.batch, head] = Float32(-Float32.inf)
 
     def _vector(self, index):
         """(row, first column) of a vector of the CTA's outputs."""
@@ -475,40 +498,54 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one CTA works on; run-time integers."""
+class Place:
+    """Where a CTA stands in the grid and what it may touch, known before the request's length is; run-time integers."""
 
     batch: Any
     split: Any
-    active_clusters: Any  # clusters of this request that have tokens
-    cluster_size: Any
-    cluster_rank: Any
-    num_clusters: Any
+    num_splits: Any
     first_head: Any
     first_query: Any  # of the query heads of a KV head
     group: Any  # query heads per KV head
-    num_q_heads: Any
-    counter: Any
-    length: Any
-    max_seq_len: Any
     num_kv_heads: Any
-    first_tile: Any
-    count: Any
+    max_seq_len: Any
+    cluster_size: Any
+    counter: Any
+
+    @property
+    def cluster(self):
+        """Cluster of the row that this CTA belongs to."""
+        return self.split // self.cluster_size
+
+    @property
+    def cluster_rank(self):
+        return self.split % self.cluster_size
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a CTA does once the length is known; run-time integers."""
+
+    place: Any
+    length: Any
+    count: Any  # tiles of this split
+    active_clusters: Any  # clusters of this row that have tokens
 
     def query_head(self, config: DecodeConfig, r):
         """(index among all query heads, whether it exists) of row r of the CTA's query heads."""
+        place = self.place
         role = r // HEADS_PER_WARP
         head = role % config.num_heads
-        within = self.first_query + role // config.num_heads * HEADS_PER_WARP + r % HEADS_PER_WARP
-        return (self.first_head + head) * self.group + within, within < self.group
+        within = place.first_query + role // config.num_heads * HEADS_PER_WARP + r % HEADS_PER_WARP
+        return (place.first_head + head) * place.group + within, within < place.group
 
     def output_row(self, head):
         """Row of q and out of a query head."""
-        return Int64(self.batch) * self.num_q_heads + head
+        return Int64(self.place.batch) * (self.place.num_kv_heads * self.place.group) + head
 
     def partial_head(self, head):
         """Row of the workspace where the clusters of a query head begin."""
-        return self.output_row(head) * self.num_clusters
+        return self.output_row(head) * (self.place.num_splits // self.place.cluster_size)
 
 
 @dataclass(frozen=True)
