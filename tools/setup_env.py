@@ -73,6 +73,14 @@ def is_current() -> bool:
     return have == stamp_content(have.get("system_torch"))
 
 
+def was_made_like_this(system_torch: str | None) -> bool:
+    """Whether an earlier set-up finished with this interpreter and torch: then the environment is added to, not remade."""
+    if not (STAMP.is_file() and environment_python().exists()):
+        return False
+    have = json.loads(STAMP.read_text())
+    return (have["python"], have["root"], have["system_torch"]) == (sys.executable, str(ROOT), system_torch)
+
+
 def cuda_torch_version() -> str | None:
     """Version of a CUDA build of torch that this interpreter already imports, else None."""
     probe = "import torch; print(torch.__version__ if torch.version.cuda else '')"
@@ -117,9 +125,11 @@ def parent_site_packages() -> list[str]:
     return [path for path in sys.path if path.endswith("site-packages")]
 
 
-def write_path_file(directories: list[str]) -> None:
-    site = next((ENV / "lib").glob("python3*/site-packages"))
-    (site / "cute_kernels_checkout.pth").write_text("".join(f"{directory}\n" for directory in directories))
+def write_path_file(parents: list[str]) -> None:
+    """Puts the checkout on the path, and the parents' packages with whatever path files they hold themselves."""
+    site_packages = next((ENV / "lib").glob("python3*/site-packages"))
+    lines = [str(ROOT), *(f"import site; site.addsitedir({parent!r})" for parent in parents)]
+    (site_packages / "cute_kernels_checkout.pth").write_text("\n".join(lines) + "\n")
 
 
 def constraints(system_torch: str | None) -> Path:
@@ -169,10 +179,10 @@ def main() -> None:
         return
     system_torch = cuda_torch_version()
     print(f"setup: preparing {ENV} ({'with torch ' + system_torch if system_torch else 'from scratch'})", flush=True)
-    if not environment_python().exists() or STAMP.exists() is False or json.loads(STAMP.read_text())["python"] != sys.executable:
+    if not was_made_like_this(system_torch):
         create_environment(system_site_packages=system_torch is not None)
     # The checkout is put on the path rather than installed: nothing to build, and edits are seen at once.
-    write_path_file([str(ROOT), *(parent_site_packages() if system_torch else [])])
+    write_path_file(parent_site_packages() if system_torch else [])
     missing = missing_requirements()
     if missing:
         print(f"setup: installing {len(missing)} packages and what they need", flush=True)
