@@ -74,7 +74,7 @@ def is_current() -> bool:
 
 
 def was_made_like_this(system_torch: str | None) -> bool:
-    """Whether an earlier set-up finished with this interpreter and torch: then the environment is added to, not remade."""
+    """Whether an earlier set-up finished with this interpreter and torch: then it is added to, not remade."""
     if not (STAMP.is_file() and environment_python().exists()):
         return False
     have = json.loads(STAMP.read_text())
@@ -100,7 +100,8 @@ def create_environment(system_site_packages: bool) -> None:
 
 
 def fetch_pip() -> None:
-    if subprocess.run([environment_python(), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+    probe = subprocess.run([environment_python(), "-m", "pip", "--version"], capture_output=True, check=False)
+    if probe.returncode == 0:
         return  # seen through the system's packages
     target = ENV / "get-pip.py"
     try:
@@ -136,9 +137,8 @@ def constraints(system_torch: str | None) -> Path:
     """The constraints file, without the lines that would replace a torch that is already there."""
     if system_torch is None:
         return ROOT / "constraints.txt"
-    kept = [
-        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(("torch==", "numpy=="))
-    ]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("torch==", "numpy=="))]
     path = ENV / "constraints.txt"
     path.write_text("\n".join([*kept, f"torch=={system_torch}"]) + "\n")
     return path

@@ -1,9 +1,9 @@
 """The host side of every kernel: compiled functions by spec, caches, ahead-of-time bundles, reports.
 
-    load(spec, arch)          the callable of one kernel: memory, bundle, disk, or compiled now
-    load_many(specs, arch)    many, compiled in parallel processes
-    load_bundle(directory)    kernels built elsewhere, without the compiler
-    arch_of(device_index)     what a GPU is compiled for
+load(spec, arch)          the callable of one kernel: memory, bundle, disk, or compiled now
+load_many(specs, arch)    many, compiled in parallel processes
+load_bundle(directory)    kernels built elsewhere, without the compiler
+arch_of(device_index)     what a GPU is compiled for
 """
 
 from cute_kernels.runtime.aot import Bundle, BundleError

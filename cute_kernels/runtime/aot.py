@@ -1,14 +1,13 @@
 """Ahead-of-time bundles: every kernel of a list in one shared library, built anywhere, loaded without the compiler.
 
-    DIR/bundle.so       the kernels
-    DIR/manifest.json   what they are, what they were built with, and what they need
+DIR/bundle.so       the kernels
+DIR/manifest.json   what they are, what they were built with, and what they need
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 import time
 import warnings
@@ -106,7 +105,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         if manifest["format"] != FORMAT:
-            raise BundleError(f"{path} has format {manifest['format']}, this version reads {FORMAT}; rebuild the bundle")
+            raise BundleError(f"{path} has format {manifest['format']}, wanted {FORMAT}; rebuild the bundle")
         return manifest
     except FileNotFoundError:
         raise BundleError(f"{directory} holds no bundle: {MANIFEST} is missing") from None

@@ -164,6 +164,7 @@ class KernelCache:
         return None
 
     def _from_disk_or_compiler(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
+        failure: Exception | None = None
         for _ in range(2):
             artifact, entry, source = self._entry(spec, arch)
             if entry is None:

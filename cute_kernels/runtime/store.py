@@ -35,8 +35,8 @@ FORMAT = 1
 
 # Settings of the DSL that change what it generates.
 COMPILE_VARIABLES = tuple(
-    f"CUTE_DSL_{name}"
-    for name in ("AUTO_M2S", "COMPILER_BACKEND", "COMPILER_OPT", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "LINEINFO")
+    f"CUTE_DSL_{setting}"
+    for setting in "AUTO_M2S COMPILER_BACKEND COMPILER_OPT DEBUG ENABLE_ASSERTIONS ENABLE_PYIR LINEINFO".split()
 )
 
 
@@ -163,7 +163,8 @@ class DiskStore:
             outcome = f"moved to {target}"
         except OSError as error:
             outcome = f"left in place ({error})"
-        warnings.warn(f"damaged kernel cache entry {folder} ({reason}): {outcome}; rebuilding", RuntimeWarning, stacklevel=2)
+        message = f"damaged kernel cache entry {folder} ({reason}): {outcome}; rebuilding"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def lock(self, key: Key) -> Iterator[None]:

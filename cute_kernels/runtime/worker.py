@@ -40,7 +40,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # A scratch directory that goes away, or one that cannot be written, must be an error here, not a fallback.
-    warnings.simplefilter("error", RuntimeWarning)
+    warnings.filterwarnings("error", message="kernel cache|sources of", category=RuntimeWarning)
     serve(KernelCache(Path(sys.argv[1])), sys.argv[2], sys.stdin, replies)
 
 
