@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,8 +38,6 @@ def examine() -> list[Finding]:
 
 def _python() -> Finding:
     detail = f"cute-kernels {__version__}, Python {platform.python_version()}, {platform.system()}, {native.host_isa()}"
-    if sys.version_info < (3, 10):
-        return Finding("install", MISSING, detail, "use Python 3.10 or newer")
     if platform.system() != "Linux":
         return Finding("install", LIMITED, detail, "kernels run on Linux; elsewhere only the reference does")
     return Finding("install", OK, detail)
@@ -92,8 +89,7 @@ def _compiler() -> Finding:
 
 def _runtime_library() -> Finding:
     try:
-        path = native.runtime_library()
-        native._load_runtime(path)
+        path = native.load_runtime()
         return Finding("runtime library", OK, f"{path}, apache-tvm-ffi {native.tvm_ffi_version()}")
     except (native.RuntimeLibraryError, ImportError) as error:
         return Finding("runtime library", MISSING, str(error), "no kernel can run without it")

@@ -131,6 +131,16 @@ def runtime_flavor() -> str:
         return "none"
 
 
+def load_runtime() -> Path:
+    """Makes the runtime library's symbols visible to kernels loaded later; returns its path.
+
+    Raises RuntimeLibraryError if it is not there or does not load.
+    """
+    path = runtime_library()
+    _load_runtime(path)
+    return path
+
+
 @functools.cache
 def _load_runtime(path: Path) -> ctypes.CDLL:
     # RTLD_GLOBAL: kernels are linked without naming the library and take its symbols from the process.
@@ -199,12 +209,25 @@ def link(objects: list[Path], output: Path) -> None:
 
 
 def open_library(path: Path) -> Callable[[str], Any]:
-    """Loads a shared library of kernels; returns a lookup from symbol to its raw TVM-FFI function."""
+    """Loads a shared library of kernels; returns a lookup from symbol to its raw TVM-FFI function.
+
+    Raises RuntimeError or OSError if it does not load.
+    """
     import tvm_ffi
 
-    _load_runtime(runtime_library())
-    module = tvm_ffi.load_module(str(path))
+    load_runtime()
+    status = path.stat()
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    if _opened.setdefault(path, identity) == identity:
+        module = tvm_ffi.load_module(str(path))
+    else:
+        # The dynamic linker goes by name: it would answer with the file that used to be there.
+        with tempfile.TemporaryDirectory(prefix="cute_kernels_") as folder:
+            module = tvm_ffi.load_module(shutil.copy(path, folder))
     return lambda symbol: module[symbol]
+
+
+_opened: dict[Path, tuple[int, int, int]] = {}
 
 
 def open_object(path: Path) -> Callable[[str], Any]:

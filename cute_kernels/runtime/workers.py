@@ -8,6 +8,7 @@ context is inherited, and a compiler crash takes one kernel with it instead of t
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -157,13 +158,15 @@ class _Worker:
             self._process.wait()
             self._log.seek(0)
             tail = self._log.read().decode(errors="replace")[-4000:]
-            self._log.close()
+            self.close()
             raise _WorkerDiedError(f"the worker process ended with status {self._process.returncode}\n{tail}")
         reply = json.loads(line)
         return reply["error"], reply["seconds"]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):  # a request that a dead process never read
+            self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._log.close()
