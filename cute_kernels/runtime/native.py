@@ -115,7 +115,9 @@ def _installed_runtime_library() -> Path:
         return found[max(usable)]
     if found:
         have = ", ".join(f"CUDA {major}" for major in sorted(found))
-        raise RuntimeLibraryError(f"{RUNTIME_LIBRARY} is installed for {have}, the driver takes CUDA {driver}")
+        raise RuntimeLibraryError(
+            f"{RUNTIME_LIBRARY} is installed for {have}, the driver takes CUDA {'.'.join(map(str, driver or ()))}"
+        )
     raise RuntimeLibraryError(
         f"{RUNTIME_LIBRARY} was not found: install {DSL_DISTRIBUTION}, or name the file in {RUNTIME_VARIABLE}"
     )

@@ -48,7 +48,8 @@ class KernelResources:
     registers: per thread. stack_bytes: local memory per thread, in bytes.
     spill_store_bytes, spill_load_bytes: bytes per thread that the code's STL and LDL instructions move, each counted
         once, as ptxas counts spills (arrays in local memory count too: neither is wanted).
-    static_smem_bytes, dynamic_smem_bytes: per CTA; dynamic is None where it is decided at run time or unknown.
+    static_smem_bytes, dynamic_smem_bytes: per CTA. Static includes the 1 KiB that sm_90 reserves in kernels that use
+        shared memory; dynamic is None where it is decided at run time or unknown.
     num_instructions: without NOPs. opcodes: counts of the KEY_OPCODES that occur.
     """
 
