@@ -14,7 +14,6 @@ from tests import golden
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import NUM_THREADS, TinyConfig, TinySpec, tiny_specs
 
-
 # One of the test kernels is launched with a block size that is not known at compile time.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamic variable in block size")
 
