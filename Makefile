@@ -1,10 +1,11 @@
 # `make demo` and `make test` work on a fresh machine that has python3 (3.10 or newer) and make.
 #
 # PYTHON chooses the interpreter that `.venv` is made from. If it already imports a CUDA build of torch, that torch
-# is used and nothing is downloaded twice (tools/setup_env.py).
+# is used and nothing is downloaded twice (tools/setup_env.py). OFFLINE=1 installs nothing and uses what is there.
 
 PYTHON ?= python3
 PY := .venv/bin/python
+export OFFLINE
 
 .PHONY: help setup demo test lint format typecheck pytest notebooks golden doctor clean
 
