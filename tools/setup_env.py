@@ -32,8 +32,8 @@ MIN_PYTHON = (3, 10)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 GET_PIP = "https://bootstrap.pypa.io/get-pip.py"
 
-# Runs inside the environment: prints the requirements of the project that it does not meet, one per line.
-MISSING_SCRIPT = """
+# Runs inside the environment: prints the project's requirements one per line, "all" or the "missing" ones.
+REQUIREMENTS_SCRIPT = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pip._vendor.packaging.requirements import Requirement
@@ -41,9 +41,10 @@ try:
     import tomllib
 except ImportError:
     from pip._vendor import tomli as tomllib
-project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+which, path, *extras = sys.argv[1:]
+project = tomllib.load(open(path, "rb"))["project"]
 wanted = list(project["dependencies"])
-for extra in sys.argv[2:]:
+for extra in extras:
     wanted += project["optional-dependencies"][extra]
 for text in wanted:
     need = Requirement(text)
@@ -51,7 +52,7 @@ for text in wanted:
         met = need.specifier.contains(version(need.name), prereleases=True)
     except PackageNotFoundError:
         met = False
-    if not met and (need.marker is None or need.marker.evaluate()):
+    if (which == "all" or not met) and (need.marker is None or need.marker.evaluate()):
         print(text)
 """
 
@@ -157,9 +158,10 @@ def torch_index() -> list[str]:
     return ["--extra-index-url", TORCH_CPU_INDEX]
 
 
-def missing_requirements() -> list[str]:
-    command = [environment_python(), "-c", MISSING_SCRIPT, ROOT / "pyproject.toml", *EXTRAS]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+def requirements(which: str) -> list[str]:
+    command = [environment_python(), "-c", REQUIREMENTS_SCRIPT, which, ROOT / "pyproject.toml", *EXTRAS]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    return list(dict.fromkeys(lines))
 
 
 def run(command: list[str | Path]) -> None:
@@ -168,10 +170,10 @@ def run(command: list[str | Path]) -> None:
         raise SystemExit(f"setup: failed ({done.returncode}): {' '.join(str(part) for part in command)}")
 
 
-def install(requirements: list[str], system_torch: str | None) -> None:
+def install(wanted: list[str], system_torch: str | None) -> None:
     extra = [] if system_torch else torch_index()
     options = ["--quiet", "--disable-pip-version-check", "-c", constraints(system_torch), *extra]
-    run([environment_python(), "-m", "pip", "install", *options, *requirements])
+    run([environment_python(), "-m", "pip", "install", *options, *wanted])
 
 
 def main() -> None:
@@ -185,13 +187,14 @@ def main() -> None:
         create_environment(system_site_packages=system_torch is not None)
     # The checkout is put on the path rather than installed: nothing to build, and edits are seen at once.
     write_path_file(parent_site_packages() if system_torch else [])
-    missing = missing_requirements()
+    missing = requirements("missing")
     if missing and os.environ.get("OFFLINE"):
         print(f"setup: offline, going on without: {', '.join(missing)}", flush=True)
         return
-    if missing:
+    if missing or system_torch is None:
         print(f"setup: installing {len(missing)} packages and what they need", flush=True)
-        install(missing, system_torch)
+        # All of them where nothing is borrowed from the system: a changed pin is then followed.
+        install(missing if system_torch else requirements("all"), system_torch)
     STAMP.write_text(json.dumps(stamp_content(system_torch)))
     print("setup: ready", flush=True)
 
