@@ -220,8 +220,14 @@ def _largest(values: list[int | None]) -> int | None:
 
 
 def short_name(kernel: str) -> str:
-    """The part of a mangled kernel name that its author wrote: without the DSL's prefix and the argument types."""
+    """The part of a mangled kernel name that its author wrote: without the DSL's prefix and the argument types.
+
+    A method of this package's classes is named Class.method, a function by its name.
+    """
     name = kernel.removeprefix("kernel_cutlass_")
+    method = re.match(r"(\w+?)_(?:cute_kernels|tests)[a-z0-9_]*([A-Z][A-Za-z0-9]*)_object_at_", name)
+    if method:
+        return f"{method[2]}.{method[1]}"
     return re.split(r"_(?:tensorptr|Tensor|object_at|cute|ptr|[A-Z]\w*Float|\d+_)", name, maxsplit=1)[0]
 
 

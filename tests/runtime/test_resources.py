@@ -99,6 +99,21 @@ def test_host_code_without_launches_has_none():
     assert launches_in("llvm.func @host() {\n llvm.return\n}") == ()
 
 
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        ("kernel_cutlass_scale_kernel_tensorptrf32gmemalign16odiv41_20_256_0", "scale_kernel"),
+        (
+            "kernel_cutlass_combine_cute_kernelsattentionkernelDecodeKernel_object_at__tensorptr_0",
+            "DecodeKernel.combine",
+        ),
+        ("something_else", "something_else"),
+    ],
+)
+def test_kernels_are_named_as_their_authors_named_them(mangled: str, name: str):
+    assert resources.short_name(mangled) == name
+
+
 def test_a_table_shows_each_kernel_on_a_line():
     kernel = KernelResources("kernel_cutlass_decode_tensorptr", 168, 0, 8, 4, 1024, 2048, 384, 1000, {"HGMMA": 64})
     lines = resources.format_report({"one": [kernel], "two": [kernel, kernel]}).splitlines()
