@@ -1,0 +1,76 @@
+"""Reviewed resources of every shipped kernel, and how they are measured and compared.
+
+`resources.json` beside this file is the reviewed truth: registers, stack, spills, shared memory and key instructions
+of each kernel of each shipped configuration. A change in it is a change in the kernels and is looked at as such.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.runtime import KernelCache, KernelSpec, native
+from cute_kernels.runtime.cache import ProgressCallback
+from cute_kernels.runtime.resources import KernelResources, resource_report, short_name
+
+ARCH = "sm_90a"
+PATH = Path(__file__).parent / "resources.json"
+COMMAND = "make golden (or: python -m tests.golden.update)"
+
+Entry = list[dict[str, Any]]
+"""The kernels of one spec in launch order, each with its resources."""
+
+
+def toolchain() -> str:
+    return f"nvidia-cutlass-dsl {native.dsl_version()} ({native.runtime_flavor()})"
+
+
+def measure(
+    specs: Iterable[KernelSpec], cache: KernelCache, progress: ProgressCallback | None = None
+) -> dict[str, Entry]:
+    """Compiles `specs` (what the cache lacks, in worker processes) and reads their resources, by symbol."""
+    specs = list(specs)
+    artifacts = cache.artifacts(specs, ARCH, progress=progress)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # the work is in the disassembler's processes
+        reports = list(pool.map(resource_report, artifacts))
+    return {spec.symbol: [_entry(item) for item in report] for spec, report in zip(specs, reports, strict=True)}
+
+
+def _entry(resources: KernelResources) -> dict[str, Any]:
+    # The mangled name carries every argument's type: too long to review, and told by other fields.
+    return {**resources.as_dict(), "kernel": short_name(resources.kernel)}
+
+
+def read(path: Path = PATH) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def write(measured: dict[str, Entry], path: Path = PATH) -> None:
+    content = {"arch": ARCH, "toolchain": toolchain(), "kernels": measured}
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def differences(reviewed: Entry, measured: Entry) -> list[str]:
+    """What differs, one line each, such as "decode: registers 168 -> 176 (+8)"; empty if nothing does."""
+    names = [[item["kernel"] for item in entry] for entry in (reviewed, measured)]
+    if names[0] != names[1]:
+        return [f"kernels {names[0]} -> {names[1]}"]
+    lines = []
+    for old, new in zip(reviewed, measured, strict=True):
+        before, after = _flat(old), _flat(new)
+        for name in sorted(before.keys() | after.keys()):
+            # An opcode that does not occur is not listed.
+            a, b = (values.get(name, 0) for values in (before, after))
+            if a != b:
+                change = f" ({b - a:+d})" if isinstance(a, int) and isinstance(b, int) else ""
+                lines.append(f"{old['kernel']}: {name} {a} -> {b}{change}")
+    return lines
+
+
+def _flat(item: dict[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in item.items() if name != "opcodes"}
+    return values | item["opcodes"]

@@ -1,0 +1,57 @@
+"""Kernels from the cache and from a bundle run on the GPU, on torch's current stream and inside CUDA graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_kernels.runtime import KernelCache, aot, arch_of, native
+from tests.runtime.tiny import TinyConfig, TinySpec
+
+SPEC = TinySpec(TinyConfig(scale=3.0))
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+
+@pytest.fixture(scope="module", params=["compiled", "disk", "bundle"])
+def function(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """The kernel as each way of loading hands it out."""
+    directory = tmp_path_factory.mktemp(request.param)
+    cache = KernelCache(directory / "cache")
+    if request.param == "bundle":
+        aot.build([SPEC], arch_of(), directory / "bundle", cache=cache)
+        cache = KernelCache(directory / "empty", [aot.open_bundle(directory / "bundle")])
+    elif request.param == "disk":
+        cache.artifact(SPEC, arch_of())
+        cache = KernelCache(directory / "cache")
+    loaded, source = cache.load_from(SPEC, arch_of())
+    assert source == request.param
+    return loaded
+
+
+@pytest.mark.parametrize("size", [4, 1000, 1 << 20])
+def test_the_kernel_computes(function, size: int):
+    x = torch.randn(size, device="cuda")
+    y = torch.full_like(x, float("nan"))
+    function(x, y)
+    torch.testing.assert_close(y, 3 * x)
+
+
+def test_it_runs_on_the_current_stream_and_in_a_graph(function):
+    x, y = torch.zeros(1024, device="cuda"), torch.zeros(1024, device="cuda")
+    function(x, y)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(x, y)
+    x.fill_(2.0)
+    graph.replay()
+    torch.testing.assert_close(y, torch.full_like(y, 6.0))
+
+
+def test_the_cached_kernel_is_the_compiled_one(tmp_path: Path):
+    cache = KernelCache(tmp_path)
+    first = cache.artifact(SPEC, arch_of())
+    assert KernelCache(tmp_path).artifact(SPEC, arch_of()) == first

@@ -1,0 +1,46 @@
+"""A GPU's architecture, or an error that names what is supported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cute_kernels.runtime import UnsupportedGPUError, arch_of, device
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine with one Hopper GPU, as far as torch tells."""
+    device._arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
+    yield monkeypatch
+    device._arch_of.cache_clear()
+
+
+def test_hopper_compiles_for_its_own_variant(gpu: pytest.MonkeyPatch):
+    assert arch_of(0) == arch_of() == "sm_90a"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_another_gpu_is_named_with_what_is_supported(gpu: pytest.MonkeyPatch, capability: tuple[int, int]):
+    gpu.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    words = rf"cuda:0 is NVIDIA Test GPU, compute capability {capability[0]}\.{capability[1]}; supported: sm_90a .*H200"
+    with pytest.raises(UnsupportedGPUError, match=words):
+        arch_of(0)
+
+
+def test_a_device_that_is_not_there_is_a_value_error(gpu: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"device_index must be in \[0, 1\), got 3"):
+        arch_of(3)
+
+
+def test_no_gpu_is_a_clear_error(gpu: pytest.MonkeyPatch):
+    gpu.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedGPUError, match=r"no GPU: torch .*; supported: sm_90a"):
+        arch_of()

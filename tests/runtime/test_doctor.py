@@ -1,0 +1,87 @@
+"""The doctor tells what works, what does not and what to do about it, without touching anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.runtime import UnsupportedGPUError, doctor, native
+from cute_kernels.runtime.doctor import LIMITED, MISSING, OK, Finding
+from cute_kernels.runtime.resources import ToolMissingError
+
+
+@pytest.fixture(autouse=True)
+def scratch_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTE_KERNELS_AOT_DIR", raising=False)
+    return tmp_path / "cache"
+
+
+def finding(subject: str) -> Finding:
+    return next(item for item in doctor.examine() if item.subject == subject)
+
+
+def test_every_subject_is_looked_at_and_whatever_is_not_well_has_a_remedy(scratch_cache: Path):
+    findings = doctor.examine()
+    assert len({item.subject for item in findings}) == len(doctor.CHECKS)
+    assert all(item.remedy for item in findings if item.status != OK)
+    assert not scratch_cache.exists()
+
+
+def test_no_gpu_stops_running_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    def no_gpu() -> str:
+        raise UnsupportedGPUError("no GPU here")
+
+    monkeypatch.setattr(doctor, "arch_of", no_gpu)
+    monkeypatch.setattr(native, "driver_version", lambda: None)
+    blocked = doctor.abilities(doctor.examine())
+    assert blocked["run kernels"] == ["driver", "gpu"]
+    assert blocked["compile kernels"] == [] and blocked["load ahead-of-time bundles"] == []
+    assert finding("gpu").detail == "no GPU here"
+
+
+def test_an_old_driver_is_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "driver_version", lambda: (12, 8))
+    assert (finding("driver").status, finding("driver").detail) == (LIMITED, "takes CUDA 12.8")
+
+
+def test_without_the_compiler_bundles_still_load(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "dsl_version", lambda: None)
+    findings = doctor.examine()
+    assert doctor.abilities(findings)["compile kernels"] == ["compiler"]
+    assert doctor.abilities(findings)["load ahead-of-time bundles"] == []
+    assert "pip install 'nvidia-cutlass-dsl[cu13]'" in finding("compiler").remedy
+
+
+def test_without_a_linker_bundles_are_not_built(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "LINKERS", ())
+    assert doctor.abilities(doctor.examine())["build ahead-of-time bundles"] == ["linker"]
+
+
+def test_a_runtime_library_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(native.RUNTIME_VARIABLE, "/no/such/library.so")
+    assert finding("runtime library").status == MISSING
+    assert "/no/such/library.so is no file" in finding("runtime library").detail
+
+
+def test_a_cache_that_cannot_be_written_is_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert finding("cache").status == LIMITED and "CUTE_KERNELS_CACHE_DIR" in finding("cache").remedy
+
+
+def test_a_bundle_that_does_not_open_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CUTE_KERNELS_AOT_DIR", str(tmp_path))
+    assert finding("bundles").status == MISSING
+    assert "holds no bundle" in finding("bundles").detail
+    assert doctor.abilities(doctor.examine())["load ahead-of-time bundles"] == ["bundles"]
+
+
+def test_missing_tools_stop_reports_alone(monkeypatch: pytest.MonkeyPatch):
+    def no_tool(name: str) -> str:
+        raise ToolMissingError(f"{name} was not found")
+
+    monkeypatch.setattr(doctor, "find_tool", no_tool)
+    blocked = doctor.abilities(doctor.examine())
+    assert blocked["report registers and spills"] == ["resource reports"] and blocked["compile kernels"] == []
