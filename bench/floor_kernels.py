@@ -11,7 +11,7 @@ import triton.language as tl
 _NEVER = 0x5A17C0DE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_steps"])
 def _read_kernel(
     source,
     sink,
