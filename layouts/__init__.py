@@ -1,0 +1,1 @@
+"""Offline layouts and byte formats for low-precision kernels: generated, proved and drawn without a GPU."""
