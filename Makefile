@@ -1,0 +1,54 @@
+# `make demo` and `make test` work on a fresh machine that has python3 (3.10 or newer) and make.
+#
+# PYTHON chooses the interpreter that `.venv` is made from. If it already imports a CUDA build of torch, that torch
+# is used and nothing is downloaded twice (tools/setup_env.py).
+
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: help setup demo test lint format typecheck pytest notebooks golden doctor clean
+
+help:
+	@echo "make demo        a small Llama decodes with an INT4 KV cache (GPU if there is one)"
+	@echo "make test        lint, types, tests, notebooks"
+	@echo "make format      apply the formatter and the linter's fixes"
+	@echo "make golden      compile every shipped kernel and rewrite tests/golden/resources.json for review"
+	@echo "make doctor      what works on this machine, and why not"
+
+setup:
+	@$(PYTHON) tools/setup_env.py
+
+demo: setup
+	$(PY) -m bench demo
+
+test: lint typecheck pytest notebooks
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+typecheck: setup
+	$(PY) -m pyright --pythonpath $(PY)
+
+pytest: setup
+	$(PY) -m pytest
+
+# Executed into a scratch folder: a run never changes the files in the repository.
+notebooks: setup
+	@set -e; for notebook in $(sort $(wildcard docs/notebooks/*.ipynb)); do \
+	  echo "executing $$notebook"; \
+	  $(PY) tools/run_notebook.py $$notebook; \
+	done
+
+golden: setup
+	$(PY) -m tests.golden.update
+
+doctor: setup
+	$(PY) -m cute_kernels doctor
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

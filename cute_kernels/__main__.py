@@ -1,0 +1,134 @@
+"""Command line: `python -m cute_kernels doctor | aot | cache`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+import time
+from pathlib import Path
+
+from cute_kernels import families
+from cute_kernels.runtime import aot, doctor
+from cute_kernels.runtime.cache import Progress, default_cache
+from cute_kernels.runtime.device import SUPPORTED_ARCHS
+from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError
+from cute_kernels.runtime.store import DiskStore, default_directory
+from cute_kernels.runtime.workers import CompileError
+
+MARKS = {doctor.OK: "ok     ", doctor.LIMITED: "limited", doctor.MISSING: "missing"}
+
+
+def show_progress(progress: Progress) -> None:
+    width = len(str(progress.total))
+    line = f"[{progress.done:>{width}}/{progress.total}] {progress.spec}  {progress.source}"
+    if progress.source == "compiled":
+        line += f" in {progress.seconds:.1f} s"
+    print(line, flush=True)
+
+
+def run_doctor(_: argparse.Namespace) -> int:
+    findings = doctor.examine()
+    for finding in findings:
+        print(f"{MARKS[finding.status]}  {finding.subject}: {finding.detail}")
+        if finding.remedy and finding.status != doctor.OK:
+            print(f"{'':9}-> {finding.remedy}")
+    print()
+    blocked = doctor.abilities(findings)
+    for ability, obstacles in blocked.items():
+        print(
+            f"{'no,  ' if obstacles else 'yes, '}{ability}"
+            + (f" (because of: {', '.join(obstacles)})" if obstacles else "")
+        )
+    return 1 if blocked["run the fp32 reference"] else 0
+
+
+def run_aot_build(arguments: argparse.Namespace) -> int:
+    specs = [s for s in families.shipped_specs() if any(fnmatch.fnmatch(str(s), pattern) for pattern in arguments.only)]
+    if not specs:
+        print(f"no shipped kernel matches {' '.join(arguments.only)}", file=sys.stderr)
+        return 2
+    start = time.perf_counter()
+    manifest = aot.build(
+        specs, arguments.arch, arguments.output, cache=default_cache(), jobs=arguments.jobs, progress=show_progress
+    )
+    size = manifest["library"]["bytes"] / 2**20
+    seconds = time.perf_counter() - start
+    print(f"{len(specs)} kernels, {size:.1f} MiB, for {arguments.arch} in {arguments.output} ({seconds:.0f} s)")
+    return 0
+
+
+def run_aot_info(arguments: argparse.Namespace) -> int:
+    manifest = aot.read_manifest(arguments.directory)
+    for name in ("arch", "host", "toolkit", "created"):
+        print(f"{name:<10}{manifest[name]}")
+    for name, version in manifest["versions"].items():
+        print(f"{name:<20} {version}")
+    print(f"{manifest['library']['bytes'] / 2**20:.1f} MiB, {len(manifest['kernels'])} kernels:")
+    for symbol, kernel in manifest["kernels"].items():
+        print(f"  {kernel['family']}:{symbol}  {json.dumps(kernel['config'], sort_keys=True)}")
+    problems = aot.mismatches(manifest)
+    print("fits this installation" if not problems else f"does not fit here: {'; '.join(problems)}")
+    return 1 if problems else 0
+
+
+def run_cache_info(_: argparse.Namespace) -> int:
+    store = DiskStore(default_directory())
+    entries = store.entries()
+    print(f"{store.root}: {len(entries)} kernels, {sum(entry['bytes'] for entry in entries) / 2**20:.1f} MiB")
+    for entry in entries:
+        key = entry["key"]
+        print(f"  {key['family']}:{key['symbol']}  {key['arch']}  {entry['bytes'] / 2**10:.0f} KiB  {entry['created']}")
+    return 0
+
+
+def run_cache_clear(_: argparse.Namespace) -> int:
+    store = DiskStore(default_directory())
+    print(f"removed {store.clear()} kernels from {store.root}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="python -m cute_kernels", description=__doc__)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    commands.add_parser("doctor", help="what works on this machine, and why not").set_defaults(run=run_doctor)
+
+    bundles = commands.add_parser("aot", help="ahead-of-time bundles").add_subparsers(required=True, metavar="ACTION")
+    build = bundles.add_parser("build", help="compile shipped kernels into a bundle (no GPU needed)")
+    build.add_argument("--arch", choices=sorted(set(SUPPORTED_ARCHS.values())), required=True)
+    build.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    build.add_argument(
+        "--only",
+        action="append",
+        metavar="PATTERN",
+        help="kernels whose family:symbol matches, such as 'attention:*d128*' (may be repeated; default: all)",
+    )
+    build.add_argument("--jobs", type=int, help="worker processes (default: by cores and free memory)")
+    build.set_defaults(run=run_aot_build)
+    info = bundles.add_parser("info", help="what a bundle holds, and whether it fits here")
+    info.add_argument("directory", type=Path, metavar="DIR")
+    info.set_defaults(run=run_aot_info)
+
+    cache = commands.add_parser("cache", help="compiled kernels on disk").add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    cache.add_parser("info", help="list them").set_defaults(run=run_cache_info)
+    cache.add_parser("clear", help="remove them").set_defaults(run=run_cache_clear)
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    if getattr(arguments, "only", "") is None:
+        arguments.only = ["*"]
+    try:
+        return arguments.run(arguments)
+    except (aot.BundleError, CompileError, CompilerMissingError, LinkerMissingError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

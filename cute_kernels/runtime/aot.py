@@ -1,0 +1,206 @@
+"""Ahead-of-time bundles: every kernel of a list in one shared library, built anywhere, loaded without the compiler.
+
+DIR/bundle.so       the kernels
+DIR/manifest.json   what they are, what they were built with, and what they need
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cute_kernels._version import __version__
+from cute_kernels.runtime import native
+from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from cute_kernels.runtime.cache import KernelCache, ProgressCallback
+
+DIRECTORY_VARIABLE = "CUTE_KERNELS_AOT_DIR"
+FORMAT = 1
+LIBRARY = "bundle.so"
+MANIFEST = "manifest.json"
+
+
+class BundleError(RuntimeError):
+    """A bundle is damaged, or was built for another installation; the message lists every difference."""
+
+
+def build(
+    specs: Iterable[KernelSpec],
+    arch: str,
+    out_dir: Path,
+    *,
+    cache: KernelCache,
+    jobs: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> dict[str, Any]:
+    """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`, replacing one that is there.
+
+    Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with
+    one symbol, native.LinkerMissingError, workers.CompileError.
+    """
+    specs = list(dict.fromkeys(specs))
+    _check_symbols(specs)
+    if native.find_linker() is None:
+        raise native.LinkerMissingError("building a bundle needs a linker: install cc or ld")
+    artifacts = cache.artifacts(specs, arch, jobs, progress)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".bundle-", dir=out_dir) as scratch:
+        objects = [Path(scratch) / f"{artifact.symbol}.o" for artifact in artifacts]
+        for path, artifact in zip(objects, artifacts, strict=True):
+            path.write_bytes(artifact.object_code)
+        library = Path(scratch) / LIBRARY
+        native.link(objects, library)
+        kernels = {
+            spec.symbol: {
+                "family": spec.family,
+                "config": json.loads(spec.config_json()),
+                "sources": source_state(spec).digest,
+                "launches": artifact.launches_json(),
+            }
+            for spec, artifact in zip(specs, artifacts, strict=True)
+        }
+        manifest = {
+            "format": FORMAT,
+            "arch": arch,
+            "host": native.host_isa(),
+            "toolkit": native.runtime_flavor(),
+            "versions": {
+                "cute-kernels": __version__,
+                "nvidia-cutlass-dsl": native.dsl_version(),
+                "apache-tvm-ffi": native.tvm_ffi_version(),
+            },
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "library": {"name": LIBRARY, "sha256": _sha256(library), "bytes": library.stat().st_size},
+            "kernels": kernels,
+        }
+        (Path(scratch) / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        for name in (LIBRARY, MANIFEST):
+            (Path(scratch) / name).replace(out_dir / name)
+    return manifest
+
+
+def _check_symbols(specs: list[KernelSpec]) -> None:
+    if not specs:
+        raise ValueError("specs is empty: a bundle needs at least one kernel")
+    owners: dict[str, KernelSpec] = {}
+    for spec in specs:
+        spec.check()
+        other = owners.setdefault(spec.symbol, spec)
+        if other is not spec:
+            raise ValueError(f"two specs have the symbol {spec.symbol}: {other.config!r} and {spec.config!r}")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of the bundle in `directory`. Raises BundleError if there is none or it cannot be read."""
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest["format"] != FORMAT:
+            raise BundleError(f"{path} has format {manifest['format']}, wanted {FORMAT}; rebuild the bundle")
+        return manifest
+    except FileNotFoundError:
+        raise BundleError(f"{directory} holds no bundle: {MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"{path} cannot be read ({type(error).__name__}: {error}); rebuild the bundle") from error
+
+
+def mismatches(manifest: dict[str, Any]) -> list[str]:
+    """What keeps a bundle from running in this installation; empty if nothing does.
+
+    The DSL is compared where it is installed (its runtime library must fit the code); a machine that only has the
+    runtime library, named by CUTE_DSL_RUNTIME, is trusted to have brought the right one.
+    """
+    problems = []
+    built = manifest["versions"]
+    dsl = native.dsl_version()
+    if dsl is not None and dsl != built["nvidia-cutlass-dsl"]:
+        problems.append(f"built with nvidia-cutlass-dsl {built['nvidia-cutlass-dsl']}, installed is {dsl}")
+    ffi = native.tvm_ffi_version()
+    if _minor(ffi) != _minor(built["apache-tvm-ffi"]):
+        problems.append(f"built with apache-tvm-ffi {built['apache-tvm-ffi']}, installed is {ffi}")
+    if not native.isa_runs(manifest["host"], native.host_isa()):
+        problems.append(f"host code is for {manifest['host']}, this machine is {native.host_isa()}")
+    driver = native.driver_version()
+    toolkit = manifest["toolkit"]
+    if driver is not None and toolkit.startswith("cu") and toolkit[2:].isdigit() and int(toolkit[2:]) > driver[0]:
+        problems.append(f"built for CUDA {toolkit[2:]}, the driver takes CUDA {driver[0]}.{driver[1]}")
+    return problems
+
+
+def open_bundle(directory: Path) -> Bundle:
+    """Opens the bundle in `directory` without the compiler and without a GPU.
+
+    Raises BundleError if it is damaged or does not fit this installation (see `mismatches`), and
+    native.RuntimeLibraryError if the DSL's runtime library is missing.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    problems = mismatches(manifest)
+    if problems:
+        advice = f"rebuild it here: python -m cute_kernels aot build --arch {manifest['arch']} -o {directory}"
+        raise BundleError(f"the bundle in {directory} does not fit this installation: {'; '.join(problems)}. {advice}")
+    library = directory / manifest["library"]["name"]
+    if not library.is_file() or _sha256(library) != manifest["library"]["sha256"]:
+        raise BundleError(f"{library} is missing or not the file that {MANIFEST} describes; rebuild the bundle")
+    return Bundle(directory, manifest, native.open_library(library))
+
+
+class Bundle:
+    """An open bundle. `manifest` is the content of manifest.json."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], lookup: Callable[[str], Any]) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._lookup = lookup
+        self._warned = False
+
+    @property
+    def arch(self) -> str:
+        return self.manifest["arch"]
+
+    @property
+    def symbols(self) -> list[str]:
+        return sorted(self.manifest["kernels"])
+
+    def holds(self, spec: KernelSpec, arch: str) -> bool:
+        """Whether the bundle has `spec` for `arch`, built from the sources that are installed here.
+
+        Warns once if it has the kernel from other sources: then the kernel is compiled instead of running stale.
+        """
+        kernel = self.manifest["kernels"].get(spec.symbol)
+        wanted = (spec.family, json.loads(spec.config_json()))
+        if arch != self.arch or kernel is None or (kernel["family"], kernel["config"]) != wanted:
+            return False
+        if kernel["sources"] == source_state(spec).digest:
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the bundle in {self.directory} was built from other sources than are installed: {spec} and kernels "
+                f"like it are not taken from it. Rebuild: python -m cute_kernels aot build --arch {arch} "
+                f"-o {self.directory}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+
+    def get(self, spec: KernelSpec, arch: str) -> Any | None:
+        """The raw TVM-FFI function of `spec`, or None if the bundle does not hold it."""
+        return self._lookup(spec.symbol) if self.holds(spec, arch) else None
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

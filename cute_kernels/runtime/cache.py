@@ -1,0 +1,270 @@
+"""From a kernel's spec to its callable: memory, ahead-of-time bundles, disk, and only then the compiler."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.runtime import native, workers
+from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
+from cute_kernels.runtime.aot import Bundle, open_bundle
+from cute_kernels.runtime.artifact import Artifact, compile_artifact
+from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory, key_of
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One kernel is ready: `done` of `total`, where it came from ("memory", "bundle", "disk", "compiled"), seconds."""
+
+    done: int
+    total: int
+    spec: KernelSpec
+    source: str
+    seconds: float
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class KernelCache:
+    """The kernels of one process, backed by one directory. Thread-safe; compiles one kernel at a time.
+
+    directory: where compiled kernels persist. If it cannot be written, kernels live in memory alone, with one warning.
+    bundles: opened ahead-of-time bundles, searched before the disk.
+    """
+
+    def __init__(self, directory: Path, bundles: Sequence[Bundle] = ()) -> None:
+        self.store = DiskStore(directory)
+        self._bundles = list(bundles)
+        self._functions: dict[tuple[KernelSpec, str], Any] = {}
+        self._artifacts: dict[tuple[KernelSpec, str], Artifact] = {}
+        self._lock = threading.RLock()
+        self._warned = False
+
+    def add_bundle(self, bundle: Bundle) -> None:
+        with self._lock:
+            self._bundles.insert(0, bundle)
+
+    def load(self, spec: KernelSpec, arch: str) -> Any:
+        """The raw TVM-FFI function of `spec`, called with the arguments its host function declares."""
+        return self.load_from(spec, arch)[0]
+
+    def load_from(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
+        """`load`, and where the function came from: "memory", "bundle", "disk" or "compiled"."""
+        function = self._functions.get((spec, arch))
+        if function is not None:
+            return function, "memory"
+        with self._lock:
+            function = self._functions.get((spec, arch))
+            if function is not None:
+                return function, "memory"
+            function, source = self._from_bundles(spec, arch), "bundle"
+            if function is None:
+                function, source = self._from_disk_or_compiler(spec, arch)
+            self._functions[spec, arch] = function
+            return function, source
+
+    def artifact(self, spec: KernelSpec, arch: str) -> Artifact:
+        """The compiled object of `spec`, from disk or compiled now: for resource reports and bundles."""
+        with self._lock:
+            if (spec, arch) not in self._artifacts:
+                self._artifacts[spec, arch] = self._entry(spec, arch)[0]
+            return self._artifacts[spec, arch]
+
+    def load_many(
+        self, specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
+    ) -> list[Any]:
+        """`load` for each spec, compiling what is missing in `jobs` worker processes (default: by cores and memory).
+
+        Returns the functions in the order of `specs`. Raises workers.CompileError, naming every kernel that failed,
+        after the others are done.
+        """
+        specs = list(specs)
+        return self._many(specs, arch, jobs, progress, self.load_from, self._has_function)
+
+    def artifacts(
+        self, specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
+    ) -> list[Artifact]:
+        """`artifact` for each spec, compiled in parallel like `load_many`."""
+
+        def fetch(spec: KernelSpec, arch: str) -> tuple[Artifact, str]:
+            return self.artifact(spec, arch), "disk"
+
+        return self._many(list(specs), arch, jobs, progress, fetch, self._has_artifact)
+
+    def _many(
+        self,
+        specs: list[KernelSpec],
+        arch: str,
+        jobs: int | None,
+        progress: ProgressCallback | None,
+        fetch: Callable[[KernelSpec, str], tuple[Any, str]],
+        has: Callable[[KernelSpec, str], bool],
+    ) -> list[Any]:
+        missing = [spec for spec in dict.fromkeys(specs) if not has(spec, arch)]
+        compiled: set[KernelSpec] = set()
+        total, done = len(specs), 0
+
+        def report(spec: KernelSpec, source: str, seconds: float) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(Progress(done, total, spec, source, seconds))
+
+        def on_compiled(spec: KernelSpec, seconds: float) -> None:
+            compiled.add(spec)
+            report(spec, "compiled", seconds)
+
+        with tempfile.TemporaryDirectory(prefix="cute_kernels_") as scratch:
+            if missing:
+                directory = self.store.root if self._is_writable() else Path(scratch)
+                workers.compile_all(missing, arch, directory, jobs, on_compiled)
+                if directory != self.store.root:
+                    self._adopt(missing, arch, DiskStore(directory))
+        results = []
+        for spec in specs:
+            start = time.perf_counter()
+            value, source = fetch(spec, arch)
+            results.append(value)
+            if spec not in compiled:
+                report(spec, source, time.perf_counter() - start)
+            compiled.discard(spec)
+        return results
+
+    def _has_function(self, spec: KernelSpec, arch: str) -> bool:
+        if (spec, arch) in self._functions or any(bundle.holds(spec, arch) for bundle in self._bundles):
+            return True
+        return self._has_artifact(spec, arch)
+
+    def _has_artifact(self, spec: KernelSpec, arch: str) -> bool:
+        return (spec, arch) in self._artifacts or self.store.read(key_of(spec, arch)) is not None
+
+    def _adopt(self, specs: list[KernelSpec], arch: str, store: DiskStore) -> None:
+        """Keeps in memory what workers left in a scratch directory, because the cache's own cannot be written."""
+        for spec in specs:
+            entry = store.read(key_of(spec, arch))
+            if entry is not None:
+                self._artifacts[spec, arch] = entry.artifact
+
+    def _from_bundles(self, spec: KernelSpec, arch: str) -> Any:
+        for bundle in self._bundles:
+            function = bundle.get(spec, arch)
+            if function is not None:
+                return function
+        return None
+
+    def _from_disk_or_compiler(self, spec: KernelSpec, arch: str) -> tuple[Any, str]:
+        failure: Exception | None = None
+        for _ in range(2):
+            artifact, entry, source = self._entry(spec, arch)
+            if entry is None:
+                return _open_artifact(artifact), source
+            try:
+                return _open_entry(entry), source
+            except (OSError, RuntimeError, AttributeError) as error:
+                if isinstance(error, (native.RuntimeLibraryError, native.CompilerMissingError)):
+                    raise
+                # Complete by its checksums and yet not loadable: rebuilt once, then the error is the compiler's.
+                failure = error
+                self.store.quarantine(key_of(spec, arch), f"does not load: {error}")
+        raise RuntimeError(f"{spec} was compiled and does not load: {failure}") from failure
+
+    def _entry(self, spec: KernelSpec, arch: str) -> tuple[Artifact, Entry | None, str]:
+        """The artifact of `spec`, its place on disk (None if it has none), and "disk" or "compiled"."""
+        held = self._artifacts.get((spec, arch))
+        key = key_of(spec, arch)
+        entry = self.store.read(key)
+        if entry is not None:
+            return entry.artifact, entry, "disk"
+        if held is not None:
+            return held, None, "compiled"
+        if source_state(spec).changed:
+            self._warn_once(f"sources of {spec} changed after this process started: compiled kernels are not stored")
+            return compile_artifact(spec, arch), None, "compiled"
+        if not self._is_writable():
+            return compile_artifact(spec, arch), None, "compiled"
+        return self._compile_once(spec, arch, key)
+
+    def _compile_once(self, spec: KernelSpec, arch: str, key: Key) -> tuple[Artifact, Entry | None, str]:
+        """Compiles under the entry's lock: of several processes one compiles, the others wait and read."""
+        with self.store.lock(key):
+            entry = self.store.read(key)
+            if entry is not None:
+                return entry.artifact, entry, "disk"
+            artifact = compile_artifact(spec, arch)
+            try:
+                return artifact, self.store.write(key, artifact), "compiled"
+            except OSError as error:
+                self._warn_once(f"kernel cache {self.store.root}: {error}; kernels stay in memory")
+                return artifact, None, "compiled"
+
+    def _is_writable(self) -> bool:
+        try:
+            self.store.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.store.root):
+                return True
+        except OSError as error:
+            self._warn_once(f"kernel cache {self.store.root} cannot be written ({error}); kernels stay in memory")
+            return False
+
+    def _warn_once(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _open_entry(entry: Entry) -> Any:
+    symbol = entry.artifact.symbol
+    if entry.library is not None:
+        return native.open_library(entry.library)(symbol)
+    return native.open_object(entry.folder / "kernel.o")(symbol)
+
+
+def _open_artifact(artifact: Artifact) -> Any:
+    """Loads an artifact that has no place on disk; its files may go once they are loaded."""
+    with tempfile.TemporaryDirectory(prefix="cute_kernels_") as folder:
+        path = Path(folder) / f"{artifact.symbol}.o"
+        path.write_bytes(artifact.object_code)
+        if native.find_linker() is None:
+            return native.open_object(path)(artifact.symbol)
+        native.link([path], path.with_suffix(".so"))
+        return native.open_library(path.with_suffix(".so"))(artifact.symbol)
+
+
+@functools.cache
+def default_cache() -> KernelCache:
+    """The process's cache: `CUTE_KERNELS_CACHE_DIR`, and the bundles in `CUTE_KERNELS_AOT_DIR` (separated by ":").
+
+    Raises aot.BundleError if a bundle named there does not fit this installation.
+    """
+    folders = [Path(path) for path in os.environ.get(BUNDLES_VARIABLE, "").split(os.pathsep) if path]
+    return KernelCache(default_directory(), [open_bundle(folder) for folder in folders])
+
+
+def load(spec: KernelSpec, arch: str) -> Any:
+    """The raw TVM-FFI function of `spec` for `arch`, from the process's cache (see KernelCache.load)."""
+    return default_cache().load(spec, arch)
+
+
+def load_many(
+    specs: Iterable[KernelSpec], arch: str, jobs: int | None = None, progress: ProgressCallback | None = None
+) -> list[Any]:
+    """The functions of `specs`, compiling in parallel what is missing (see KernelCache.load_many)."""
+    return default_cache().load_many(specs, arch, jobs, progress)
+
+
+def load_bundle(directory: str | os.PathLike[str]) -> Bundle:
+    """Opens an ahead-of-time bundle and makes `load` look there first (see aot.open_bundle)."""
+    bundle = open_bundle(Path(directory))
+    default_cache().add_bundle(bundle)
+    return bundle

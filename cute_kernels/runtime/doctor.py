@@ -1,0 +1,179 @@
+"""What works on this machine, and why the rest does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cute_kernels._version import __version__
+from cute_kernels.runtime import native
+from cute_kernels.runtime.aot import DIRECTORY_VARIABLE as BUNDLES_VARIABLE
+from cute_kernels.runtime.aot import BundleError, open_bundle
+from cute_kernels.runtime.device import UnsupportedGPUError, arch_of
+from cute_kernels.runtime.resources import ToolMissingError, find_tool
+from cute_kernels.runtime.store import DIRECTORY_VARIABLE, DiskStore, default_directory
+
+OK, LIMITED, MISSING = "ok", "limited", "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `status` is "ok", "limited" (works with a drawback) or "missing"."""
+
+    subject: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Looks at everything the package depends on; raises nothing, changes nothing, compiles nothing."""
+    return [check() for check in CHECKS]
+
+
+def _python() -> Finding:
+    detail = f"cute-kernels {__version__}, Python {platform.python_version()}, {platform.system()}, {native.host_isa()}"
+    if sys.version_info < (3, 10):
+        return Finding("install", MISSING, detail, "use Python 3.10 or newer")
+    if platform.system() != "Linux":
+        return Finding("install", LIMITED, detail, "kernels run on Linux; elsewhere only the reference does")
+    return Finding("install", OK, detail)
+
+
+def _torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", MISSING, "not installed", "pip install torch")
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    status = OK if torch.version.cuda else LIMITED
+    remedy = "" if torch.version.cuda else "runs the fp32 reference only; install a CUDA build to run kernels"
+    return Finding("torch", status, f"{torch.__version__} ({build})", remedy)
+
+
+def _driver() -> Finding:
+    version = native.driver_version()
+    if version is None:
+        return Finding("driver", MISSING, "libcuda.so.1 was not found", "install the NVIDIA driver to run kernels")
+    detail = f"takes CUDA {version[0]}.{version[1]}"
+    if version[0] < 13:
+        return Finding("driver", LIMITED, detail, "CUDA 13 (driver 580 or newer) is what is tested")
+    return Finding("driver", OK, detail)
+
+
+def _gpu() -> Finding:
+    try:
+        arch = arch_of()
+        import torch
+
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("gpu", OK, f"{', '.join(names)}; cuda:0 compiles for {arch}")
+    except (UnsupportedGPUError, ImportError) as error:
+        return Finding("gpu", MISSING, str(error), "kernels can be compiled and bundled here, not run")
+
+
+def _compiler() -> Finding:
+    version = native.dsl_version()
+    if version is None:
+        remedy = f"pip install '{native.DSL_DISTRIBUTION}[cu13]'; without it only bundles and cached kernels run"
+        return Finding("compiler", MISSING, f"{native.DSL_DISTRIBUTION} is not installed", remedy)
+    flavor = native.runtime_flavor()
+    detail = f"{native.DSL_DISTRIBUTION} {version} ({flavor})"
+    if flavor == "cu12":
+        return Finding("compiler", LIMITED, detail, "install the [cu13] extra: its ptxas is what is tested")
+    return Finding("compiler", OK, detail)
+
+
+def _runtime_library() -> Finding:
+    try:
+        path = native.runtime_library()
+        native._load_runtime(path)
+        return Finding("runtime library", OK, f"{path}, apache-tvm-ffi {native.tvm_ffi_version()}")
+    except (native.RuntimeLibraryError, ImportError) as error:
+        return Finding("runtime library", MISSING, str(error), "no kernel can run without it")
+
+
+def _linker() -> Finding:
+    command = native.find_linker()
+    if command is None:
+        tried = ", ".join(name for name, _ in native.LINKERS)
+        remedy = "install cc or ld: bundles cannot be built, and cached kernels load through the compiler (slower)"
+        return Finding("linker", LIMITED, f"none found (tried {tried})", remedy)
+    return Finding("linker", OK, command[0])
+
+
+def _cache() -> Finding:
+    store = DiskStore(default_directory())
+    existing = next(folder for folder in (store.root, *store.root.parents) if folder.exists())
+    entries = store.entries()
+    detail = f"{store.root}: {len(entries)} kernels, {sum(entry['bytes'] for entry in entries) / 2**20:.1f} MiB"
+    quarantined = len(list(store.root.glob("quarantine/*-*")))
+    if quarantined:
+        detail += f", {quarantined} damaged in quarantine"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return Finding("cache", OK, detail)
+    except OSError as error:
+        remedy = f"kernels are compiled anew in every process; set {DIRECTORY_VARIABLE} to a writable directory"
+        return Finding("cache", LIMITED, f"{detail}; not writable ({error.strerror})", remedy)
+
+
+def _bundles() -> Finding:
+    folders = [path for path in os.environ.get(BUNDLES_VARIABLE, "").split(os.pathsep) if path]
+    if not folders:
+        return Finding("bundles", OK, f"none asked for ({BUNDLES_VARIABLE} is not set)")
+    try:
+        bundles = [open_bundle(Path(folder)) for folder in folders]
+    except (BundleError, native.RuntimeLibraryError) as error:
+        return Finding("bundles", MISSING, str(error), f"rebuild it, or unset {BUNDLES_VARIABLE}")
+    return Finding("bundles", OK, "; ".join(f"{b.directory}: {len(b.symbols)} kernels for {b.arch}" for b in bundles))
+
+
+def _tools() -> Finding:
+    try:
+        return Finding("resource reports", OK, ", ".join(find_tool(name) for name in ("cuobjdump", "nvdisasm")))
+    except ToolMissingError as error:
+        return Finding("resource reports", LIMITED, str(error), "needed for register and spill reports only")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _driver,
+    _gpu,
+    _compiler,
+    _runtime_library,
+    _linker,
+    _cache,
+    _bundles,
+    _tools,
+)
+
+
+def abilities(findings: list[Finding]) -> dict[str, list[str]]:
+    """What can be done here, each with the subjects that stand in the way (an empty list: it works)."""
+    status = {finding.subject: finding.status for finding in findings}
+    needs = {
+        "run the fp32 reference": ("install", "torch"),
+        "run kernels": ("install", "torch", "driver", "gpu", "runtime library"),
+        "compile kernels": ("install", "compiler"),
+        "build ahead-of-time bundles": ("install", "compiler", "linker"),
+        "load ahead-of-time bundles": ("install", "runtime library", "bundles"),
+        "report registers and spills": ("resource reports",),
+    }
+    # These two cannot be done at all in the limited state.
+    strict = {("build ahead-of-time bundles", "linker"), ("report registers and spills", "resource reports")}
+    return {
+        ability: [
+            subject
+            for subject in subjects
+            if status[subject] == MISSING or (status[subject] == LIMITED and (ability, subject) in strict)
+        ]
+        for ability, subjects in needs.items()
+    }

@@ -1,0 +1,222 @@
+"""Exported kernels as native code: the DSL's runtime library, a linker, and loading without the compiler.
+
+A kernel exported by CuTe DSL calls a small runtime library (launch, library loading, errors). Loading that library and
+the kernel takes milliseconds; importing the DSL itself brings in a 190 MB compiler. So nothing here imports the DSL,
+except `open_object` on a machine without any linker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RUNTIME_LIBRARY = "libcute_dsl_runtime.so"
+RUNTIME_VARIABLE = "CUTE_DSL_RUNTIME"
+DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
+
+# Tried in this order; a compiler driver is asked for nothing but its linker.
+LINKERS = (
+    ("cc", ("-shared", "-nostdlib")),
+    ("gcc", ("-shared", "-nostdlib")),
+    ("clang", ("-shared", "-nostdlib")),
+    ("ld", ("-shared",)),
+    ("ld.lld", ("-shared",)),
+)
+
+# Marks of the x86-64 microarchitecture levels in /proc/cpuinfo (System V psABI), highest first.
+_X86_LEVELS = (
+    (4, {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    (3, {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
+    (2, {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}),
+)
+
+
+class RuntimeLibraryError(RuntimeError):
+    """The CuTe DSL runtime library is not there, or does not load."""
+
+
+class CompilerMissingError(RuntimeError):
+    """A kernel has to be compiled (or an object loaded without a linker) and the DSL is not installed."""
+
+
+class LinkerMissingError(RuntimeError):
+    """A shared library has to be made and no linker was found."""
+
+
+def dsl_version() -> str | None:
+    """Version of the installed nvidia-cutlass-dsl; None where only its runtime library is present."""
+    try:
+        return importlib.metadata.version(DSL_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def tvm_ffi_version() -> str:
+    """Version of the apache-tvm-ffi that this process would import."""
+    try:
+        return importlib.metadata.version("apache-tvm-ffi")
+    except importlib.metadata.PackageNotFoundError:
+        import tvm_ffi
+
+        return str(tvm_ffi.__version__)
+
+
+@functools.cache
+def driver_version() -> tuple[int, int] | None:
+    """The newest CUDA version that the installed driver takes, as (major, minor); None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def runtime_library() -> Path:
+    """Path of the DSL's runtime library, found without importing the DSL.
+
+    `CUTE_DSL_RUNTIME` names it outright. Otherwise it is taken from the installed DSL, which brings one per CUDA major
+    version: the newest that the driver takes, the newest of all without a driver. The DSL chooses its compiler by the
+    same rule, so that objects and library agree.
+    """
+    named = os.environ.get(RUNTIME_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise RuntimeLibraryError(f"{RUNTIME_VARIABLE}={named} is no file")
+        return Path(named)
+    return _installed_runtime_library()
+
+
+@functools.cache
+def _installed_runtime_library() -> Path:
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    found = {
+        int(library.parent.parent.name[2:]): library
+        for folder in folders
+        for library in folder.glob(f"cu[0-9]*/lib/{RUNTIME_LIBRARY}")
+    }
+    driver = driver_version()
+    usable = [major for major in found if driver is None or major <= driver[0]]
+    if usable:
+        return found[max(usable)]
+    if found:
+        have = ", ".join(f"CUDA {major}" for major in sorted(found))
+        raise RuntimeLibraryError(f"{RUNTIME_LIBRARY} is installed for {have}, the driver takes CUDA {driver}")
+    raise RuntimeLibraryError(
+        f"{RUNTIME_LIBRARY} was not found: install {DSL_DISTRIBUTION}, or name the file in {RUNTIME_VARIABLE}"
+    )
+
+
+def runtime_flavor() -> str:
+    """Which of the DSL's toolkits this machine uses, such as "cu13"; "custom" for a library named by hand."""
+    if os.environ.get(RUNTIME_VARIABLE):
+        return "custom"
+    try:
+        return runtime_library().parent.parent.name
+    except RuntimeLibraryError:
+        return "none"
+
+
+@functools.cache
+def _load_runtime(path: Path) -> ctypes.CDLL:
+    # RTLD_GLOBAL: kernels are linked without naming the library and take its symbols from the process.
+    try:
+        return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise RuntimeLibraryError(f"{path} does not load: {error}") from error
+
+
+@functools.cache
+def host_isa() -> str:
+    """The host's instruction set as "machine" or "x86_64-v4".
+
+    The host side of an exported kernel is compiled for the CPU that exports it (with AVX-512 where there is some), so
+    an object may not run on an older CPU: caches are keyed by this and bundles check it.
+    """
+    machine = platform.machine()
+    if machine != "x86_64":
+        return machine
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{machine}-v1"
+    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+    level = 1
+    for candidate, marks in reversed(_X86_LEVELS):
+        if not marks <= flags:
+            break
+        level = candidate
+    return f"{machine}-v{level}"
+
+
+def isa_runs(built_for: str, host: str) -> bool:
+    """Whether code built for one `host_isa()` runs on a host with another."""
+    machine, _, level = built_for.partition("-v")
+    host_machine, _, host_level = host.partition("-v")
+    return machine == host_machine and int(level or 0) <= int(host_level or 0)
+
+
+def find_linker() -> list[str] | None:
+    """Command that links objects into a shared library (without `-o` and inputs); None if the machine has none."""
+    for name, options in LINKERS:
+        path = shutil.which(name)
+        if path:
+            return [path, *options]
+    return None
+
+
+def link(objects: list[Path], output: Path) -> None:
+    """Links exported objects into one shared library.
+
+    Raises LinkerMissingError without a linker, RuntimeError with the linker's words if it fails.
+    """
+    command = find_linker()
+    if command is None:
+        raise LinkerMissingError(f"no linker found (tried {', '.join(name for name, _ in LINKERS)})")
+    # A response file: hundreds of kernels exceed the length of a command line.
+    with tempfile.NamedTemporaryFile("w", suffix=".rsp") as response:
+        response.write("\n".join(f'"{path}"' for path in objects))
+        response.flush()
+        done = subprocess.run(
+            [*command, "-o", str(output), f"@{response.name}"], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed to link {output.name}: {done.stderr.strip()[-2000:]}")
+
+
+def open_library(path: Path) -> Callable[[str], Any]:
+    """Loads a shared library of kernels; returns a lookup from symbol to its raw TVM-FFI function."""
+    import tvm_ffi
+
+    _load_runtime(runtime_library())
+    module = tvm_ffi.load_module(str(path))
+    return lambda symbol: module[symbol]
+
+
+def open_object(path: Path) -> Callable[[str], Any]:
+    """Loads one unlinked object through the DSL's own loader: for machines without a linker.
+
+    Imports the DSL (0.4 s), which is why linked libraries are preferred. Raises CompilerMissingError without it.
+    """
+    try:
+        from cutlass import cute
+    except ImportError as error:
+        raise CompilerMissingError(
+            f"loading {path.name} needs a linker (cc or ld) or {DSL_DISTRIBUTION}: {error}"
+        ) from error
+    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    return lambda symbol: getattr(module, symbol)

@@ -1,0 +1,99 @@
+"""What one compiled kernel is: a family, a configuration, a symbol, and how to compile it.
+
+Everything else in the runtime (memory and disk caches, ahead-of-time bundles, resource gates) handles kernels through
+this one class and knows nothing about attention or GEMMs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+_C_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+def compile_options(arch: str, *extra: str) -> str:
+    """The options string every kernel passes to `cute.compile`.
+
+    `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. The CUBIN is not kept
+    (`--keep-cubin` writes a file into the working directory): reports read it out of the exported object.
+    """
+    return " ".join(("--enable-tvm-ffi", f"--gpu-arch {arch}", *extra))
+
+
+class KernelSpec(ABC):
+    """One configuration of one kernel family; equal and hashable by (class, family, config).
+
+    Subclasses give `family` and `config` as attributes (a frozen dataclass `class DecodeSpec(KernelSpec)` with a
+    `config` field and a `ClassVar` `family` is the usual form) and implement `compile`.
+
+    They must be importable by name, so that worker processes can compile them, and cheap to create: importing the
+    DSL belongs inside `compile`, because a process that loads kernels from the cache never imports it.
+    """
+
+    family: ClassVar[str]
+    """Name of the family, a C identifier; the room under `cute_kernels/` it lives in."""
+
+    config: Any
+    """Frozen dataclass whose fields JSON can hold: every compile-time choice, and nothing else."""
+
+    @abstractmethod
+    def compile(self, arch: str) -> Any:
+        """Compiles for `arch` (such as "sm_90a") with fake tensors and `compile_options(arch)`.
+
+        Returns the object that `cute.compile` returned. Must not need a GPU.
+        """
+
+    @functools.cached_property
+    def symbol(self) -> str:
+        """C identifier of the kernel, unique per configuration. Override it to make it readable."""
+        digest = hashlib.sha256(self.config_json().encode()).hexdigest()
+        return f"{self.family}_{digest[:16]}"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        """Directories (or files) whose Python sources decide what is compiled, besides `device/` and `layouts`.
+
+        The directory of the module that defines the class. A family that builds on another's room adds it here.
+        """
+        module = sys.modules[type(self).__module__]
+        if not getattr(module, "__file__", None):
+            raise TypeError(f"{type(self).__qualname__} must be defined in a file to be cached, not in {module}")
+        return (Path(str(module.__file__)).resolve().parent,)
+
+    def config_json(self) -> str:
+        """The configuration as canonical JSON (sorted keys): its identity on disk and in bundles.
+
+        Raises TypeError if `config` is no dataclass instance or holds something that JSON cannot.
+        """
+        if not dataclasses.is_dataclass(self.config) or isinstance(self.config, type):
+            raise TypeError(f"config of {type(self).__qualname__} must be a dataclass instance, got {self.config!r}")
+        try:
+            return json.dumps(dataclasses.asdict(self.config), sort_keys=True, separators=(",", ":"))
+        except TypeError as error:
+            raise TypeError(f"config of {type(self).__qualname__} must hold JSON values only: {error}") from error
+
+    def check(self) -> None:
+        """Raises ValueError if `family` or `symbol` cannot name a C function."""
+        for what in ("family", "symbol"):
+            value = getattr(self, what)
+            if not isinstance(value, str) or not _C_IDENTIFIER.match(value):
+                raise ValueError(f"{what} of {type(self).__qualname__} must be a C identifier, got {value!r}")
+
+    def _identity(self) -> tuple[type, str, Any]:
+        return type(self), self.family, self.config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KernelSpec) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __str__(self) -> str:
+        return f"{self.family}:{self.symbol}"

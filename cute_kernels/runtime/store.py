@@ -1,0 +1,201 @@
+"""Compiled kernels on disk: one directory per entry, complete or absent, checked when read.
+
+    <root>/<family>/<symbol>-<key>/entry.json   what the key was made of, checksums, launches
+                                   kernel.o     the exported object
+                                   kernel.so    the same, linked (where a linker was found)
+    <root>/locks/<key>.lock                     held by the process that compiles the entry
+    <root>/quarantine/                          entries that were damaged, kept for inspection
+
+An entry is written beside its place and renamed into it, so readers need no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.runtime import native
+from cute_kernels.runtime.artifact import Artifact, launches_from_json
+from cute_kernels.runtime.sources import source_state
+from cute_kernels.runtime.spec import KernelSpec
+
+DIRECTORY_VARIABLE = "CUTE_KERNELS_CACHE_DIR"
+FORMAT = 1
+
+# Settings of the DSL that change what it generates.
+COMPILE_VARIABLES = tuple(
+    f"CUTE_DSL_{setting}"
+    for setting in "AUTO_M2S COMPILER_BACKEND COMPILER_OPT DEBUG ENABLE_ASSERTIONS ENABLE_PYIR LINEINFO".split()
+)
+
+
+def default_directory() -> Path:
+    """`CUTE_KERNELS_CACHE_DIR`, else ~/.cache/cute_kernels."""
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(named) if named else Path.home() / ".cache" / "cute_kernels"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Identity of a compiled kernel: everything that can change its bytes, as JSON, and the digest of that."""
+
+    family: str
+    symbol: str
+    content: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        return f"{self.symbol}-{self.digest[:16]}"
+
+
+def key_of(spec: KernelSpec, arch: str) -> Key:
+    """The key of `spec` compiled for `arch` by this installation on this kind of host."""
+    spec.check()
+    content = {
+        "format": FORMAT,
+        "family": spec.family,
+        "symbol": spec.symbol,
+        "config": json.loads(spec.config_json()),
+        "arch": arch,
+        "nvidia-cutlass-dsl": native.dsl_version(),
+        "apache-tvm-ffi": native.tvm_ffi_version(),
+        "toolkit": native.runtime_flavor(),
+        "host": native.host_isa(),
+        "sources": source_state(spec).digest,
+        "environment": {name: os.environ[name] for name in COMPILE_VARIABLES if os.environ.get(name)},
+    }
+    return Key(spec.family, spec.symbol, json.dumps(content, sort_keys=True))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A verified entry: its directory, and the library in it (None where it was stored without a linker)."""
+
+    folder: Path
+    artifact: Artifact
+    library: Path | None
+
+
+class DiskStore:
+    """The entries under one directory. Reading never raises for a damaged entry; writing raises OSError."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, key: Key) -> Path:
+        return self.root / key.family / key.name
+
+    def read(self, key: Key) -> Entry | None:
+        """The entry of `key`; None if there is none. A damaged one is moved to quarantine, with a warning."""
+        folder = self.folder(key)
+        if not folder.is_dir():
+            return None
+        try:
+            return self._read(folder, key)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if folder.is_dir():  # else another process removed it meanwhile
+                self.quarantine(key, f"{type(error).__name__}: {error}")
+            return None
+
+    def _read(self, folder: Path, key: Key) -> Entry:
+        record = json.loads((folder / "entry.json").read_text())
+        if record["key"] != json.loads(key.content):
+            raise ValueError("entry.json belongs to another key")
+        contents = {name: (folder / name).read_bytes() for name in record["sha256"]}
+        for name, checksum in record["sha256"].items():
+            if hashlib.sha256(contents[name]).hexdigest() != checksum:
+                raise ValueError(f"{name} does not have the checksum it was stored with")
+        artifact = Artifact(key.symbol, contents["kernel.o"], launches_from_json(record["launches"]))
+        return Entry(folder, artifact, folder / "kernel.so" if "kernel.so" in contents else None)
+
+    def write(self, key: Key, artifact: Artifact) -> Entry:
+        """Stores `artifact`, linked where the machine has a linker, and returns its entry."""
+        folder = self.folder(key)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+        try:
+            self._fill(scratch, key, artifact)
+            scratch.chmod(0o755)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return Entry(folder, artifact, folder / "kernel.so" if (folder / "kernel.so").exists() else None)
+
+    @staticmethod
+    def _fill(folder: Path, key: Key, artifact: Artifact) -> None:
+        names = ["kernel.o"]
+        (folder / "kernel.o").write_bytes(artifact.object_code)
+        if native.find_linker() is not None:
+            native.link([folder / "kernel.o"], folder / "kernel.so")
+            names.append("kernel.so")
+        record: dict[str, Any] = {
+            "key": json.loads(key.content),
+            "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names},
+            "launches": artifact.launches_json(),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        (folder / "entry.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+    def quarantine(self, key: Key, reason: str) -> None:
+        """Moves an entry out of the way and warns. An entry that cannot be moved is left: it will be overwritten."""
+        folder = self.folder(key)
+        target = self.root / "quarantine" / f"{key.name}-{time.time_ns()}-{os.getpid()}"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+            outcome = f"moved to {target}"
+        except OSError as error:
+            outcome = f"left in place ({error})"
+        message = f"damaged kernel cache entry {folder} ({reason}): {outcome}; rebuilding"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    @contextlib.contextmanager
+    def lock(self, key: Key) -> Iterator[None]:
+        """Held by one process at a time, machine-wide (and across machines where the file system's flock is)."""
+        path = self.root / "locks" / f"{key.digest}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Lock files stay: removing one while another process waits on it would let two processes in.
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Every readable entry's record with its size in bytes, for people; nothing is verified."""
+        found = []
+        for path in sorted(self.root.glob("*/*-*/entry.json")):
+            if path.parent.parent.name == "quarantine":
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                size = sum(file.stat().st_size for file in path.parent.iterdir())
+                found.append({**json.loads(path.read_text()), "bytes": size})
+        return found
+
+    def clear(self) -> int:
+        """Removes every entry, the quarantine and unfinished writes; returns the number of entries removed.
+
+        Only directories that hold what a store writes are touched, so a directory named by mistake loses nothing else.
+        """
+        count = 0
+        for record in sorted(self.root.glob("*/*-*/entry.json")):
+            count += record.parent.parent.name != "quarantine"
+            shutil.rmtree(record.parent)
+        for leftover in [*self.root.glob("*/.new-*"), *self.root.glob("quarantine/*-*")]:
+            shutil.rmtree(leftover)
+        return count

@@ -1,0 +1,48 @@
+"""The worker process of `workers`: `python -m cute_kernels.runtime.worker DIRECTORY ARCH`.
+
+Reads one pickled spec per line (base64), compiles it into the store at DIRECTORY, and answers with one JSON line.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from cute_kernels.runtime.cache import KernelCache
+
+
+def _compile(cache: KernelCache, encoded: str, arch: str) -> str | None:
+    try:
+        cache.artifact(pickle.loads(base64.b64decode(encoded)), arch)
+    except BaseException:
+        return traceback.format_exc()
+    return None
+
+
+def serve(cache: KernelCache, arch: str, requests: TextIO, replies: TextIO) -> None:
+    for line in requests:
+        start = time.perf_counter()
+        error = _compile(cache, line, arch)
+        replies.write(json.dumps({"error": error, "seconds": time.perf_counter() - start}) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    # The compiler may print: replies get a descriptor of their own, and everything else goes to stderr.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # A scratch directory that goes away, or one that cannot be written, must be an error here, not a fallback.
+    warnings.filterwarnings("error", message="kernel cache|sources of", category=RuntimeWarning)
+    serve(KernelCache(Path(sys.argv[1])), sys.argv[2], sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Compiling many kernels in parallel worker processes.
+
+The DSL's compiler is not thread-safe, so parallel means processes. They are started as `python -m
+cute_kernels.runtime.worker` rather than through multiprocessing: nothing of the caller's `__main__` runs again, no GPU
+context is inherited, and a compiler crash takes one kernel with it instead of the pool.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from cute_kernels.runtime.spec import KernelSpec
+
+WORKER_BYTES = 1 << 30  # resident size of one worker (0.4 GiB) with room for large kernels
+
+CompiledCallback = Callable[[KernelSpec, float], None]
+
+
+class CompileError(RuntimeError):
+    """Some kernels did not compile; `failures` maps each spec to what its compiler said."""
+
+    def __init__(self, failures: dict[KernelSpec, str]) -> None:
+        self.failures = failures
+        texts = "\n".join(f"--- {spec}\n{text.strip()}" for spec, text in failures.items())
+        super().__init__(f"{len(failures)} kernel(s) did not compile:\n{texts}")
+
+
+def default_jobs() -> int:
+    """As many workers as this process may use cores, and as fit in the memory that is free now."""
+    cores = len(os.sched_getaffinity(0))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, free // WORKER_BYTES))
+
+
+def compile_all(
+    specs: Sequence[KernelSpec],
+    arch: str,
+    directory: Path,
+    jobs: int | None = None,
+    on_compiled: CompiledCallback | None = None,
+) -> None:
+    """Compiles each spec into the store at `directory`; calls `on_compiled(spec, seconds)` as each is done.
+
+    The callback runs in the calling thread. Raises ValueError for jobs < 1, and CompileError once all are done if
+    any failed.
+    """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    tasks: queue.SimpleQueue[tuple[KernelSpec, str] | None] = queue.SimpleQueue()
+    for spec in specs:
+        tasks.put((spec, _encode(spec)))
+    results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
+    count = min(jobs or default_jobs(), len(specs))
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=_serve, args=(tasks, results, arch, directory, stop), daemon=True) for _ in range(count)
+    ]
+    for thread in threads:
+        tasks.put(None)
+        thread.start()
+    failures: dict[KernelSpec, str] = {}
+    try:
+        for _ in specs:
+            result = results.get()
+            if result.error is not None:
+                failures[result.spec] = result.error
+            elif on_compiled is not None:
+                on_compiled(result.spec, result.seconds)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise CompileError(failures)
+
+
+@dataclass(frozen=True)
+class _Result:
+    spec: KernelSpec
+    error: str | None
+    seconds: float
+
+
+def _encode(spec: KernelSpec) -> str:
+    module = type(spec).__module__
+    if module == "__main__":
+        raise TypeError(
+            f"{type(spec).__qualname__} is defined in the script that runs; workers can only compile specs of "
+            "importable modules"
+        )
+    return base64.b64encode(pickle.dumps(spec)).decode()
+
+
+def _serve(tasks: Any, results: Any, arch: str, directory: Path, stop: threading.Event) -> None:
+    """One thread, one worker process at a time: hands it tasks and replaces it if it dies."""
+    worker: _Worker | None = None
+    try:
+        while (task := tasks.get()) is not None:
+            spec, encoded = task
+            if stop.is_set():
+                break
+            try:
+                worker = worker or _Worker(directory, arch)
+                error, seconds = worker.compile(encoded)
+                results.put(_Result(spec, error, seconds))
+            except _WorkerDiedError as died:
+                worker = None
+                results.put(_Result(spec, str(died), 0.0))
+            except Exception as failure:  # the caller counts one result per spec, whatever happens
+                results.put(_Result(spec, f"{type(failure).__name__}: {failure}", 0.0))
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+class _WorkerDiedError(Exception):
+    pass
+
+
+class _Worker:
+    """One worker process: a line with a spec goes in, a JSON line with the outcome comes out."""
+
+    def __init__(self, directory: Path, arch: str) -> None:
+        # The same modules must be importable in the worker as here, wherever they were found.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cute_kernels.runtime.worker", str(directory), arch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def compile(self, encoded: str) -> tuple[str | None, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(encoded + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            tail = self._log.read().decode(errors="replace")[-4000:]
+            self._log.close()
+            raise _WorkerDiedError(f"the worker process ended with status {self._process.returncode}\n{tail}")
+        reply = json.loads(line)
+        return reply["error"], reply["seconds"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
