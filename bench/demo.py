@@ -6,6 +6,7 @@ runs get the same tokens, and each step's logits and attention outputs are set a
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,16 @@ import torch
 
 import cute_kernels
 from bench.environment import ROOT
+from bench.floor import StreamingFloor
 from bench.report import aligned, number
+from bench.timing import ColdL2, time_cold
 from cute_kernels.attention.reference import decode_attention_reference
 
 TOLERANCE = 4e-3  # relative error (norm) of the kernel against the fp64 reference on the model's own cache
 SCORE_DEVIATION = 2.5  # standard deviation of the attention scores, as in trained models rather than in random ones
 INITIALIZER_RANGE = 0.02
+ARCH = "sm_90a"
+KERNELS_SHOWN = 3  # per cache format, without a GPU
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,6 @@ ON_CPU = Scale(2, 768, 8, 2, 256, 704, 8, 2)
 class Run:
     """One decoded continuation. logits fp32 [steps, batch, vocab]; attention fp32 [steps, layers, batch, hidden]."""
 
-    tokens: torch.Tensor
     logits: torch.Tensor
     attention: torch.Tensor
     seconds: float
@@ -66,28 +70,26 @@ def run(kv_format: str = "int4_g4", steps: int | None = None, prompt: Path | Non
         print("No CUDA GPU: decode_attention runs its reference implementation (PyTorch), on a smaller model.\n")
 
     name, text = read_prompt(prompt)
-    tokens = tokenize(text, scale.batch, scale.prompt_tokens).to(device)
+    tokens = tokenize(text, scale.batch, scale.prompt_tokens + steps).to(device)
     model = make_model(scale, device)
     print(describe_model(model, scale))
     opening = " ".join(text[:70].split())
     print(f"prompt: {scale.batch} requests of {scale.prompt_tokens} tokens (bytes) from {name}: {opening!r} ...")
-    print(f"decode: {steps} tokens per request, greedy by the BF16 run, the same tokens through both caches\n")
+    print(f"decode: {steps} tokens per request, one by one; both caches are fed the text as it goes on\n")
 
     integration.register()
     model.set_attn_implementation(integration.ATTENTION_NAME)
     capacity = scale.prompt_tokens + steps + 2
     runs = {}
-    forced = None
     with torch.inference_mode():
         for label in ("bf16", kv_format):
-            runs[label] = decode(model, tokens, integration.DecodeCache(label, capacity), steps, forced)
-            forced = runs[label].tokens
+            runs[label] = decode(model, tokens, integration.DecodeCache(label, capacity), steps)
         model.set_attn_implementation("sdpa")
-        exact = uncached_logits(model, tokens, runs["bf16"].tokens)
-        print_steps(runs["bf16"], runs[kv_format], exact)
-        agrees = print_summary(runs, device)
+        exact = uncached_logits(model, tokens, steps)
+        print_steps(tokens[0, -steps:].tolist(), runs["bf16"], runs[kv_format], exact)
+        agrees = print_summary(runs, scale)
     if not on_gpu:
-        print_kernels(kv_format)
+        print_kernels(kv_format, scale.head_dim)
     return 0 if agrees else 1
 
 
@@ -98,7 +100,7 @@ def read_prompt(path: Path | None) -> tuple[str, str]:
     """The prompt's name and text: the given file, else this repository's own documents."""
     if path is not None:
         return str(path), path.read_text(errors="replace")
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "LICENSE", Path(__file__)]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "LICENSE"]
     files = [file for file in files if file.is_file()]
     return ", ".join(file.name for file in files), "\n\n".join(file.read_text(errors="replace") for file in files)
 
@@ -151,54 +153,47 @@ def describe_model(model: Any, scale: Scale) -> str:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def decode(model: Any, prompt: torch.Tensor, cache: Any, steps: int, forced: torch.Tensor | None) -> Run:
-    """Prefill, then `steps` single-token steps; greedy, or feeding `forced` tokens [batch, steps]."""
+def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> Run:
+    """Prefill with all but the last `steps` of `tokens` [batch, length], then those one by one (teacher forcing)."""
     outputs: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda module, inputs, output: outputs.append(output[0][:, -1]))
         for layer in model.model.layers
     ]
-    logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    first = forced[:, :1] if forced is not None else logits.argmax(-1, keepdim=True)
-    model(first, past_key_values=cache)  # compiles whatever a step needs, outside the clock
+    prompt, fed = tokens[:, :-steps], tokens[:, -steps:].split(1, dim=1)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    model(fed[0], past_key_values=cache)  # compiles whatever a step needs, outside the clock
     for layer in cache.layers:
         layer.crop(1)
     outputs.clear()
-    fed, step_logits = [first], []
     _synchronize()
     begin = time.perf_counter()
-    for step in range(steps):
-        logits = model(fed[-1], past_key_values=cache).logits[:, -1]
-        step_logits.append(logits)
-        if step + 1 < steps:
-            fed.append(forced[:, step + 1 : step + 2] if forced is not None else logits.argmax(-1, keepdim=True))
+    logits = [model(token, past_key_values=cache).logits[:, -1] for token in fed]
     _synchronize()
     seconds = time.perf_counter() - begin
     for hook in hooks:
         hook.remove()
     attention = torch.stack(outputs).unflatten(0, (steps, -1)).float()
-    return Run(torch.cat(fed, dim=1), torch.stack(step_logits).float(), attention, seconds, cache)
+    return Run(torch.stack(logits).float(), attention, seconds, cache)
 
 
-def uncached_logits(model: Any, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def uncached_logits(model: Any, tokens: torch.Tensor, steps: int) -> torch.Tensor:
     """The same steps without any cache, by transformers' own attention: fp32 [steps, batch, vocab]."""
-    steps = tokens.shape[1]
-    logits = model(torch.cat((prompt, tokens), dim=1), use_cache=False, logits_to_keep=steps).logits
-    return logits.float().transpose(0, 1)
+    return model(tokens, use_cache=False, logits_to_keep=steps).logits.float().transpose(0, 1)
 
 
 # -- what it shows ----------------------------------------------------------------------------------------------------
 
 
-def print_steps(bf16: Run, int4: Run, exact: torch.Tensor) -> None:
+def print_steps(text: list[int], bf16: Run, int4: Run, exact: torch.Tensor) -> None:
     """One line per step: how far INT4 is from BF16, and BF16 from the run without a cache."""
-    cells = [["step", "text so far", "logits INT4/BF16", "attention INT4/BF16", "same token", "logits BF16/no cache"]]
+    cells = [["step", "text", "logits INT4/BF16", "attention INT4/BF16", "same token", "logits BF16/no cache"]]
     for step in range(len(bf16.logits)):
         same = (bf16.logits[step].argmax(-1) == int4.logits[step].argmax(-1)).sum()
         cells.append(
             [
                 str(step + 1),
-                repr(bytes(bf16.tokens[0, : step + 1].tolist())[-8:].decode(errors="replace")),
+                repr(bytes(text[: step + 1])[-12:].decode(errors="replace")),
                 f"{_error(int4.logits[step], bf16.logits[step]):.4f}",
                 f"{_error(int4.attention[step], bf16.attention[step]):.4f}",
                 f"{int(same)}/{bf16.logits.shape[1]}",
@@ -209,37 +204,81 @@ def print_steps(bf16: Run, int4: Run, exact: torch.Tensor) -> None:
     print("(relative errors, norm over batch; attention: outputs of all layers)\n")
 
 
-def print_summary(runs: dict[str, Run], device: torch.device) -> bool:
+def print_summary(runs: dict[str, Run], scale: Scale) -> bool:
     """Speed, memory and bandwidth of both caches; returns whether the kernel agrees with the reference on them."""
     titles = ["", *(f"{label} cache" for label in runs)]
-    lines: dict[str, list[str]] = {"tokens/s": [], "cache MB": [], "kernel against fp64 reference": []}
+    lines: dict[str, list[str]] = {}
     agrees = True
+    flush = floor = None
+    if torch.cuda.is_available():
+        flush = ColdL2()
+        floor = StreamingFloor(flush, quick=True)
     for label, run in runs.items():
+        q, call = last_layer_call(run, scale)
         layer = run.cache.layers[-1]
-        error = _kernel_error(layer, label, run.attention)
+        want, _ = decode_attention_reference(
+            q, layer.keys, layer.values, layer.seq_lens, kv_format=label, compute_dtype=torch.float64
+        )
+        error = _error(call(), want)
         agrees &= error <= TOLERANCE
-        lines["tokens/s"].append(number(run.tokens.numel() / run.seconds))
-        lines["cache MB"].append(number(run.cache.num_bytes * 1e-6, 2))
-        lines["kernel against fp64 reference"].append(f"{error:.1e}")
-    if device.type == "cuda":
-        lines |= _bandwidth(runs)
+        facts = {
+            "tokens/s": number(run.logits.shape[:2].numel() / run.seconds),
+            "KV cache MB": number(run.cache.num_bytes * 1e-6, 2),
+            "decode_attention, error against fp64": f"{error:.1e}",
+        }
+        if flush is not None and floor is not None:
+            us, floor_us = time_cold(call, flush).median_us, floor(layer.num_bytes).us
+            facts |= {
+                "decode_attention us per layer": number(us),
+                "decode_attention GB/s": number(layer.num_bytes / us * 1e-3, 0),
+                "streaming floor GB/s": number(layer.num_bytes / floor_us * 1e-3, 0),
+                "ratio to the floor": number(us / floor_us, 2),
+            }
+        for name, value in facts.items():
+            lines.setdefault(name, []).append(value)
     print("\n".join(aligned([titles, *([name, *values] for name, values in lines.items())])))
-    first, second = runs.values()
-    ratio = first.cache.num_bytes / second.cache.num_bytes
-    print(f"\nThe {list(runs)[1]} cache takes {ratio:.2f} times fewer bytes than BF16.")
-    if device.type != "cuda":
+    bf16, packed = (run.cache.num_bytes for run in runs.values())
+    print(f"\nThe {titles[-1]} takes {bf16 / packed:.2f} times fewer bytes than the BF16 cache.")
+    if flush is None:
         print("No GB/s: without a GPU there is no kernel to time and no streaming floor to hold it against.")
     if not agrees:
         print(f"FAILED: decode_attention is further than {TOLERANCE:g} from its reference.")
     return agrees
 
 
-def _layer_call(layer: Any, kv_format: str) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-    """A query for this layer's cache, and `decode_attention` on them."""
-    torch.manual_seed(1)
-    head_dim = {"int4": layer.form.row(0).head_dim} if False else None
-    del head_dim
-    raise NotImplementedError(kv_format)
+def last_layer_call(run: Run, scale: Scale) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """A query, and `decode_attention` of it on the last layer's cache as the run left it."""
+    layer = run.cache.layers[-1]
+    generator = torch.Generator(device=layer.device).manual_seed(1)
+    shape = (layer.keys.shape[0], 1, scale.num_q_heads, scale.head_dim)
+    q = torch.randn(shape, dtype=torch.bfloat16, device=layer.device, generator=generator) * SCORE_DEVIATION
+    out = torch.full_like(q, torch.nan)
+
+    def call() -> torch.Tensor:
+        return cute_kernels.decode_attention(
+            q, layer.keys, layer.values, layer.seq_lens, kv_format=layer.form.name, out=out
+        )
+
+    return q, call
+
+
+def print_kernels(kv_format: str, head_dim: int) -> None:
+    """Compiles the kernels that a Hopper GPU would run here, and prints what they use."""
+    from cute_kernels.families import shipped_specs
+    from cute_kernels.runtime.cache import default_cache
+    from cute_kernels.runtime.resources import ToolMissingError, format_report, resource_report
+
+    print(f"\nCompiling decode attention for {ARCH} (no GPU needed) ...", flush=True)
+    specs = []
+    for wanted in (("bf16", head_dim), (kv_format, head_dim)):
+        fitting = (spec for spec in shipped_specs() if (spec.config.kv_format, spec.config.head_dim) == wanted)
+        specs += itertools.islice(fitting, KERNELS_SHOWN)
+    artifacts = default_cache().artifacts(specs, ARCH)
+    try:
+        reports = {spec.symbol: resource_report(kernel) for spec, kernel in zip(specs, artifacts, strict=True)}
+        print(format_report(reports))
+    except ToolMissingError as error:
+        print(f"{len(artifacts)} kernels compiled; no resource report: {error}")
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

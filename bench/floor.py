@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.timing import ColdL2, Protocol, time_cold
+from bench.timing import DEFAULT_PROTOCOL, ColdL2, Protocol, time_cold
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 GRANULE_BYTES = 64
@@ -68,7 +68,11 @@ class StreamingFloor:
     """Measures floors on one device, remembering each byte count."""
 
     def __init__(
-        self, flush: ColdL2, protocol: Protocol = Protocol(), device: torch.device | str = "cuda", quick: bool = False
+        self,
+        flush: ColdL2,
+        protocol: Protocol = DEFAULT_PROTOCOL,
+        device: torch.device | str = "cuda",
+        quick: bool = False,
     ) -> None:
         self._flush, self._protocol, self._device = flush, protocol, torch.device(device)
         self._configs = SWEEP[1::3] if quick else SWEEP

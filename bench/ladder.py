@@ -122,7 +122,9 @@ def measure_ladder(inputs: DecodeInputs, flush: ColdL2, protocol: Protocol) -> l
     return [_measure_rung(rung, base, on_us, time_of) for rung in LADDER]
 
 
-def _measure_rung(rung: Rung, base: Any, on_us: float, time_of: Callable[[Any, dict[str, Any]], float]) -> dict[str, Any]:
+def _measure_rung(
+    rung: Rung, base: Any, on_us: float, time_of: Callable[[Any, dict[str, Any]], float]
+) -> dict[str, Any]:
     result: dict[str, Any] = {"number": rung.number, "title": rung.title, "how": rung.how}
     if not rung.switchable:
         return result

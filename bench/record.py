@@ -20,7 +20,13 @@ class Recorder:
 
     def __init__(self, path: Path | None, **about: object) -> None:
         self.path = path
-        self.data: dict[str, Any] = {"schema": SCHEMA, "environment": environment(), **about, "rows": [], "failures": []}
+        self.data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "environment": environment(),
+            **about,
+            "rows": [],
+            "failures": [],
+        }
 
     def add_row(self, row: dict[str, Any]) -> None:
         self.data["rows"].append(row)

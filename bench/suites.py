@@ -134,8 +134,10 @@ def run_host_cost(bench: Bench) -> None:
     bench.attempt("host cost", work)
 
 
-def run_ladder(bench: Bench, batches: Iterable[int] = (32, 512), formats: Iterable[str] = ("int4_g1", "int4_g4")) -> None:
-    """The optimisation ladder at a small and a large batch."""
+def run_ladder(
+    bench: Bench, batches: Iterable[int] = (32, 512), formats: Iterable[str] = ("int4_g1", "int4_g4")
+) -> None:
+    """The optimisation ladder at each batch of the main table's shape and in each format."""
     ladders: list[dict[str, Any]] = []
 
     def work(batch: int, kv_format: str) -> None:

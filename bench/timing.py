@@ -25,6 +25,9 @@ class Protocol:
     warmup: int = 3
 
 
+DEFAULT_PROTOCOL = Protocol()
+
+
 @dataclass(frozen=True)
 class Timing:
     """Microseconds over the samples of one call."""
@@ -55,7 +58,7 @@ class ColdL2:
         torch.sum(self._buffer, dim=0, out=self._sum)
 
 
-def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = Protocol()) -> Timing:
+def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL) -> Timing:
     """Times `call` with CUDA events on the current stream, `flush` running before each call, outside the events.
 
     All samples are enqueued without waiting. The flush keeps the GPU busy longer than the host needs to enqueue the
@@ -92,7 +95,9 @@ def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], None]:
     return graph.replay
 
 
-def time_graph_cold(call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = Protocol()) -> Timing:
+def time_graph_cold(
+    call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL
+) -> Timing:
     """As `time_cold`, for a CUDA graph that holds the one call."""
     return time_cold(capture(call), flush, protocol)
 

@@ -10,8 +10,9 @@
     model(next_id, past_key_values=cache)                      # decode: reads the packed rows
 
 `DecodeCache.update` does not return K and V but a handle to the packed rows, which only this attention implementation
-understands. Prefill attends to the K and V it has just computed; only later tokens see the quantised ones. All requests
-of a batch have the same length: padding in the attention mask is refused, as are dropout, sliding windows and soft caps.
+understands. Prefill attends to the K and V it has just computed; only later tokens see the quantised ones. All
+requests of a batch have the same length: padding in the attention mask is refused, as are dropout, sliding windows and
+soft caps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class CachedTokens:
         )
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all `length` tokens [batch, num_kv_heads, length, head_dim]: older ones dequantised, new ones exact."""
+        """K and V [batch, num_kv_heads, length, head_dim] of all tokens: older ones dequantised, new ones exact."""
         past = self.length - self.new_k.shape[2]
         if not past:
             return self.new_k, self.new_v
@@ -85,7 +86,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim], here equal in shape."""
+        """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim], of one shape."""
         if key_states.shape != value_states.shape:
             raise ValueError(
                 f"value_states: got shape {tuple(value_states.shape)}, want key_states' {tuple(key_states.shape)}"
@@ -112,9 +113,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.keys[:, self.length : end], self.values[:, self.length : end] = new_rows
         self.length = end
         self.seq_lens.fill_(end)
-        handle = CachedTokens(
-            self.form.name, self.keys, self.values, self.seq_lens, end, key_states, value_states
-        )
+        handle = CachedTokens(self.form.name, self.keys, self.values, self.seq_lens, end, key_states, value_states)
         return handle, handle
 
     def _pack(self, values: torch.Tensor) -> torch.Tensor:
@@ -196,7 +195,9 @@ def attention(
     SDPA, causal, the last query aligned with the last key. Raises ValueError for what neither does.
     """
     if attention_mask is not None:
-        raise ValueError(f"attention_mask: got shape {tuple(attention_mask.shape)}, want None: requests of equal length")
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, want None: requests of equal length"
+        )
     if dropout:
         raise ValueError(f"dropout: got {dropout}, want 0")
     for name in _UNSUPPORTED:
@@ -218,9 +219,7 @@ def attention(
     return _causal_sdpa(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
-def _causal_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
+def _causal_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
     q_len, kv_len = query.shape[2], key.shape[2]
     mask = None
     if q_len != kv_len:

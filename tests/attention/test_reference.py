@@ -163,7 +163,7 @@ def test_an_unknown_format_and_a_wrong_number_of_lengths_are_named():
     q, k, v = make_case()
     with pytest.raises(ValueError, match="kv_format: got 'int3'"):
         decode_attention_reference(q, k, v, torch.tensor([1, 1, 1]), kv_format="int3")
-    with pytest.raises(ValueError, match="k_cache: got torch.bfloat16 rows of 64, want torch.uint8 rows of 36"):
+    with pytest.raises(ValueError, match=r"k_cache: got torch\.bfloat16 rows of 64, want torch\.uint8 rows of 36"):
         decode_attention_reference(q, k, v, torch.tensor([1, 1, 1]), kv_format="int4_g1")
     with pytest.raises(ValueError, match=r"seq_lens: got shape \(2,\), want \[3\]"):
         decode_attention_reference(q, k, v, torch.tensor([1, 1]), kv_format="bf16")
