@@ -163,8 +163,7 @@ def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> Run:
     prompt, fed = tokens[:, :-steps], tokens[:, -steps:].split(1, dim=1)
     model(prompt, past_key_values=cache, logits_to_keep=1)
     model(fed[0], past_key_values=cache)  # compiles whatever a step needs, outside the clock
-    for layer in cache.layers:
-        layer.crop(1)
+    cache.crop(1)
     outputs.clear()
     _synchronize()
     begin = time.perf_counter()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.timing import DEFAULT_PROTOCOL, ColdL2, Protocol, time_cold
+from bench.timing import DEFAULT_PROTOCOL, Protocol, time_cold
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 GRANULE_BYTES = 64
@@ -41,6 +41,7 @@ SWEEP = (
     ReadConfig(block_bytes=8192, unroll=4, num_warps=4, waves=0),
     ReadConfig(block_bytes=16384, unroll=2, num_warps=8, waves=0),
     ReadConfig(block_bytes=4096, unroll=2, num_warps=4, waves=0),
+    ReadConfig(block_bytes=2048, unroll=2, num_warps=4, waves=0),
     ReadConfig(block_bytes=8192, unroll=4, num_warps=4, waves=4),
     ReadConfig(block_bytes=8192, unroll=4, num_warps=4, waves=8),
     ReadConfig(block_bytes=16384, unroll=4, num_warps=8, waves=2),
@@ -48,6 +49,8 @@ SWEEP = (
     ReadConfig(block_bytes=32768, unroll=2, num_warps=16, waves=2),
     ReadConfig(block_bytes=8192, unroll=8, num_warps=4, waves=4),
 )
+
+QUICK_SWEEP = (SWEEP[0], SWEEP[1], SWEEP[5])
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,13 @@ class StreamingFloor:
 
     def __init__(
         self,
-        flush: ColdL2,
+        flush: Callable[[], None],
         protocol: Protocol = DEFAULT_PROTOCOL,
         device: torch.device | str = "cuda",
         quick: bool = False,
     ) -> None:
         self._flush, self._protocol, self._device = flush, protocol, torch.device(device)
-        self._configs = SWEEP[1::3] if quick else SWEEP
+        self._configs = QUICK_SWEEP if quick else SWEEP
         self._known: dict[int, Floor] = {}
         self._buffer = torch.empty(0, dtype=torch.int32, device=self._device)
 

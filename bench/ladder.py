@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench import entry
-from bench.timing import ColdL2, Protocol, time_cold
+from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 
 
@@ -107,7 +107,7 @@ LADDER = (
 )
 
 
-def measure_ladder(inputs: DecodeInputs, flush: ColdL2, protocol: Protocol) -> list[dict[str, Any]]:
+def measure_ladder(inputs: DecodeInputs, flush: Callable[[], None], protocol: Protocol) -> list[dict[str, Any]]:
     """Every rung for these inputs: microseconds with everything on, and with that rung off."""
     base = entry.config_for(inputs)
     timed: dict[tuple[str, int | None], float] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.timing import ColdL2, Protocol, time_cold
+from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 
 AGREEMENT = 2e-2  # relative error (norm) that a 16-bit peer must stay under to be timed
@@ -61,7 +61,12 @@ class PeerResult:
 
 
 def measure_peer(
-    peer: Peer, inputs: DecodeInputs, want: torch.Tensor, rows: torch.Tensor, flush: ColdL2, protocol: Protocol
+    peer: Peer,
+    inputs: DecodeInputs,
+    want: torch.Tensor,
+    rows: torch.Tensor,
+    flush: Callable[[], None],
+    protocol: Protocol,
 ) -> PeerResult:
     """Times every variant that agrees with `want` (the reference output of the requests `rows`)."""
     result = PeerResult(peer.name)
@@ -83,7 +88,7 @@ def _measure_variant(
     result: PeerResult,
     want: torch.Tensor,
     rows: torch.Tensor,
-    flush: ColdL2,
+    flush: Callable[[], None],
     protocol: Protocol,
 ) -> None:
     try:
@@ -153,8 +158,8 @@ def _sdpa_variants(backend: str) -> Callable[[DecodeInputs], Iterator[Variant]]:
         def context() -> contextlib.AbstractContextManager[object]:
             return sdpa_kernel([_BACKENDS[backend]])
 
-        def sdpa(q: torch.Tensor, **options: bool) -> Callable[[], object]:
-            return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        def sdpa(q: torch.Tensor, enable_gqa: bool = False) -> Callable[[], object]:
+            return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
 
         # With no mask, the query heads of one KV head are as good as so many query tokens: no GQA support needed.
         yield Variant("heads as tokens", sdpa(packed), lambda out: _tensor(out).reshape(inputs.q.shape), context)

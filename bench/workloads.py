@@ -53,8 +53,8 @@ class DecodeInputs:
         picked = sorted({round(i * (batch - 1) / max(1, count - 1)) for i in range(count)})
         index = torch.tensor(picked, device=self.q.device)
         shape = replace(self.shape, batch=len(picked))
-        tensors = (tensor[index] for tensor in (self.q, self.k_cache, self.v_cache, self.seq_lens))
-        return index, DecodeInputs(shape, self.kv_format, *tensors)
+        q, k_cache, v_cache, seq_lens = (t[index] for t in (self.q, self.k_cache, self.v_cache, self.seq_lens))
+        return index, DecodeInputs(shape, self.kv_format, q, k_cache, v_cache, seq_lens)
 
 
 def main_shapes(batches: tuple[int, ...] = BATCHES) -> list[DecodeShape]:
@@ -87,9 +87,9 @@ def make_inputs(
     dtype = format_of(kv_format).cache_dtype
     dtype = dtype if dtype.is_floating_point else torch.bfloat16
     q = torch.randn(shape.batch, 1, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device, generator=generator)
-    caches = [_make_cache(shape, kv_format, device, generator, chunk_rows) for _ in range(2)]
+    k_cache, v_cache = (_make_cache(shape, kv_format, device, generator, chunk_rows) for _ in range(2))
     seq_lens = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device)
-    return DecodeInputs(shape, kv_format, q, *caches, seq_lens)
+    return DecodeInputs(shape, kv_format, q, k_cache, v_cache, seq_lens)
 
 
 def _make_cache(

@@ -172,6 +172,12 @@ class DecodeCache(Cache):
     def _make_layer(self) -> DecodeCacheLayer:
         return DecodeCacheLayer(self.kv_format, self.max_seq_len)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest `tokens_to_remove` tokens of every layer (what the name means in transformers changed)."""
+        for layer in self.layers:
+            assert isinstance(layer, DecodeCacheLayer)
+            layer.crop(tokens_to_remove)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all layers' rows that hold tokens."""

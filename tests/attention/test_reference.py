@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_kernels.attention import reference
-from cute_kernels.attention.formats import format_of
+from cute_kernels.attention.formats import Int4Format, format_of
 from cute_kernels.attention.reference import (
     decode_attention_reference,
     decode_attention_splits_reference,
@@ -21,7 +21,7 @@ def make_case(kv_format="bf16", batch=3, max_seq_len=40, num_q_heads=4, num_kv_h
     q = torch.randn(batch, 1, num_q_heads, head_dim, dtype=torch.bfloat16)
     values = torch.randn(2, batch, max_seq_len, num_kv_heads, head_dim)
     form = format_of(kv_format)
-    if kv_format.startswith("int4"):
+    if isinstance(form, Int4Format):
         k, v = (form.row(head_dim).quantize(x) for x in values)
     else:
         k, v = values.to(form.cache_dtype)
@@ -156,7 +156,8 @@ def test_a_split_is_attention_over_its_own_tokens_and_empty_splits_say_so():
 )
 def test_shapes_that_do_not_fit_are_named(change, message):
     with pytest.raises(ValueError, match=message):
-        decode_attention_reference(*change(*make_case()), torch.tensor([1, 1, 1]), kv_format="bf16")
+        q, k, v = change(*make_case())
+        decode_attention_reference(q, k, v, torch.tensor([1, 1, 1]), kv_format="bf16")
 
 
 def test_an_unknown_format_and_a_wrong_number_of_lengths_are_named():

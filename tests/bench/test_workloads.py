@@ -56,7 +56,7 @@ def test_a_sample_of_requests_spans_the_batch():
 
 
 def test_a_floor_of_bytes_that_no_kernel_reads_evenly_is_refused():
-    floor = StreamingFloor(flush=None, device="cpu")  # type: ignore[arg-type]
+    floor = StreamingFloor(flush=lambda: None, device="cpu")
     for num_bytes in (0, 100):
         with pytest.raises(ValueError, match=f"num_bytes: got {num_bytes}, want a positive multiple of 64"):
             floor(num_bytes)

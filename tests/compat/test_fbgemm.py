@@ -6,23 +6,28 @@ import math
 import pytest
 import torch
 
-from cute_kernels.attention.formats import format_of
+from cute_kernels.attention.formats import Int4Format, format_of
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
 
 HEAD_DIM = 128
 
 
-def make_case(kv_format, batch=3, max_t=33, num_q_heads=5, seed=0):
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_case(kv_format, batch=3, max_t=33, num_q_heads=5, seed=0) -> tuple[torch.Tensor, Pair, Pair]:
     """FBGEMM's shapes: one KV head, D = 128; and the values that the cache stands for."""
     torch.manual_seed(seed)
     q = torch.randn(batch, 1, num_q_heads, HEAD_DIM, dtype=torch.bfloat16)
     k, v = torch.randn(2, batch, max_t, 1, HEAD_DIM)
-    if kv_format == "bf16":
-        caches = (k.bfloat16(), v.bfloat16())
+    form = format_of(kv_format)
+    if isinstance(form, Int4Format):
+        row = form.row(HEAD_DIM)
+        caches = row.quantize(k), row.quantize(v)
     else:
-        caches = tuple(format_of(kv_format).row(HEAD_DIM).quantize(x) for x in (k, v))
-    values = tuple(format_of(kv_format).dequantize(x, HEAD_DIM, torch.float64) for x in caches)
-    return q, caches, values
+        caches = k.bfloat16(), v.bfloat16()
+    keys, values = (form.dequantize(x, HEAD_DIM, torch.float64) for x in caches)
+    return q, caches, (keys, values)
 
 
 def attention(q, keys, values, length, scale):
