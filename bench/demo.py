@@ -134,7 +134,8 @@ def make_model(scale: Scale, device: torch.device) -> Any:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
     # q and k have deviation INITIALIZER_RANGE * sqrt(hidden_size) on a normalised input; scores the square of it.
     sharpen = SCORE_DEVIATION / (INITIALIZER_RANGE**2 * scale.hidden_size)
     for layer in model.model.layers:

@@ -101,7 +101,7 @@ def _plot_shapes(rows: Sequence[Record], record: Record, folder: Path) -> Path:
     panel.invert_yaxis()
     panel.axvline(1, color="black", linewidth=0.8)
     panel.set_xlabel("time / streaming floor")
-    panel.legend(loc="lower right", fontsize=8)
+    _legend_beside(panel)
     return _save(figure, record, folder / "decode_shapes.svg")
 
 
@@ -120,8 +120,12 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
     panel.invert_yaxis()
     panel.axvline(1, color="black", linewidth=0.8)
     panel.set_xlabel("time with the step off / time with all on")
-    panel.legend(fontsize=7)
+    _legend_beside(panel)
     return _save(figure, record, folder / "decode_ladder.svg")
+
+
+def _legend_beside(panel: Any) -> None:
+    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
 
 
 def _batch_axis(panel: Any, rows: Sequence[Record]) -> None:

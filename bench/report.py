@@ -37,6 +37,13 @@ ROW_COLUMNS: tuple[Column, ...] = (
 )
 
 
+def by_format(rows: Iterable[Record]) -> list[Record]:
+    """Rows of one format together, formats in order of appearance; measuring goes shape by shape."""
+    rows = list(rows)
+    order = list(dict.fromkeys(row["kv_format"] for row in rows))
+    return sorted(rows, key=lambda row: order.index(row["kv_format"]))
+
+
 def peer_names(rows: Iterable[Record]) -> list[str]:
     """Peers with at least one time, in order of appearance."""
     names = [name for row in rows for name, peer in row.get("peers", {}).items() if peer.get("us") is not None]
@@ -53,7 +60,7 @@ def text(record: Record) -> str:
     commit = f"{str(environment['commit'])[:10]}{' (dirty)' if environment['dirty'] else ''}"
     lines = [f"{environment['gpu']}, driver {environment.get('driver')}, commit {commit}, {environment['date']}"]
     for suite in dict.fromkeys(row["suite"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["suite"] == suite]
+        rows = by_format(row for row in record["rows"] if row["suite"] == suite)
         columns = [*ROW_COLUMNS, *(_peer_column(name) for name in peer_names(rows))]
         lines += ["", f"{suite} (median us of {record.get('samples')} calls, L2 made cold by reading)"]
         lines += aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
@@ -106,7 +113,7 @@ def _bars(bars: Sequence[Record]) -> list[str]:
     if not bars:
         return []
     cells = [["", "bar", "measured", "wanted"]]
-    cells += [["ok" if b["met"] else "NOT MET", b["what"], f"{b['measured']:.2f}", b["bar"]] for b in bars]
+    cells += [["ok" if b["met"] else "NOT MET", b["what"], f"{b['measured']:.3f}", b["bar"]] for b in bars]
     met = sum(bar["met"] for bar in bars)
     return ["", *aligned(cells), f"{met} of {len(bars)} bars met"]
 
@@ -116,7 +123,7 @@ def _bars(bars: Sequence[Record]) -> list[str]:
 
 def markdown(record: Record, suite: str = "main") -> str:
     """The suite as a Markdown table, one line per shape and format; for the README."""
-    rows = [row for row in record["rows"] if row["suite"] == suite and row.get("us")]
+    rows = by_format(row for row in record["rows"] if row["suite"] == suite and row.get("us"))
     if not rows:
         raise ValueError(f"suite: got {suite!r}, want one that the record has measurements of")
     columns: list[Column] = [
