@@ -1,0 +1,547 @@
+"""Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
+
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring of K and V
+tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and its slice of the tokens,
+and keeps scores, probabilities and output in registers (:mod:`reader_int4`, :mod:`reader_dense`). There is no CTA barrier in
+the loop. At the end the warps merge in shared memory; with more than one split, partial results go to a workspace and
+the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
+
+The split-KV scheme is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum is FlashAttention-4's (Zadouri et al. 2026).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MERGE_PAD, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.copies import make_copier
+from cute_kernels.attention.readers import make_reader
+from cute_kernels.device import ptx
+
+LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
+RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
+COMBINE_BATCH = 8  # partial results that a thread of the last CTA loads at a time
+WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the launch's mode
+
+
+class DecodeKernel:
+    """One compiled variant of decode attention; :class:`DecodeConfig` says which."""
+
+    def __init__(self, config: DecodeConfig):
+        self.config = config
+        self.reader = make_reader(config)
+        self.copier = make_copier(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_stats: cute.Tensor,
+        counters: cute.Tensor,
+        softmax_scale: Float32,
+        num_splits: Int32,
+        cluster_size: Int32,
+        mode: Int32,
+        stream,
+    ):
+        """Launches over (splits, groups of KV heads x groups of query blocks, batch).
+
+        q, out: [batch, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
+        lse fp32 [batch, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch * num_q_heads * num_splits
+        * head_dim / cluster_size] and partial_stats fp32 [.. * 2]: workspace; counters int32 [>= batch * gridDim.y *
+        cluster_size], zero before and after; num_splits is a multiple of cluster_size; bit 1 of ``mode``: write partial
+        results even where there is nothing to combine.
+        """
+        config = self.config
+        batch, num_kv_heads = k_cache.shape[0], k_cache.shape[2]
+        group = q.shape[1] // num_kv_heads
+        query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
+        source = self.copier.make_source(k_cache, v_cache)
+        self.kernel(
+            q,
+            source,
+            seq_lens,
+            out,
+            lse,
+            partial_out,
+            partial_stats,
+            counters,
+            softmax_scale,
+            k_cache.shape[1],
+            num_kv_heads,
+            group,
+            cluster_size,
+            mode,
+        ).launch(
+            grid=(num_splits, num_kv_heads // config.num_heads * query_groups, batch),
+            block=(config.num_threads, 1, 1),
+            cluster=(cluster_size, 1, 1),
+            min_blocks_per_mp=config.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        source,
+        seq_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_stats: cute.Tensor,
+        counters: cute.Tensor,
+        softmax_scale: Float32,
+        max_seq_len: Int32,
+        num_kv_heads: Int32,
+        group: Int32,
+        cluster_size: Int32,
+        mode: Int32,
+    ):
+        config = self.config
+        split, head_block, batch = cute.arch.block_idx()
+        num_splits, head_blocks, _ = cute.arch.grid_dim()
+        query_groups = head_blocks * config.num_heads // num_kv_heads
+        first_head = head_block // query_groups * config.num_heads
+        first_query = head_block % query_groups * (config.num_query_blocks * HEADS_PER_WARP)
+
+        length = cutlass.min(cutlass.max(seq_lens[batch], 0), max_seq_len)
+        num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
+        tiles_per_split = cutlass.max((num_tiles + num_splits - 1) // num_splits, 1)
+        active_splits = (num_tiles + tiles_per_split - 1) // tiles_per_split
+        first_tile = split * tiles_per_split
+        count = cutlass.max(cutlass.min(first_tile + tiles_per_split, num_tiles) - first_tile, 0)
+
+        smem = cutlass.utils.SmemAllocator()
+        ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
+        barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
+        flag = smem.allocate_tensor(Int32, cute.make_layout(1))
+        work = Work(
+            batch=batch,
+            split=split,
+            active_clusters=(active_splits + cluster_size - 1) // cluster_size,
+            cluster_size=cluster_size,
+            cluster_rank=split % cluster_size,
+            num_clusters=num_splits // cluster_size,
+            first_head=first_head,
+            first_query=first_query,
+            group=group,
+            num_q_heads=num_kv_heads * group,
+            counter=(batch * head_blocks + head_block) * cluster_size + split % cluster_size,
+            length=length,
+            max_seq_len=max_seq_len,
+            num_kv_heads=num_kv_heads,
+            first_tile=first_tile,
+            count=count,
+        )
+        results = Results(out, lse, partial_out, partial_stats, counters, mode)
+        if split // cluster_size < work.active_clusters:
+            # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
+            self.process(work, q, source, results, softmax_scale, ring, barriers, flag)
+        if num_tiles == 0:
+            if split == 0:
+                self.write_empty(work, results)
+
+    # -- main loop ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def process(self, work, q, source, results, softmax_scale, ring, barriers, flag):
+        """Everything a CTA with at least one tile does."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        full, empty = barriers, barriers + config.num_stages
+        tiles = self.copier.open(source, ring, full, work)
+        if warp == 0:
+            if lane == 0:
+                for stage in cutlass.range_constexpr(config.num_stages):
+                    cute.arch.mbarrier_init(full + stage, self.copier.arrivals)
+                    cute.arch.mbarrier_init(empty + stage, config.num_warps)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            for stage in cutlass.range_constexpr(config.num_stages - 1):
+                if stage < work.count:
+                    self.copier.copy_tile(tiles, work, Int32(stage), Int32(stage), lane)
+        head = warp % config.num_heads
+        query_block = warp // config.num_heads % config.num_query_blocks
+        slice_index = warp // config.num_roles
+        state = self.reader.make_state(lane, head, slice_index)
+        first_query = work.first_query + query_block * HEADS_PER_WARP
+        valid_heads = cutlass.min(work.group - first_query, HEADS_PER_WARP)
+        q_head = (work.first_head + head) * work.group + first_query
+        query = cute.domain_offset((q_head, 0), q[work.batch, None, None])
+        self.reader.load_query(state, query, valid_heads, softmax_scale)
+        softmax = _Softmax()
+        cute.arch.sync_threads()  # the barriers are initialised
+
+        stage, phase = Int32(0), Int32(0)
+        refill_stage, refill_phase = Int32(config.num_stages - 1), Int32(1)
+        for i in cutlass.range(work.count, unroll=1):
+            if warp == 0:
+                ahead = i + (config.num_stages - 1)
+                if ahead < work.count:
+                    # The tile that last lay there was consumed one step ago; nothing waits on the first round.
+                    cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
+                    self.copier.copy_tile(tiles, work, ahead, refill_stage, lane)
+            cute.arch.mbarrier_wait(full + stage, phase)
+            first_token = (work.first_tile + i) * config.tile_tokens + slice_index * config.slice_tokens
+            address = self.copier.stage_address(tiles, stage)
+            for block in cutlass.range_constexpr(config.blocks_per_slice):
+                self.attend(state, softmax, address, block, first_token, work.length)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage, phase = _advance(stage, phase, config.num_stages)
+            refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
+        self.finish(work, state, softmax, results, ring, flag, warp, lane, slice_index)
+
+    @cute.jit
+    def attend(self, state, softmax, address, block: int, first_token: Int32, length: Int32):
+        """Scores, online softmax and P V of one block of 32 tokens."""
+        reader = self.reader
+        offset = reader.block_offset(block)
+        scores = reader.scores(state, address, offset)
+        headers = reader.load_value_scales(state, address + self.config.tile_bytes, offset)
+        s = cute.make_rmem_tensor(8, Float32)
+        for j in cutlass.range_constexpr(4):
+            for column in cutlass.range_constexpr(2):
+                s[2 * j + column] = scores[j][column]
+        remaining = length - (first_token + block * 32)
+        if remaining < 32:
+            for j in cutlass.range_constexpr(4):
+                if self.reader.token(state, j) >= remaining:
+                    s[2 * j] = Float32(-Float32.inf)
+                    s[2 * j + 1] = Float32(-Float32.inf)
+            self.reader.mask_values(state, address + self.config.tile_bytes, offset, headers, remaining)
+        self.update_maximum(state, softmax, s, headers)
+        probabilities = []
+        for j in cutlass.range_constexpr(4):
+            row = [ptx.exp2(s[2 * j + column] * state.score_scale - softmax.maximum[column]) for column in range(2)]
+            for column in cutlass.range_constexpr(2):
+                softmax.total[column] = softmax.total[column] + row[column]
+            probabilities.append(row)
+        reader.accumulate(state, address + self.config.tile_bytes, offset, probabilities, headers)
+
+    @cute.jit
+    def update_maximum(self, state, softmax, s, headers):
+        """Raises the softmax reference when a probability would pass 2**RESCALE_SLACK; rare after the first blocks."""
+        block_max = []
+        for column in cutlass.range_constexpr(2):
+            bounds = [self.bound(state, s[2 * j + column], headers, j) for j in range(4)]
+            block_max.append(ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3])))
+        exceeds = block_max[0] > softmax.maximum[0] + RESCALE_SLACK
+        exceeds = exceeds | (block_max[1] > softmax.maximum[1] + RESCALE_SLACK)
+        if cute.arch.vote_any_sync(exceeds):
+            self.raise_maximum(state, softmax, block_max)
+
+    def bound(self, state, score, headers, j):
+        """log2 of what a token adds to the operand of P V: its score, plus the scale of its row of V if there is one."""
+        value = score * state.score_scale
+        log_scale = self.reader.log_scale(headers, j)
+        return value if log_scale is None else value + log_scale
+
+    def raise_maximum(self, state, softmax, block_max):
+        """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
+        factors = []
+        for column in range(2):
+            raised = ptx.fmax(_lane_max(block_max[column]), softmax.maximum[column])
+            factor = ptx.exp2(softmax.maximum[column] - raised)
+            softmax.maximum[column] = raised
+            softmax.total[column] = softmax.total[column] * factor
+            factors.append(factor)
+        self.reader.rescale(state, factors)
+
+    # -- results --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def finish(self, work, state, softmax, results, ring, flag, warp, lane, slice_index):
+        """Merges the CTA's warps, then the cluster's CTAs, then (last arriver) the row's clusters."""
+        address = ring.toint()
+        tid = warp * WARP_THREADS + lane
+        self.publish_warp(state, softmax, address, warp, lane, slice_index)
+        cute.arch.sync_threads()
+        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+            self.merge_slices(address, index)
+        if work.cluster_size > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        share = (self.num_vectors + work.cluster_size - 1) // work.cluster_size
+        first = work.cluster_rank * share
+        last = cutlass.min(first + share, self.num_vectors)
+        for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
+            self.merge_cluster(work, results, address, index)
+        if work.cluster_size > 1:
+            cute.arch.cluster_arrive()  # this CTA has read its peers' memory
+        if work.active_clusters > 1:
+            self.combine_if_last(work, results, flag, tid, first, last)
+        if work.cluster_size > 1:
+            cute.arch.cluster_wait()  # and they have read this one's
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of 4 columns in the outputs of a CTA."""
+        return self.num_rows * self.config.head_dim // 4
+
+    @property
+    def num_rows(self) -> int:
+        """Query heads that a CTA has room for."""
+        return self.config.num_roles * HEADS_PER_WARP
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one query head to the next in the merge buffer."""
+        return 4 * (self.config.head_dim + MERGE_PAD)
+
+    def stats_offset(self) -> int:
+        """Byte offset of the (maximum, sum) pairs behind the outputs of all slices."""
+        return self.config.num_slices * self.num_rows * self.pitch
+
+    @cute.jit
+    def publish_warp(self, state, softmax, address, warp, lane, slice_index):
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
+        totals = [_lane_sum(softmax.total[column]) for column in range(2)]
+        values = self.reader.outputs(state)
+        cute.arch.sync_threads()  # every warp has read its last tile
+        row = warp % self.config.num_roles * HEADS_PER_WARP + 2 * (lane % 4)
+        base = address + (slice_index * self.num_rows + row) * self.pitch
+        for column, first, run in values:
+            for i in cutlass.range_constexpr(0, len(run), 4):
+                ptx.store_shared(base + first * 4, column * self.pitch + 4 * i, run[i : i + 4])
+        if lane < 4:
+            stats = address + self.stats_offset() + (slice_index * self.num_rows + row) * 8
+            for column in cutlass.range_constexpr(2):
+                ptx.store_shared(stats, 8 * column, [softmax.maximum[column], totals[column]])
+
+    def merge_slices(self, address, index):
+        """Adds up one vector over the CTA's slices, in place of the first slice's; statistics likewise, once per row."""
+        row, d = self._vector(index)
+        place = address + row * self.pitch + d * 4
+        stats = address + self.stats_offset() + row * 8
+        slices = range(self.config.num_slices)
+        pairs = [_floats(ptx.load_shared_vector(stats, i * self.num_rows * 8, 2)) for i in slices]
+        values = [_floats(ptx.load_shared_vector(place, i * self.num_rows * self.pitch, 4)) for i in slices]
+        maximum, total, value = _merge(pairs, values)
+        ptx.store_shared(place, 0, value)
+        # Slot num_slices: the row's threads all read the slices' pairs above, so those stay as they are.
+        ptx.store_shared(stats, self.config.num_slices * self.num_rows * 8, [maximum, total])
+
+    @cute.jit
+    def merge_cluster(self, work, results, address, index):
+        """Adds up one vector over the CTAs of the cluster; the result is final or this cluster's partial."""
+        row, d = self._vector(index)
+        place = address + row * self.pitch + d * 4
+        stats = address + self.stats_offset() + (self.config.num_slices * self.num_rows + row) * 8
+        maximum = cute.make_rmem_tensor(1, Float32)
+        total = cute.make_rmem_tensor(1, Float32)
+        value = cute.make_rmem_tensor(4, Float32)
+        if work.cluster_size == 1:
+            pair = _floats(ptx.load_shared_vector(stats, 0, 2))
+            maximum[0], total[0] = pair[0], pair[1]
+            vector = _floats(ptx.load_shared_vector(place, 0, 4))
+            for c in cutlass.range_constexpr(4):
+                value[c] = vector[c]
+        else:
+            pairs, vectors = [], []
+            for rank in cutlass.range_constexpr(MAX_CLUSTER):
+                peer = cutlass.min(rank, work.cluster_size - 1)
+                pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
+                absent = rank >= work.cluster_size
+                pairs.append([cutlass.select_(absent, Float32(LOWEST), pair[0]), pair[1]])
+                vectors.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
+            merged = _merge(pairs, vectors)
+            maximum[0], total[0] = merged[0], merged[1]
+            for c in cutlass.range_constexpr(4):
+                value[c] = merged[2][c]
+        self.store_result(work, results, row, d, maximum[0], total[0], [value[c] for c in range(4)])
+
+    @cute.jit
+    def store_result(self, work, results, row, d, maximum, total, value):
+        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else into the workspace."""
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            if work.active_clusters == 1:
+                self.store_output(work, results, head, d, maximum, total, value)
+            if (work.active_clusters > 1) | ((results.mode & KEEP_PARTIALS) != 0):
+                self.store_partial(work, results, head, d, maximum, total, value)
+
+    @cute.jit
+    def store_output(self, work, results, head, d, maximum, total, value):
+        out, lse = results.out, results.lse
+        scale = 1.0 / total
+        for c in cutlass.range_constexpr(4):
+            out[work.batch, head, d + c] = (value[c] * scale).to(out.element_type)
+        if (d == 0) & ((results.mode & WRITE_LSE) != 0):
+            lse[work.batch, head] = (maximum + ptx.log2(total)) * ptx.LN_2
+
+    @cute.jit
+    def store_partial(self, work, results, head, d, maximum, total, value):
+        partial_out, partial_stats = results.partial_out, results.partial_stats
+        place = work.partial_head(head) + work.split // work.cluster_size
+        for c in cutlass.range_constexpr(4):
+            partial_out[place * self.config.head_dim + (d + c)] = value[c]
+        if d == 0:
+            partial_stats[place * 2] = maximum
+            partial_stats[place * 2 + 1] = total
+
+    @cute.jit
+    def combine_if_last(self, work, results, flag, tid, first, last):
+        """Counts this CTA in; the one that completes its share of the row adds up all clusters' partials."""
+        cute.arch.sync_threads()
+        if tid == 0:
+            cute.arch.fence_acq_rel_gpu()
+            counter = (results.counters.iterator + work.counter).toint()
+            flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
+        cute.arch.sync_threads()
+        if flag[0] == work.active_clusters - 1:
+            for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
+                self.combine_partials(work, results, index)
+
+    @cute.jit
+    def combine_partials(self, work, results, index):
+        """One vector of the output: sum over the clusters' partials, in order, ``COMBINE_BATCH`` loads in flight."""
+        row, d = self._vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            place = work.partial_head(head)
+            stats = (results.partial_stats.iterator + place * 2).toint()
+            source = (results.partial_out.iterator + (place * self.config.head_dim + d)).toint()
+            maximum, total = Float32(LOWEST), Float32(0.0)
+            value = cute.make_rmem_tensor(4, Float32)
+            value.fill(0.0)
+            for begin in cutlass.range(0, work.active_clusters, COMBINE_BATCH, unroll=1):
+                pairs = [[maximum, total]]
+                vectors = [[value[c] for c in range(4)]]
+                for i in cutlass.range_constexpr(COMBINE_BATCH):
+                    cluster = cutlass.min(begin + i, work.active_clusters - 1)
+                    absent = begin + i >= work.active_clusters
+                    pair = ptx.load_global(stats + Int64(cluster) * 8, 2)
+                    pairs.append([cutlass.select_(absent, Float32(LOWEST), pair[0]), pair[1]])
+                    vectors.append(ptx.load_global(source + Int64(cluster) * (self.config.head_dim * 4), 4))
+                merged = _merge(pairs, vectors)
+                maximum, total = merged[0], merged[1]
+                for c in cutlass.range_constexpr(4):
+                    value[c] = merged[2][c]
+            self.store_output(work, results, head, d, maximum, total, [value[c] for c in range(4)])
+
+    @cute.jit
+    def write_empty(self, work, results):
+        """A request without tokens: output 0, LSE -inf."""
+        out, lse = results.out, results.lse
+        tid, _, _ = cute.arch.thread_idx()
+        for index in cutlass.range(tid, self.num_rows * self.config.head_dim, self.config.num_threads, unroll=1):
+            d = index % self.config.head_dim
+            head, valid = work.query_head(self.config, index // self.config.head_dim)
+            if valid:
+                out[work.batch, head, d] = Float32(0.0).to(out.element_type)
+                if (d == 0) & ((results.mode & WRITE_LSE) != 0):
+                    lse[work.batch, head] = Float32(-Float32.inf)
+
+    def _vector(self, index):
+        """(row, first column) of a vector of the CTA's outputs."""
+        vectors = self.config.head_dim // 4
+        return index // vectors, index % vectors * 4
+
+
+class _Softmax:
+    """Running maximum (log2 units) and sum per head column of a lane; the sum is over the lane's own tokens."""
+
+    def __init__(self):
+        self.maximum = cute.make_rmem_tensor(2, Float32)
+        self.total = cute.make_rmem_tensor(2, Float32)
+        self.maximum.fill(LOWEST)
+        self.total.fill(0.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one CTA works on; run-time integers."""
+
+    batch: Any
+    split: Any
+    active_clusters: Any  # clusters of this request that have tokens
+    cluster_size: Any
+    cluster_rank: Any
+    num_clusters: Any
+    first_head: Any
+    first_query: Any  # of the query heads of a KV head
+    group: Any  # query heads per KV head
+    num_q_heads: Any
+    counter: Any
+    length: Any
+    max_seq_len: Any
+    num_kv_heads: Any
+    first_tile: Any
+    count: Any
+
+    def query_head(self, config: DecodeConfig, r):
+        """(index among all query heads, whether it exists) of row r of the CTA's query heads."""
+        role = r // HEADS_PER_WARP
+        head = role % config.num_heads
+        within = self.first_query + role // config.num_heads * HEADS_PER_WARP + r % HEADS_PER_WARP
+        return (self.first_head + head) * self.group + within, within < self.group
+
+    def partial_head(self, head):
+        """Row of the workspace where the clusters of a query head begin."""
+        return (Int64(self.batch) * self.num_q_heads + head) * self.num_clusters
+
+
+@dataclass(frozen=True)
+class Results:
+    """The tensors a CTA writes."""
+
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_stats: Any
+    counters: Any
+    mode: Any
+
+
+def _advance(stage, phase, num_stages: int):
+    """The next place of a ring and the parity of its barrier."""
+    stage = stage + 1
+    wrapped = stage == num_stages
+    return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)
+
+
+def _lane_max(value):
+    """Maximum over the eight lanes that hold different tokens of the same heads."""
+    for offset in (4, 8, 16):
+        value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
+    return value
+
+
+def _lane_sum(value):
+    for offset in (4, 8, 16):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset)
+    return value
+
+
+def _floats(words):
+    return [word.bitcast(Float32) for word in words]
+
+
+def _merge(pairs, vectors):
+    """Sum of softmax partials: (maximum, sum) pairs and their unnormalised outputs, in order, to one of each."""
+    maximum = pairs[0][0]
+    for pair in pairs[1:]:
+        maximum = ptx.fmax(maximum, pair[0])
+    total = Float32(0.0)
+    value = [Float32(0.0)] * len(vectors[0])
+    for (its_maximum, its_total), vector in zip(pairs, vectors, strict=True):
+        weight = ptx.exp2(its_maximum - maximum)
+        total = total + weight * its_total
+        value = [v + weight * part for v, part in zip(value, vector, strict=True)]
+    return maximum, total, value

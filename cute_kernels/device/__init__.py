@@ -1,0 +1,1 @@
+"""Shared GPU pieces: PTX wrappers and number decoding. Imported by kernels only."""

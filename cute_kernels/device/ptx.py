@@ -1,0 +1,286 @@
+"""PTX instructions that CuTe DSL 4.8.1 has no wrapper for, or only a volatile one.
+
+Arithmetic goes through ``llvm.inline_asm(has_side_effects=False)`` so that the compiler may move, merge and drop it;
+the DSL's own ``inline_ptx`` marks everything volatile, which pins the instruction order it was traced in.
+Operands and results are DSL scalars; packed 16-bit pairs travel as ``Uint32``.
+"""
+
+from collections.abc import Sequence
+
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+def _pure(result, operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None):
+    """One side-effect-free instruction with one result of DSL type ``result``."""
+    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    return result(
+        llvm.inline_asm(result.mlir_type, values, asm, constraints, has_side_effects=False, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
+def prmt(a: Uint32, b: Uint32, selector: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Byte permute: result byte i is byte ``selector[4i+2:4i]`` of the 8 bytes (a low, b high)."""
+    return _pure(
+        Uint32, [Uint32(a), Uint32(b), Uint32(selector)], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def half2_low_to_float(x: Uint32, *, loc=None, ip=None) -> Float32:
+    """The low fp16 of a packed pair as fp32 (exact)."""
+    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }"
+    return _pure(Float32, [Uint32(x)], asm, "=f,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def half2_high_to_float(x: Uint32, *, loc=None, ip=None) -> Float32:
+    """The high fp16 of a packed pair as fp32 (exact)."""
+    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, hi; }"
+    return _pure(Float32, [Uint32(x)], asm, "=f,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_f16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 values rounded to nearest-even fp16 and packed, ``low`` in the low half."""
+    return _pure(Uint32, [Float32(high), Float32(low)], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_bf16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 values rounded to nearest-even bf16 and packed, ``low`` in the low half."""
+    return _pure(Uint32, [Float32(high), Float32(low)], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def exp2(x: Float32, *, loc=None, ip=None) -> Float32:
+    """2**x by the special-function unit; exp2(-inf) = 0."""
+    return _pure(Float32, [Float32(x)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def log2(x: Float32, *, loc=None, ip=None) -> Float32:
+    """log2(x) by the special-function unit; log2(0) = -inf."""
+    return _pure(Float32, [Float32(x)], "lg2.approx.ftz.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fmax(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """max(a, b); a NaN operand loses against a number."""
+    return _pure(Float32, [Float32(a), Float32(b)], "max.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def transpose_8x8(x: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Transposes an 8 x 8 matrix of 16-bit elements held by a warp, one packed pair a lane (movmatrix)."""
+    # A warp-collective: must not be moved into divergent code, so it is marked as having side effects.
+    return Uint32(
+        llvm.inline_asm(
+            Uint32.mlir_type,
+            [Uint32(x).ir_value(loc=loc, ip=ip)],
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+def _mma(asm: str, c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, loc=None, ip=None):
+    """Emits an mma.sync with four fp32 accumulators; returns the four results."""
+    f32 = Float32.mlir_type
+    result_type = llvm.StructType.get_literal([f32] * 4)
+    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
+    constraints = ",".join(["=f"] * 4 + ["r"] * (len(a) + len(b)) + ["f"] * 4)
+    struct = llvm.inline_asm(result_type, operands, asm, constraints, has_side_effects=False, loc=loc, ip=ip)
+    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def mma_m16n8k16(
+    c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, dtype: str, loc=None, ip=None
+) -> list[Float32]:
+    """D = A B + C for one warp: A 16 x 16 (four packed pairs a lane), B 16 x 8 (two), C and D fp32 16 x 8 (four).
+
+    ``dtype`` is "f16" or "bf16". fp16 subnormal operands are used exactly, at full speed.
+    """
+    asm = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return _mma(asm, c, a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mma_m16n8k8(
+    c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, dtype: str, loc=None, ip=None
+) -> list[Float32]:
+    """As :func:`mma_m16n8k16` with a contraction of 8: A two packed pairs a lane, B one."""
+    asm = (
+        f"mma.sync.aligned.m16n8k8.row.col.f32.{dtype}.{dtype}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+    )
+    return _mma(asm, c, a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_matrix_x4(address: Int32, offset: int, *, transpose: bool, loc=None, ip=None) -> list[Uint32]:
+    """ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i//8.
+
+    ``offset`` bytes, known at compile time, are added to every address.
+    """
+    u32 = Uint32.mlir_type
+    result_type = llvm.StructType.get_literal([u32] * 4)
+    trans = ".trans" if transpose else ""
+    struct = llvm.inline_asm(
+        result_type,
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];",
+        "=r,=r,=r,=r,r,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+def _effect(operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None) -> None:
+    """One instruction with side effects on memory and no result."""
+    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    llvm.inline_asm(
+        None, values, asm, constraints + ("," if constraints else "") + "~{memory}", has_side_effects=True, loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def bulk_copy_to_shared(
+    destination: Int32, source: Int64, num_bytes: Int32, barrier: Int32, *, loc=None, ip=None
+) -> None:
+    """cp.async.bulk global -> shared of ``num_bytes`` (a multiple of 16; addresses too), counted on ``barrier``."""
+    operands = [Int32(destination), Int64(source), Int32(num_bytes), Int32(barrier)]
+    asm = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    _effect(operands, asm, "r,l,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def async_copy_word(destination: Int32, source: Int64, *, loc=None, ip=None) -> None:
+    """cp.async of 4 bytes, global -> shared: the narrowest, for rows that nothing wider can address."""
+    _effect([Int32(destination), Int64(source)], "cp.async.ca.shared.global [$0], [$1], 4;", "r,l", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def atomic_inc_wrap(address: Int64, last: Int32, *, loc=None, ip=None) -> Int32:
+    """Atomic old = *p; *p = old >= last ? 0 : old + 1, acquire-release at GPU scope: a counter that resets itself."""
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            [Int64(address).ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip)],
+            "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;",
+            "=r,l,r,~{memory}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+
+@dsl_user_op
+def load_shared(address: Int32, offset: int, *, loc=None, ip=None) -> Uint32:
+    """One 32-bit word of shared memory at ``address + offset`` bytes, ``offset`` known at compile time."""
+    return Uint32(
+        llvm.inline_asm(
+            Uint32.mlir_type,
+            [Int32(address).ir_value(loc=loc, ip=ip)],
+            f"ld.shared.u32 $0, [$1 + {offset}];",
+            "=r,r,~{memory}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def load_shared_vector(address: Int32, offset: int, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
+    """``num_words`` (1, 2 or 4) words of shared memory in one access; the address is aligned to its width."""
+    if num_words == 1:
+        return [load_shared(address, offset, loc=loc, ip=ip)]
+    u32 = Uint32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_words))
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([u32] * num_words),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared.v{num_words}.u32 {{{outputs}}}, [${num_words} + {offset}];",
+        ",".join(["=r"] * num_words) + ",r,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
+
+
+@dsl_user_op
+def store_shared(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
+    """1, 2 or 4 fp32 to shared memory in one access, aligned to its width."""
+    operands = [Int32(address), *(Float32(value) for value in values)]
+    vector = f".v{len(values)}" if len(values) > 1 else ""
+    inputs = ", ".join(f"${i + 1}" for i in range(len(values)))
+    asm = f"st.shared{vector}.f32 [$0 + {offset}], " + (f"{{{inputs}}};" if vector else f"{inputs};")
+    _effect(operands, asm, ",".join(["r"] + ["f"] * len(values)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> None:
+    """16 zero bytes to shared memory."""
+    zero = Uint32(0)
+    _effect([Int32(address), zero], f"st.shared.v4.u32 [$0 + {offset}], {{$1, $1, $1, $1}};", "r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def map_to_cta(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+    """The shared::cluster address of a shared-memory address in the CTA of ``rank`` of this cluster."""
+    return _pure(
+        Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def load_cluster(address: Int32, offset: int, num_values: int, *, loc=None, ip=None) -> list[Float32]:
+    """2 or 4 fp32 from the shared memory of any CTA of the cluster in one access."""
+    f32 = Float32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_values))
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * num_values),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared::cluster.v{num_values}.f32 {{{outputs}}}, [${num_values} + {offset}];",
+        ",".join(["=f"] * num_values) + ",r,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(num_values)]
+
+
+@dsl_user_op
+def load_global(address: Int64, num_values: int, *, loc=None, ip=None) -> list[Float32]:
+    """2 or 4 fp32 from global memory through L2 (never a stale L1 line): what another CTA has just written."""
+    f32 = Float32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_values))
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * num_values),
+        [Int64(address).ir_value(loc=loc, ip=ip)],
+        f"ld.global.cg.v{num_values}.f32 {{{outputs}}}, [${num_values}];",
+        ",".join(["=f"] * num_values) + ",l,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(num_values)]
