@@ -170,6 +170,17 @@ def test_a_wrong_output_is_a_failure_and_never_a_time(bench, monkeypatch):
     assert len(bench.recorder.data["failures"]) == 1
 
 
+def test_a_graph_that_cannot_be_captured_leaves_the_eager_time(bench, monkeypatch):
+    def refuse(call, flush, protocol):
+        raise RuntimeError("cannot capture")
+
+    monkeypatch.setattr(suites, "time_graph_cold", refuse)
+    suites.run_rows(bench, "main", [SMALL], ["bf16"], peers=False)
+    (row,) = bench.recorder.data["rows"]
+    assert row["us"]["median_us"] == 10.0 and "graph_us" not in row
+    assert bench.recorder.data["failures"][0]["error"] == "RuntimeError: cannot capture"
+
+
 def test_one_shape_failing_does_not_stop_the_suite(bench, monkeypatch):
     def refuse_large(num_bytes):
         if num_bytes > SMALL.cache_bytes("bf16"):
@@ -218,3 +229,17 @@ def test_without_triton_the_floor_says_what_it_is(monkeypatch, clock):
 
 def test_the_default_protocol_takes_at_least_fifteen_samples():
     assert timing.DEFAULT_PROTOCOL.samples >= 15
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
+def test_every_switch_of_the_ladder_is_a_configuration_that_exists(kv_format):
+    import dataclasses
+
+    from cute_kernels.attention.config import DecodeConfig
+
+    base = DecodeConfig(kv_format, "bf16", 128, ctas_per_sm=2)
+    assert base.can_implement() is None
+    for rung in ladder.LADDER:
+        off = dataclasses.replace(base, **rung.off_config)
+        assert off.can_implement() is None, rung.title
+        assert (off != base) == bool(rung.off_config), f"{rung.title}: the switch changes nothing"
