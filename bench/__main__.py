@@ -1,0 +1,119 @@
+"""Command line of the benchmarks; see `python -m bench --help`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import record as records
+from bench import workloads
+
+SUITES = ("main", "shapes", "ladder")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks; they need an NVIDIA GPU to time.")
+    commands = parser.add_subparsers(required=True)
+
+    decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
+    decode.add_argument("--suite", choices=(*SUITES, "all"), default="main")
+    decode.add_argument("--formats", nargs="+", default=list(workloads.FORMATS), metavar="FORMAT")
+    decode.add_argument("--batches", nargs="+", type=int, metavar="B", help="batches of the main table")
+    decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")
+    decode.add_argument("--no-peers", action="store_true")
+    decode.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    decode.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    decode.set_defaults(run=_decode)
+
+    demo = commands.add_parser("demo", help="a small Llama, token by token, INT4 cache against BF16 cache")
+    demo.add_argument("--format", default="int4_g4", help="format of the quantised cache")
+    demo.add_argument("--steps", type=int, help="tokens to decode")
+    demo.add_argument("--prompt", type=Path, help="text file with the prompt; default: this repository's own texts")
+    demo.set_defaults(run=_demo)
+
+    plot = commands.add_parser("plot", help="figures from a recorded run")
+    plot.add_argument("result", type=Path)
+    plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")
+    plot.set_defaults(run=_plot)
+
+    table = commands.add_parser("table", help="Markdown table from a recorded run")
+    table.add_argument("result", type=Path)
+    table.add_argument("--suite", default="main")
+    table.set_defaults(run=_table)
+    return parser
+
+
+def _decode(options: argparse.Namespace) -> int:
+    import torch
+
+    from bench import report, suites
+    from bench.timing import Protocol
+
+    if not torch.cuda.is_available():
+        print("python -m bench decode times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
+        return 2
+    path = options.json or _default_path(torch.cuda.get_device_name())
+    recorder = records.Recorder(path, kind="decode", command=sys.argv[1:], samples=options.samples)
+    begin = time.perf_counter()
+    bench = suites.Bench(
+        recorder,
+        Protocol(samples=options.samples),
+        quick=options.quick,
+        say=lambda line: print(f"[{time.perf_counter() - begin:6.1f} s] {line}", flush=True),
+    )
+    chosen = SUITES if options.suite == "all" else (options.suite,)
+    peers = not options.no_peers
+    suites.run_host_cost(bench)
+    if "main" in chosen:
+        batches = tuple(options.batches or (workloads.QUICK_BATCHES if options.quick else workloads.BATCHES))
+        suites.run_rows(bench, "main", workloads.main_shapes(batches), options.formats, peers)
+    if "shapes" in chosen:
+        suites.run_rows(bench, "shapes", workloads.other_shapes(options.quick), options.formats, False)
+    if "ladder" in chosen:
+        formats = [name for name in options.formats if name.startswith("int4")]
+        suites.run_ladder(bench, (512,) if options.quick else (32, 512), formats)
+    if peers:
+        suites.run_evidence(bench)
+    recorder.set("seconds", round(time.perf_counter() - begin, 1))
+    print(f"\n{report.text(recorder.data)}\n\nrecorded in {path}")
+    return 1 if recorder.data["failures"] else 0
+
+
+def _default_path(gpu: str) -> Path:
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+    model = gpu.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    return records.RESULTS / f"decode-{model}-{stamp}.json"
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from bench import demo
+
+    return demo.run(kv_format=options.format, steps=options.steps, prompt=options.prompt)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from bench import plots
+
+    for path in plots.plot(records.load(options.result), options.folder):
+        print(path)
+    return 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    from bench import report
+
+    print(report.markdown(records.load(options.result), options.suite), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

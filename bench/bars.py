@@ -1,0 +1,95 @@
+"""What the kernels must show, as data, and whether a recorded run shows it.
+
+Bars are ratios to the streaming floor or to peers of the same run; only the smallest shapes, which are all launch and
+latency, have bars in microseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Record = dict  # a run as `bench.record.Recorder` writes it; its values are JSON
+
+INT4_FLOOR_RATIO = {32: 1.35, 64: 1.2, 128: 1.15, 256: 1.12, 512: 1.10}
+BF16_FLOOR_RATIO = {32: 1.15, 64: 1.1, 128: 1.05, 256: 1.05, 512: 1.03}
+MAIN_FLOOR_RATIO = {"int4_g1": INT4_FLOOR_RATIO, "int4_g4": INT4_FLOOR_RATIO, "bf16": BF16_FLOOR_RATIO}
+MAIN_MICROSECONDS = {"int4_g1": {1: 9.0}, "int4_g4": {1: 9.0}, "bf16": {1: 10.0}}
+OTHER_SHAPES_FLOOR_RATIO = 1.25
+INT4_SPEEDUP_BATCH, INT4_SPEEDUP = 512, 3.2
+HOST_MICROSECONDS = 6.0
+BF16_RIVAL = "SDPA cudnn"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One bar and one measurement. `at_most`: whether the limit is an upper one."""
+
+    what: str
+    measured: float
+    limit: float
+    unit: str
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
+
+    def as_dict(self) -> dict[str, object]:
+        sign = "<=" if self.at_most else ">="
+        return {
+            "what": self.what,
+            "measured": round(self.measured, 3),
+            "bar": f"{sign} {self.limit:g} {self.unit}".strip(),
+            "met": self.met,
+        }
+
+
+def judge(record: Record) -> list[Verdict]:
+    """All bars that the run has measurements for."""
+    rows = [row for row in record.get("rows", []) if row.get("us")]
+    verdicts = [verdict for row in rows for verdict in _judge_row(row)]
+    verdicts += _judge_speedup(rows)
+    host = record.get("host_us", {}).get("eager")
+    if host is not None:
+        verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
+    return verdicts
+
+
+def _judge_row(row: Record) -> list[Verdict]:
+    kv_format, batch, us = row["kv_format"], row["shape"]["batch"], row["us"]["median_us"]
+    name = f"{kv_format} {row['name']}"
+    if row["suite"] != "main":
+        return [Verdict(f"{name}: ratio to the floor", row["floor_ratio"], OTHER_SHAPES_FLOOR_RATIO, "")]
+    verdicts = []
+    if batch in MAIN_MICROSECONDS.get(kv_format, {}):
+        verdicts.append(Verdict(f"{name}: time", us, MAIN_MICROSECONDS[kv_format][batch], "us"))
+    if batch in MAIN_FLOOR_RATIO.get(kv_format, {}):
+        limit = MAIN_FLOOR_RATIO[kv_format][batch]
+        verdicts.append(Verdict(f"{name}: ratio to the floor", row["floor_ratio"], limit, ""))
+    rival = row.get("peers", {}).get(BF16_RIVAL, {}).get("us") if kv_format == "bf16" else None
+    if rival:
+        verdicts.append(Verdict(f"{name}: time over {BF16_RIVAL}'s", us / rival, 1.0, ""))
+    return verdicts
+
+
+def _judge_speedup(rows: list[Record]) -> list[Verdict]:
+    """INT4 against the best BF16 of the run, ours or a peer's."""
+    at_batch = [r for r in rows if r["suite"] == "main" and r["shape"]["batch"] == INT4_SPEEDUP_BATCH]
+    bf16 = [us for row in at_batch if row["kv_format"] == "bf16" for us in _all_times(row)]
+    if not bf16:
+        return []
+    return [
+        Verdict(
+            f"{row['kv_format']} {row['name']}: speed-up over the best BF16",
+            min(bf16) / row["us"]["median_us"],
+            INT4_SPEEDUP,
+            "x",
+            at_most=False,
+        )
+        for row in at_batch
+        if row["kv_format"].startswith("int4")
+    ]
+
+
+def _all_times(row: Record) -> list[float]:
+    return [row["us"]["median_us"], *(peer["us"] for peer in row.get("peers", {}).values() if peer.get("us"))]

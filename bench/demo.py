@@ -1,0 +1,290 @@
+"""The demo: a small Llama decodes real text with its KV cache in INT4 rows, compared step by step with BF16.
+
+The model has Llama's architecture and random weights, so what it writes is noise; what is compared is arithmetic: both
+runs get the same tokens, and each step's logits and attention outputs are set against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cute_kernels
+from bench.environment import ROOT
+from bench.floor import StreamingFloor
+from bench.report import aligned, number
+from bench.timing import ColdL2, time_cold
+from cute_kernels.attention.reference import decode_attention_reference
+
+TOLERANCE = 4e-3  # relative error (norm) of the kernel against the fp64 reference on the model's own cache
+SCORE_DEVIATION = 2.5  # standard deviation of the attention scores, as in trained models rather than in random ones
+INITIALIZER_RANGE = 0.02
+ARCH = "sm_90a"
+KERNELS_SHOWN = 3  # per cache format, without a GPU
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the demo is: enough context that attention matters on a GPU, seconds on a CPU."""
+
+    batch: int
+    prompt_tokens: int
+    steps: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+
+
+ON_GPU = Scale(4, 8192, 32, 8, 2048, 5632, 32, 8)
+ON_CPU = Scale(2, 768, 8, 2, 256, 704, 8, 2)
+
+
+@dataclass
+class Run:
+    """One decoded continuation. logits fp32 [steps, batch, vocab]; attention fp32 [steps, layers, batch, hidden]."""
+
+    logits: torch.Tensor
+    attention: torch.Tensor
+    seconds: float
+    cache: Any
+
+
+def run(kv_format: str = "int4_g4", steps: int | None = None, prompt: Path | None = None) -> int:
+    """Runs the demo and prints what it finds; returns a process exit code (1: the kernel disagrees)."""
+    from cute_kernels.integrations import transformers as integration
+
+    on_gpu = torch.cuda.is_available()
+    scale = ON_GPU if on_gpu else ON_CPU
+    device = torch.device("cuda" if on_gpu else "cpu")
+    steps = steps or scale.steps
+    if not on_gpu:
+        print("No CUDA GPU: decode_attention runs its reference implementation (PyTorch), on a smaller model.\n")
+
+    name, text = read_prompt(prompt)
+    tokens = tokenize(text, scale.batch, scale.prompt_tokens + steps).to(device)
+    model = make_model(scale, device)
+    print(describe_model(model, scale))
+    opening = " ".join(text[:70].split())
+    print(f"prompt: {scale.batch} requests of {scale.prompt_tokens} tokens (bytes) from {name}: {opening!r} ...")
+    print(f"decode: {steps} tokens per request, one by one; both caches are fed the text as it goes on\n")
+
+    integration.register()
+    model.set_attn_implementation(integration.ATTENTION_NAME)
+    capacity = scale.prompt_tokens + steps + 2
+    runs = {}
+    with torch.inference_mode():
+        for label in ("bf16", kv_format):
+            runs[label] = decode(model, tokens, integration.DecodeCache(label, capacity), steps)
+        model.set_attn_implementation("sdpa")
+        exact = uncached_logits(model, tokens, steps)
+        print_steps(tokens[0, -steps:].tolist(), runs["bf16"], runs[kv_format], exact)
+        agrees = print_summary(runs, scale)
+    if not on_gpu:
+        print_kernels(kv_format, scale.head_dim)
+    return 0 if agrees else 1
+
+
+# -- text and model ---------------------------------------------------------------------------------------------------
+
+
+def read_prompt(path: Path | None) -> tuple[str, str]:
+    """The prompt's name and text: the given file, else this repository's own documents."""
+    if path is not None:
+        return str(path), path.read_text(errors="replace")
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "LICENSE"]
+    files = [file for file in files if file.is_file()]
+    return ", ".join(file.name for file in files), "\n\n".join(file.read_text(errors="replace") for file in files)
+
+
+def tokenize(text: str, batch: int, length: int) -> torch.Tensor:
+    """Bytes as tokens, int64 [batch, length]: stretches of the text from evenly spaced starts, wrapping around."""
+    data = torch.tensor(list(text.encode()), dtype=torch.int64)
+    if not len(data):
+        raise ValueError("prompt: got an empty text, want at least one byte")
+    starts = torch.arange(batch) * len(data) // batch
+    return data[(starts[:, None] + torch.arange(length)) % len(data)]
+
+
+def make_model(scale: Scale, device: torch.device) -> Any:
+    """A Llama with random BF16 weights, its queries scaled so that attention is peaked rather than near uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=scale.hidden_size,
+        intermediate_size=scale.intermediate_size,
+        num_hidden_layers=scale.num_layers,
+        num_attention_heads=scale.num_q_heads,
+        num_key_value_heads=scale.num_kv_heads,
+        head_dim=scale.head_dim,
+        max_position_embeddings=2 * scale.prompt_tokens,
+        initializer_range=INITIALIZER_RANGE,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
+    # q and k have deviation INITIALIZER_RANGE * sqrt(hidden_size) on a normalised input; scores the square of it.
+    sharpen = SCORE_DEVIATION / (INITIALIZER_RANGE**2 * scale.hidden_size)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(sharpen)
+    return model
+
+
+def describe_model(model: Any, scale: Scale) -> str:
+    millions = sum(parameter.numel() for parameter in model.parameters()) * 1e-6
+    return (
+        f"model: Llama architecture, {scale.num_layers} layers, hidden {scale.hidden_size}, {scale.num_q_heads} query "
+        f"heads on {scale.num_kv_heads} KV heads of {scale.head_dim}, {millions:.0f} M random weights in BF16"
+    )
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> Run:
+    """Prefill with all but the last `steps` of `tokens` [batch, length], then those one by one (teacher forcing)."""
+    outputs: list[torch.Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda module, inputs, output: outputs.append(output[0][:, -1]))
+        for layer in model.model.layers
+    ]
+    prompt, fed = tokens[:, :-steps], tokens[:, -steps:].split(1, dim=1)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    model(fed[0], past_key_values=cache)  # compiles whatever a step needs, outside the clock
+    cache.crop(1)
+    outputs.clear()
+    _synchronize()
+    begin = time.perf_counter()
+    logits = [model(token, past_key_values=cache).logits[:, -1] for token in fed]
+    _synchronize()
+    seconds = time.perf_counter() - begin
+    for hook in hooks:
+        hook.remove()
+    attention = torch.stack(outputs).unflatten(0, (steps, -1)).float()
+    return Run(torch.stack(logits).float(), attention, seconds, cache)
+
+
+def uncached_logits(model: Any, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+    """The same steps without any cache, by transformers' own attention: fp32 [steps, batch, vocab]."""
+    return model(tokens, use_cache=False, logits_to_keep=steps).logits.float().transpose(0, 1)
+
+
+# -- what it shows ----------------------------------------------------------------------------------------------------
+
+
+def print_steps(text: list[int], bf16: Run, int4: Run, exact: torch.Tensor) -> None:
+    """One line per step: how far INT4 is from BF16, and BF16 from the run without a cache."""
+    cells = [["step", "text", "logits INT4/BF16", "attention INT4/BF16", "same token", "logits BF16/no cache"]]
+    for step in range(len(bf16.logits)):
+        same = (bf16.logits[step].argmax(-1) == int4.logits[step].argmax(-1)).sum()
+        cells.append(
+            [
+                str(step + 1),
+                repr(bytes(text[: step + 1])[-12:].decode(errors="replace")),
+                f"{_error(int4.logits[step], bf16.logits[step]):.4f}",
+                f"{_error(int4.attention[step], bf16.attention[step]):.4f}",
+                f"{int(same)}/{bf16.logits.shape[1]}",
+                f"{_error(bf16.logits[step], exact[step]):.4f}",
+            ]
+        )
+    print("\n".join(aligned(cells)))
+    print("(relative errors, norm over batch; attention: outputs of all layers)\n")
+
+
+def print_summary(runs: dict[str, Run], scale: Scale) -> bool:
+    """Speed, memory and bandwidth of both caches; returns whether the kernel agrees with the reference on them."""
+    titles = ["", *(f"{label} cache" for label in runs)]
+    lines: dict[str, list[str]] = {}
+    agrees = True
+    flush = floor = None
+    if torch.cuda.is_available():
+        flush = ColdL2()
+        floor = StreamingFloor(flush, quick=True)
+    for label, run in runs.items():
+        q, call = last_layer_call(run, scale)
+        layer = run.cache.layers[-1]
+        want, _ = decode_attention_reference(
+            q, layer.keys, layer.values, layer.seq_lens, kv_format=label, compute_dtype=torch.float64
+        )
+        error = _error(call(), want)
+        agrees &= error <= TOLERANCE
+        facts = {
+            "tokens/s": number(run.logits.shape[:2].numel() / run.seconds),
+            "KV cache MB": number(run.cache.num_bytes * 1e-6, 2),
+            "decode_attention, error against fp64": f"{error:.1e}",
+        }
+        if flush is not None and floor is not None:
+            us, floor_us = time_cold(call, flush).median_us, floor(layer.num_bytes).us
+            facts |= {
+                "decode_attention us per layer": number(us),
+                "decode_attention GB/s": number(layer.num_bytes / us * 1e-3, 0),
+                "streaming floor GB/s": number(layer.num_bytes / floor_us * 1e-3, 0),
+                "ratio to the floor": number(us / floor_us, 2),
+            }
+        for name, value in facts.items():
+            lines.setdefault(name, []).append(value)
+    print("\n".join(aligned([titles, *([name, *values] for name, values in lines.items())])))
+    bf16, packed = (run.cache.num_bytes for run in runs.values())
+    print(f"\nThe {titles[-1]} takes {bf16 / packed:.2f} times fewer bytes than the BF16 cache.")
+    if flush is None:
+        print("No GB/s: without a GPU there is no kernel to time and no streaming floor to hold it against.")
+    if not agrees:
+        print(f"FAILED: decode_attention is further than {TOLERANCE:g} from its reference.")
+    return agrees
+
+
+def last_layer_call(run: Run, scale: Scale) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """A query, and `decode_attention` of it on the last layer's cache as the run left it."""
+    layer = run.cache.layers[-1]
+    generator = torch.Generator(device=layer.device).manual_seed(1)
+    shape = (layer.keys.shape[0], 1, scale.num_q_heads, scale.head_dim)
+    q = torch.randn(shape, dtype=torch.bfloat16, device=layer.device, generator=generator) * SCORE_DEVIATION
+    out = torch.full_like(q, torch.nan)
+
+    def call() -> torch.Tensor:
+        return cute_kernels.decode_attention(
+            q, layer.keys, layer.values, layer.seq_lens, kv_format=layer.form.name, out=out
+        )
+
+    return q, call
+
+
+def print_kernels(kv_format: str, head_dim: int) -> None:
+    """Compiles the kernels that a Hopper GPU would run here, and prints what they use."""
+    from cute_kernels.families import shipped_specs
+    from cute_kernels.runtime.cache import default_cache
+    from cute_kernels.runtime.resources import ToolMissingError, format_report, resource_report
+
+    print(f"\nCompiling decode attention for {ARCH} (no GPU needed) ...", flush=True)
+    specs = []
+    for wanted in (("bf16", head_dim), (kv_format, head_dim)):
+        fitting = (spec for spec in shipped_specs() if (spec.config.kv_format, spec.config.head_dim) == wanted)
+        specs += itertools.islice(fitting, KERNELS_SHOWN)
+    artifacts = default_cache().artifacts(specs, ARCH)
+    try:
+        reports = {spec.symbol: resource_report(kernel) for spec, kernel in zip(specs, artifacts, strict=True)}
+        print(format_report(reports))
+    except ToolMissingError as error:
+        print(f"{len(artifacts)} kernels compiled; no resource report: {error}")
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,154 @@
+"""Figures (SVG) from a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.report import OURS, peer_names
+
+Record = dict[str, Any]
+
+COLOURS = {"int4_g1": "#0b6e4f", "int4_g4": "#63a46c", "bf16": "#1f4e8c"}
+PEER_COLOURS = ("#b5651d", "#c94c4c", "#8e6c8a", "#7f7f7f", "#c0a000", "#4c9fc9")
+
+
+def plot(record: Record, folder: Path) -> list[Path]:
+    """Writes every figure that the record has data for; returns the files."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "bench", "svg.fonttype": "none", "font.size": 10})
+    folder.mkdir(parents=True, exist_ok=True)
+    main = [row for row in record["rows"] if row["suite"] == "main" and row.get("us")]
+    others = [row for row in record["rows"] if row["suite"] == "shapes" and row.get("us")]
+    ladders = [ladder for ladder in record.get("ladder", []) if any("off_us" in r for r in ladder["rungs"])]
+    files = []
+    if main:
+        files += [_plot_times(main, record, folder), _plot_ratios(main, record, folder)]
+    if others:
+        files.append(_plot_shapes(others, record, folder))
+    if ladders:
+        files.append(_plot_ladder(ladders, record, folder))
+    return files
+
+
+def _plot_times(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """Time over batch, ours and the peers', one panel per kind of cache."""
+    figure, panels = _figure(2, share_y=True)
+    kinds = {"BF16 cache": ["bf16"], "INT4 cache": ["int4_g1", "int4_g4"]}
+    for panel, (title, formats) in zip(panels, kinds.items(), strict=True):
+        _draw_times(panel, [row for row in rows if row["kv_format"] in formats], formats)
+        panel.set_title(title)
+    panels[0].set_ylabel("us per call, cold L2")
+    return _save(figure, record, folder / "decode_time.svg")
+
+
+def _draw_times(panel: Any, rows: Sequence[Record], formats: Sequence[str]) -> None:
+    for kv_format in formats:
+        own = [row for row in rows if row["kv_format"] == kv_format]
+        batches = [row["shape"]["batch"] for row in own]
+        colour = COLOURS[kv_format]
+        panel.plot(batches, [row["us"]["median_us"] for row in own], "o-", color=colour, label=f"{OURS} {kv_format}")
+        floors = [row["floor"]["us"] for row in own]
+        panel.plot(batches, floors, ":", color=colour, label=f"streaming floor, {kv_format}")
+    for name, colour in zip(peer_names(rows), PEER_COLOURS * 4, strict=False):
+        for kv_format, style in zip(formats, ("--", "-."), strict=False):
+            points = [
+                (row["shape"]["batch"], row["peers"][name]["us"])
+                for row in rows
+                if row["kv_format"] == kv_format and row.get("peers", {}).get(name, {}).get("us")
+            ]
+            if points:
+                label = name if len(formats) == 1 else f"{name} {kv_format}"
+                panel.plot(*zip(*points, strict=True), marker=".", linestyle=style, color=colour, label=label)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    _batch_axis(panel, rows)
+    panel.legend(fontsize=7)
+    panel.grid(True, which="major", alpha=0.3)
+
+
+def _plot_ratios(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """Ratio to the streaming floor over batch: 1 means that only reading the cache costs anything."""
+    figure, (panel,) = _figure(1)
+    for kv_format in dict.fromkeys(row["kv_format"] for row in rows):
+        own = [row for row in rows if row["kv_format"] == kv_format]
+        batches = [row["shape"]["batch"] for row in own]
+        panel.plot(batches, [r["floor_ratio"] for r in own], "o-", color=COLOURS.get(kv_format), label=kv_format)
+    panel.axhline(1, color="black", linewidth=0.8)
+    panel.set_xscale("log", base=2)
+    _batch_axis(panel, rows)
+    panel.set_ylabel("time / streaming floor")
+    panel.set_ylim(bottom=0.9)
+    panel.legend()
+    panel.grid(True, alpha=0.3)
+    return _save(figure, record, folder / "decode_floor_ratio.svg")
+
+
+def _plot_shapes(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """Ratio to the streaming floor for every other shape."""
+    figure, (panel,) = _figure(1, height=0.55 * len({row["name"] for row in rows}) + 1.5)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    formats = list(dict.fromkeys(row["kv_format"] for row in rows))
+    for place, kv_format in enumerate(formats):
+        own = {row["name"]: row["floor_ratio"] for row in rows if row["kv_format"] == kv_format}
+        at = [i + (place - (len(formats) - 1) / 2) * 0.26 for i, name in enumerate(names) if name in own]
+        values = [own[name] for name in names if name in own]
+        panel.barh(at, values, height=0.24, color=COLOURS.get(kv_format), label=kv_format)
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_xlabel("time / streaming floor")
+    _legend_beside(panel)
+    return _save(figure, record, folder / "decode_shapes.svg")
+
+
+def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Path:
+    """How much slower each switchable step makes the kernel when it is off."""
+    titles = list(dict.fromkeys(r["title"] for ladder in ladders for r in ladder["rungs"] if "off_us" in r))
+    figure, (panel,) = _figure(1, height=0.25 * len(titles) * len(ladders) + 1.5)
+    height = 0.8 / len(ladders)
+    for place, ladder in enumerate(ladders):
+        slower = {r["title"]: r["off_us"] / r["on_us"] for r in ladder["rungs"] if "off_us" in r}
+        at = [i + (place - (len(ladders) - 1) / 2) * height for i, title in enumerate(titles) if title in slower]
+        values = [slower[title] for title in titles if title in slower]
+        label = f"{ladder['kv_format']} B={ladder['shape']['batch']}"
+        panel.barh(at, values, height=0.9 * height, label=label)
+    panel.set_yticks(range(len(titles)), titles)
+    panel.invert_yaxis()
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_xlabel("time with the step off / time with all on")
+    _legend_beside(panel)
+    return _save(figure, record, folder / "decode_ladder.svg")
+
+
+def _legend_beside(panel: Any) -> None:
+    panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+
+
+def _batch_axis(panel: Any, rows: Sequence[Record]) -> None:
+    batches = sorted({row["shape"]["batch"] for row in rows})
+    panel.set_xticks(batches, [str(batch) for batch in batches])
+    panel.minorticks_off()
+    panel.set_xlabel("batch (T=8192, 8 query heads on 1 KV head, D=128)")
+
+
+def _figure(columns: int, share_y: bool = False, height: float = 4.2) -> tuple[Any, Sequence[Any]]:
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, columns, figsize=(5.6 * columns + 1, height), sharey=share_y, squeeze=False)
+    return figure, panels[0]
+
+
+def _save(figure: Any, record: Record, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    environment = record["environment"]
+    note = f"{environment['gpu']}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
+    figure.text(0.995, 0.005, note, ha="right", va="bottom", fontsize=6, color="#555555")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path

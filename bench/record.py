@@ -1,0 +1,62 @@
+"""The JSON record of a run, written after every measurement so that a failure loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+from bench.bars import judge
+from bench.environment import ROOT, environment
+
+RESULTS = ROOT / "bench" / "results"
+SCHEMA = 1
+
+
+class Recorder:
+    """Collects one run. `data` is what the file holds."""
+
+    def __init__(self, path: Path | None, **about: object) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {
+            "schema": SCHEMA,
+            "environment": environment(),
+            **about,
+            "rows": [],
+            "failures": [],
+        }
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        self.data["rows"].append(row)
+        self.save()
+
+    def set(self, key: str, value: object) -> None:
+        self.data[key] = value
+        self.save()
+
+    def add_failure(self, what: str, error: BaseException) -> str:
+        """Records that `what` failed and goes on; returns the message."""
+        message = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error)[-6:])
+        self.data["failures"].append({"what": what, "error": message, "trace": trace})
+        self.save()
+        return message
+
+    def save(self) -> None:
+        self.data["bars"] = [verdict.as_dict() for verdict in judge(self.data)]
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_suffix(".partial")
+        scratch.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(scratch, self.path)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A recorded run; ValueError if it is none."""
+    data = json.loads(Path(path).read_text())
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: got schema {data.get('schema') if isinstance(data, dict) else None}, want {SCHEMA}")
+    return data

@@ -1,0 +1,152 @@
+"""A recorded run as text: aligned tables for a terminal, Markdown tables for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+Column = tuple[str, Callable[[Record], str]]
+
+OURS = "cute-kernels"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _own(row: Record) -> float | None:
+    return row["us"]["median_us"] if row.get("us") else None
+
+
+def _graph(row: Record) -> float | None:
+    return row["graph_us"]["median_us"] if row.get("graph_us") else None
+
+
+ROW_COLUMNS: tuple[Column, ...] = (
+    ("format", lambda row: row["kv_format"]),
+    ("shape", lambda row: row["name"]),
+    ("MB", lambda row: number(row["cache_bytes"] * 1e-6)),
+    ("floor us", lambda row: number(row["floor"]["us"])),
+    ("us", lambda row: number(_own(row))),
+    ("min", lambda row: number(row["us"]["min_us"] if row.get("us") else None)),
+    ("p90", lambda row: number(row["us"]["p90_us"] if row.get("us") else None)),
+    ("graph", lambda row: number(_graph(row))),
+    ("GB/s", lambda row: number(row.get("gb_per_s"), 0)),
+    ("/ floor", lambda row: number(row.get("floor_ratio"), 2)),
+)
+
+
+def by_format(rows: Iterable[Record]) -> list[Record]:
+    """Rows of one format together, formats in order of appearance; measuring goes shape by shape."""
+    rows = list(rows)
+    order = list(dict.fromkeys(row["kv_format"] for row in rows))
+    return sorted(rows, key=lambda row: order.index(row["kv_format"]))
+
+
+def peer_names(rows: Iterable[Record]) -> list[str]:
+    """Peers with at least one time, in order of appearance."""
+    names = [name for row in rows for name, peer in row.get("peers", {}).items() if peer.get("us") is not None]
+    return list(dict.fromkeys(names))
+
+
+def _peer_column(name: str) -> Column:
+    return name, lambda row: number(row.get("peers", {}).get(name, {}).get("us"))
+
+
+def text(record: Record) -> str:
+    """Everything the run measured, aligned for a terminal."""
+    environment = record["environment"]
+    commit = f"{str(environment['commit'])[:10]}{' (dirty)' if environment['dirty'] else ''}"
+    lines = [f"{environment['gpu']}, driver {environment.get('driver')}, commit {commit}, {environment['date']}"]
+    for suite in dict.fromkeys(row["suite"] for row in record["rows"]):
+        rows = by_format(row for row in record["rows"] if row["suite"] == suite)
+        columns = [*ROW_COLUMNS, *(_peer_column(name) for name in peer_names(rows))]
+        lines += ["", f"{suite} (median us of {record.get('samples')} calls, L2 made cold by reading)"]
+        lines += aligned([[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)])
+    lines += _absent_peers(record["rows"])
+    for ladder in record.get("ladder", []):
+        lines += ["", f"ladder: {ladder['kv_format']} {ladder['name']}", *aligned(_ladder_cells(ladder))]
+    if record.get("host_us"):
+        costs = ", ".join(f"{name} {us:.2f} us" for name, us in record["host_us"].items())
+        lines += ["", f"host cost per call: {costs}"]
+    lines += _bars(record.get("bars", []))
+    lines += [f"failed: {failure['what']}: {failure['error'][:200]}" for failure in record["failures"]]
+    return "\n".join(lines)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Columns padded to their widest cell; numbers to the right, words to the left."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    right = [all(_is_numeric(row[i]) for row in cells[1:]) for i in range(len(widths))]
+    return [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _is_numeric(cell: str) -> bool:
+    return cell == "-" or cell.replace(".", "", 1).isdigit()
+
+
+def _absent_peers(rows: Iterable[Record]) -> list[str]:
+    reasons: dict[str, str] = {}
+    for row in rows:
+        for name, peer in row.get("peers", {}).items():
+            if peer.get("us") is None and peer.get("why_not"):
+                reasons.setdefault(f"{name} ({row['kv_format']})", peer["why_not"])
+    return ["", *(f"{name}: {why[:300]}" for name, why in reasons.items())] if reasons else []
+
+
+def _ladder_cells(ladder: Record) -> list[list[str]]:
+    cells = [["step", "optimisation", "on us", "off us", "x", "switch, or how it is built in"]]
+    for rung in ladder["rungs"]:
+        off, on = rung.get("off_us"), rung.get("on_us")
+        gain = off / on if off and on else None
+        why = f"{rung['off']}{': ' + rung['why_not'] if 'why_not' in rung else ''}" if "off" in rung else rung["how"]
+        step = str(rung["number"] or "+")
+        cells.append([step, rung["title"], number(on), number(off), number(gain, 2), why])
+    return cells
+
+
+def _bars(bars: Sequence[Record]) -> list[str]:
+    if not bars:
+        return []
+    cells = [["", "bar", "measured", "wanted"]]
+    cells += [["ok" if b["met"] else "NOT MET", b["what"], f"{b['measured']:.3f}", b["bar"]] for b in bars]
+    met = sum(bar["met"] for bar in bars)
+    return ["", *aligned(cells), f"{met} of {len(bars)} bars met"]
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def markdown(record: Record, suite: str = "main") -> str:
+    """The suite as a Markdown table, one line per shape and format; for the README."""
+    rows = by_format(row for row in record["rows"] if row["suite"] == suite and row.get("us"))
+    if not rows:
+        raise ValueError(f"suite: got {suite!r}, want one that the record has measurements of")
+    columns: list[Column] = [
+        ("KV cache", lambda row: row["kv_format"]),
+        ("batch" if suite == "main" else "shape", lambda row: _shape_cell(row, suite)),
+        ("MB", lambda row: number(row["cache_bytes"] * 1e-6, 0)),
+        ("streaming floor, us", lambda row: number(row["floor"]["us"])),
+        (f"{OURS}, us", lambda row: f"**{number(_own(row))}**"),
+        ("GB/s", lambda row: number(row.get("gb_per_s"), 0)),
+        ("ratio to floor", lambda row: number(row.get("floor_ratio"), 2)),
+        *((f"{name}, us", cell) for name, cell in (_peer_column(peer) for peer in peer_names(rows))),
+    ]
+    lines = [[title for title, _ in columns], ["---"] * len(columns)]
+    lines += [[cell(row) for _, cell in columns] for row in rows]
+    environment = record["environment"]
+    versions = environment["versions"]
+    about = (
+        f"{environment['gpu']}, driver {environment.get('driver')}, torch {versions['torch']}, "
+        f"commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}; median of "
+        f"{record.get('samples')} calls, each with L2 made cold by reading 256 MB."
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
+
+
+def _shape_cell(row: Record, suite: str) -> str:
+    return str(row["shape"]["batch"]) if suite == "main" else row["name"]

@@ -1,0 +1,125 @@
+"""GPU and host timing with a cold, clean L2.
+
+What lies in L2 before a call decides small timings. Here L2 is made cold by *reading* a buffer much larger than it:
+that leaves clean lines, as a stack of layers does. Overwriting a buffer instead would leave dirty lines whose
+write-back then competes with the call under test.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How one number is obtained: `samples` event-timed calls after `warmup` untimed ones, each with a cold L2."""
+
+    samples: int = 15
+    warmup: int = 3
+
+
+DEFAULT_PROTOCOL = Protocol()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds over the samples of one call."""
+
+    median_us: float
+    min_us: float
+    p90_us: float
+    samples: int
+
+    @staticmethod
+    def of(samples_us: list[float]) -> Timing:
+        ordered = sorted(samples_us)
+        p90 = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
+        return Timing(statistics.median(ordered), ordered[0], p90, len(ordered))
+
+    def as_dict(self) -> dict[str, float]:
+        return {key: round(value, 3) for key, value in asdict(self).items()}
+
+
+class ColdL2:
+    """Evicts L2 by reading `num_bytes` of otherwise unused memory on the current stream."""
+
+    def __init__(self, device: torch.device | str = "cuda", num_bytes: int = FLUSH_BYTES) -> None:
+        self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+        self._sum = torch.empty((), dtype=torch.float32, device=device)
+
+    def __call__(self) -> None:
+        torch.sum(self._buffer, dim=0, out=self._sum)
+
+
+def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL) -> Timing:
+    """Times `call` with CUDA events on the current stream, `flush` running before each call, outside the events.
+
+    All samples are enqueued without waiting. The flush keeps the GPU busy longer than the host needs to enqueue the
+    next call, so an event pair encloses GPU work (and the launch's own latency), not the host.
+    """
+    for _ in range(protocol.warmup):
+        flush()
+        call()
+    torch.cuda.synchronize()
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(protocol.samples)
+    ]
+    flush()  # a head start for the host over the first sample
+    for start, stop in events:
+        flush()
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return Timing.of([1e3 * start.elapsed_time(stop) for start, stop in events])
+
+
+def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], None]:
+    """Captures `call` in a CUDA graph and returns its replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warmup):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def time_graph_cold(
+    call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL
+) -> Timing:
+    """As `time_cold`, for a CUDA graph that holds the one call."""
+    return time_cold(capture(call), flush, protocol)
+
+
+def time_host(call: Callable[[], object], calls: int = 200, repeats: int = 7) -> Timing:
+    """Host microseconds per call: wall clock over `calls` calls without a synchronisation between them.
+
+    `calls` stays well below the launch queue's depth (about 1000), so a GPU slower than the host does not push back.
+    """
+    for _ in range(10):
+        call()
+    samples = []
+    for _ in range(repeats):
+        _synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append(1e6 * (time.perf_counter() - begin) / calls)
+    _synchronize()
+    return Timing.of(samples)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""Adapters that let model libraries run on this package's kernels."""

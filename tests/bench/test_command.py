@@ -1,0 +1,24 @@
+"""The command line: `python -m bench`."""
+
+import json
+
+import pytest
+import torch
+
+from bench.__main__ import main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
+def test_timing_without_a_gpu_is_refused_in_words(capsys):
+    assert main(["decode"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+def test_table_and_plot_read_a_recorded_run(record, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(record))
+    assert main(["table", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("| KV cache |")
+    assert main(["plot", str(path), "--folder", str(tmp_path / "figures")]) == 0
+    assert (tmp_path / "figures" / "decode_time.svg").is_file()

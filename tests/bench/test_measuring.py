@@ -1,0 +1,245 @@
+"""Measuring: statistics, peers and suites, with the GPU clock replaced by a fake one."""
+
+import pytest
+import torch
+
+from bench import entry, floor, ladder, peers, suites, timing
+from bench import record as records
+from bench.peers import Peer, Variant, measure_peer
+from bench.timing import Protocol, Timing, time_host
+from bench.workloads import DecodeShape, make_inputs
+from cute_kernels.attention.reference import decode_attention_reference
+
+PROTOCOL = Protocol(samples=3, warmup=0)
+
+
+@pytest.fixture
+def inputs():
+    return make_inputs(DecodeShape(5, seq_len=16, num_q_heads=4, num_kv_heads=2, head_dim=64), "bf16", device="cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """time_cold runs the call and reads its time from the call's label, put there by the test."""
+
+    def fake(call, flush, protocol=PROTOCOL):
+        call()
+        us = getattr(call, "us", 10.0)
+        return Timing(us, us, us, protocol.samples)
+
+    for module in (peers, suites, ladder, floor):
+        monkeypatch.setattr(module, "time_cold", fake)
+    monkeypatch.setattr(suites, "time_graph_cold", fake)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return fake
+
+
+def exact(inputs):
+    out, _ = decode_attention_reference(
+        inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, kv_format=inputs.kv_format
+    )
+    return out
+
+
+def timed(result, us):
+    def call():
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    call.us = us
+    return call
+
+
+def peer_of(*variants, missing=None):
+    return Peer("peer", ("bf16",), lambda: missing, lambda inputs: iter(variants))
+
+
+def as_is(out):
+    return out
+
+
+def measured(peer, inputs):
+    rows, want = suites.reference_rows(inputs)
+    return measure_peer(peer, inputs, want, rows, lambda: None, PROTOCOL)
+
+
+def test_a_timing_is_the_median_the_least_and_the_ninth_decile():
+    assert Timing.of([float(x) for x in range(11, 0, -1)]) == Timing(6.0, 1.0, 10.0, 11)
+    assert Timing.of([2.0]) == Timing(2.0, 2.0, 2.0, 1)
+
+
+def test_host_time_is_per_call():
+    calls = []
+    result = time_host(lambda: calls.append(1), calls=50, repeats=4)
+    assert len(calls) == 10 + 4 * 50 and result.samples == 4 and 0 < result.min_us < 1000
+
+
+def test_the_fastest_variant_that_agrees_speaks_for_the_peer(inputs, clock):
+    good = exact(inputs)
+    result = measured(
+        peer_of(
+            Variant("slow", timed(good, 9.0), as_is),
+            Variant("fast", timed(good, 5.0), as_is),
+            Variant("wrong", timed(good * 1.1, 1.0), as_is),
+            Variant("poisoned", timed(torch.full_like(good, torch.nan), 1.0), as_is),
+        ),
+        inputs,
+    )
+    assert (result.us, result.label) == (5.0, "fast")
+    assert result.error is not None and result.error < 1e-5
+    assert set(result.notes) == {"wrong", "poisoned"} and "disagrees" in result.notes["wrong"]
+
+
+def test_one_variant_failing_loses_nothing_else(inputs, clock):
+    result = measured(
+        peer_of(
+            Variant("broken", timed(RuntimeError("no kernel"), 1.0), as_is),
+            Variant("ok", timed(exact(inputs), 7.0), as_is),
+        ),
+        inputs,
+    )
+    assert result.us == 7.0 and result.notes == {"broken": "RuntimeError: no kernel"}
+
+
+def test_a_peer_that_is_not_there_says_why(inputs, clock):
+    assert measured(peer_of(missing="not installed: no module"), inputs).why_not == "not installed: no module"
+    failing = Peer("peer", ("bf16",), lambda: None, lambda inputs: (_ for _ in ()).throw(OSError("no file")))
+    assert measured(failing, inputs).why_not == "setting up: OSError: no file"
+
+
+def test_every_peer_names_the_reason_for_its_absence():
+    for peer in peers.PEERS:
+        reason = peer.missing()
+        assert reason is None if peer.name.startswith("SDPA") else reason and reason.startswith("not installed")
+
+
+@pytest.mark.parametrize("name", ["SDPA flash", "SDPA cudnn"])
+def test_sdpa_variants_are_the_same_attention(inputs, name):
+    """Run with any backend allowed: what is checked here is how the problem is posed."""
+    peer = next(peer for peer in peers.PEERS if peer.name == name)
+    labels = []
+    for variant in peer.variants(inputs):
+        out = variant.output(variant.call())
+        assert out.shape == inputs.q.shape
+        assert peers.relative_error(out, exact(inputs)) < 1e-2
+        labels.append(variant.label)
+    assert labels == ["heads as tokens", "enable_gqa"]
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path, clock):
+    monkeypatch.setattr(suites, "ColdL2", lambda: lambda: None)
+    monkeypatch.setattr(suites, "_require_memory", lambda num_bytes: None)
+    monkeypatch.setattr(suites, "make_inputs", lambda shape, kv_format: make_inputs(shape, kv_format, device="cpu"))
+    monkeypatch.setattr(suites, "StreamingFloor", lambda *a, **k: lambda num_bytes: floor.Floor(num_bytes, 5.0, "fake"))
+    monkeypatch.setattr(entry, "bind", bind_reference)
+    recorder = records.Recorder(tmp_path / "run.json", kind="decode", samples=3)
+    return suites.Bench(recorder, PROTOCOL, peers=(peer_of(),), quick=True)
+
+
+def bind_reference(inputs, out=None, **options):
+    return lambda: out.copy_(exact(inputs)) if out is not None else exact(inputs)
+
+
+SMALL = DecodeShape(3, seq_len=16, head_dim=64)
+
+
+def test_a_row_holds_time_floor_ratio_bandwidth_and_peers(bench):
+    suites.run_rows(bench, "main", [SMALL], ["bf16", "int4_g4"], peers=True)
+    first, second = bench.recorder.data["rows"]
+    assert first["us"]["median_us"] == 10.0 and first["floor_ratio"] == 2.0
+    assert first["gb_per_s"] == pytest.approx(SMALL.cache_bytes("bf16") / 10.0 * 1e-3)
+    assert first["peers"]["peer"]["why_not"] == "no variant" and second["peers"] == {}
+    assert not bench.recorder.data["failures"]
+
+
+def test_a_wrong_output_is_a_failure_and_never_a_time(bench, monkeypatch):
+    def bind_wrong(inputs, out=None, **options):
+        def call():
+            assert out is not None
+            out[1:].copy_(exact(inputs)[1:])  # the first request is never written: poison must show
+
+        return call
+
+    monkeypatch.setattr(entry, "bind", bind_wrong)
+    suites.run_rows(bench, "main", [SMALL], ["bf16"], peers=True)
+    (row,) = bench.recorder.data["rows"]
+    assert "us" not in row and "floor_ratio" not in row and "WrongOutput" in row["why_not"]
+    assert row["floor"]["us"] == 5.0 and "peer" in row["peers"]  # the rest of the row is kept
+    assert len(bench.recorder.data["failures"]) == 1
+
+
+def test_a_graph_that_cannot_be_captured_leaves_the_eager_time(bench, monkeypatch):
+    def refuse(call, flush, protocol):
+        raise RuntimeError("cannot capture")
+
+    monkeypatch.setattr(suites, "time_graph_cold", refuse)
+    suites.run_rows(bench, "main", [SMALL], ["bf16"], peers=False)
+    (row,) = bench.recorder.data["rows"]
+    assert row["us"]["median_us"] == 10.0 and "graph_us" not in row
+    assert bench.recorder.data["failures"][0]["error"] == "RuntimeError: cannot capture"
+
+
+def test_one_shape_failing_does_not_stop_the_suite(bench, monkeypatch):
+    def refuse_large(num_bytes):
+        if num_bytes > SMALL.cache_bytes("bf16"):
+            raise MemoryError("too large")
+
+    monkeypatch.setattr(suites, "_require_memory", refuse_large)
+    suites.run_rows(bench, "shapes", [DecodeShape(64, seq_len=16, head_dim=64), SMALL], ["bf16"], peers=False)
+    assert [row["name"] for row in bench.recorder.data["rows"]] == [SMALL.name]
+    assert bench.recorder.data["failures"][0]["error"] == "MemoryError: too large"
+
+
+def test_the_ladder_switches_each_switchable_step_off(bench, monkeypatch):
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Config:
+        num_stages: int = 4
+        copy: str = "bulk"
+        ctas_per_sm: int = 2
+
+    def bind_config(config, inputs, num_splits=None):
+        if config.copy != "bulk":
+            raise ValueError("copy: cannot")
+        call = timed(None, 100.0 if num_splits is None else 400.0)
+        call.us += 50.0 * (config.num_stages == 2)
+        return call
+
+    monkeypatch.setattr(entry, "config_for", lambda inputs: Config())
+    monkeypatch.setattr(entry, "bind_config", bind_config)
+    monkeypatch.setattr(suites, "DecodeShape", lambda batch: SMALL)
+    suites.run_ladder(bench, [3], ["int4_g1"])
+    (found,) = bench.recorder.data["ladder"]
+    rungs = {rung["title"]: rung for rung in found["rungs"]}
+    assert [rung["number"] for rung in found["rungs"]][:10] == list(range(1, 11))
+    assert rungs["Unroll K loads"]["off_us"] == 150.0 and rungs["Unroll K loads"]["on_us"] == 100.0
+    assert rungs["Split the sequence"]["off_us"] == 400.0
+    assert "cannot" in rungs["Group-wise INT4 with vector loads"]["why_not"]
+    assert "off_us" not in rungs["Swizzle P in shared memory"] and rungs["Swizzle P in shared memory"]["how"]
+
+
+def test_without_triton_the_floor_says_what_it_is(monkeypatch, clock):
+    monkeypatch.setattr(floor, "HAVE_TRITON", False)
+    result = floor.StreamingFloor(flush=lambda: None, device="cpu")(1 << 12)
+    assert "triton is not installed" in result.kernel and result.gb_per_s == pytest.approx((1 << 12) / 10.0 * 1e-3)
+
+
+def test_the_default_protocol_takes_at_least_fifteen_samples():
+    assert timing.DEFAULT_PROTOCOL.samples >= 15
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
+def test_every_switch_of_the_ladder_is_a_configuration_that_exists(kv_format):
+    import dataclasses
+
+    from cute_kernels.attention.config import DecodeConfig
+
+    base = DecodeConfig(kv_format, "bf16", 128, ctas_per_sm=2)
+    assert base.can_implement() is None
+    for rung in ladder.LADDER:
+        off = dataclasses.replace(base, **rung.off_config)
+        assert off.can_implement() is None, rung.title
+        assert (off != base) == bool(rung.off_config), f"{rung.title}: the switch changes nothing"

@@ -1,0 +1,156 @@
+"""transformers models decode through packed caches, and what is not supported is refused rather than wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cute_kernels.integrations import transformers as integration
+from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache
+from layouts.kv import Int4Row
+
+
+@pytest.fixture
+def model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
+    for layer in model.model.layers:  # peaked attention, so that a wrong cache shows in the logits
+        layer.self_attn.q_proj.weight.data.mul_(80)
+    integration.register()
+    return model
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 64, (3, 30), generator=torch.Generator().manual_seed(1))
+
+
+def relative_error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@torch.no_grad()
+def in_steps(model, tokens, cache, chunks):
+    """Logits of all tokens, fed in chunks of the given sizes."""
+    model.set_attn_implementation(ATTENTION_NAME)
+    pieces = tokens.split(chunks, dim=1)
+    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+
+
+@torch.no_grad()
+def in_one(model, tokens):
+    model.set_attn_implementation("sdpa")
+    return model(tokens, use_cache=False).logits
+
+
+@pytest.mark.parametrize("chunks", [[20] + [1] * 10, [1] * 30, [8, 12] + [1] * 10], ids=["usual", "steps", "chunked"])
+def test_a_bf16_cache_gives_the_logits_of_the_model_without_one(model, tokens, chunks):
+    assert relative_error(in_steps(model, tokens, DecodeCache("bf16", 30), chunks), in_one(model, tokens)) < 2e-2
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g2", "int4_g4", "int4_g8"])
+def test_an_int4_cache_gives_the_logits_of_quantised_keys_and_values(model, tokens, kv_format, monkeypatch):
+    """The yardstick quantises K and V and runs them through a BF16 cache: same values, other bytes."""
+    got = in_steps(model, tokens, DecodeCache(kv_format, 30), [1] * 30)
+    row = Int4Row(64, int(kv_format[6:]))
+    pack = integration.DecodeCacheLayer._pack
+    monkeypatch.setattr(
+        integration.DecodeCacheLayer,
+        "_pack",
+        lambda self, values: pack(self, row.dequantize(row.quantize(values), torch.bfloat16)),
+    )
+    want = in_steps(model, tokens, DecodeCache("bf16", 30), [1] * 30)
+    assert relative_error(got, want) < 3e-2
+    assert relative_error(got, in_one(model, tokens)) > 3e-2  # and the quantisation is visible at all
+
+
+def test_the_cache_counts_the_bytes_that_hold_tokens(model, tokens):
+    sizes = {}
+    for kv_format in ("bf16", "int4_g1", "int4_g4"):
+        cache = DecodeCache(kv_format, 100)
+        assert cache.num_bytes == 0
+        in_steps(model, tokens, cache, [30])
+        sizes[kv_format] = cache.num_bytes
+        assert cache.get_seq_length() == 30 and cache.layers[0].get_max_length() == 100
+    per_token = 2 * 2 * 3 * 30 * 2  # K and V, layers, requests, tokens, KV heads
+    assert sizes == {"bf16": per_token * 128, "int4_g1": per_token * 36, "int4_g4": per_token * 48}
+
+
+def test_reset_and_crop_forget_tokens(model, tokens):
+    cache = DecodeCache("int4_g4", 30)
+    whole = in_steps(model, tokens, cache, [20] + [1] * 10)
+    cache.crop(3)
+    assert cache.get_seq_length() == 27
+    assert torch.equal(in_steps(model, tokens[:, 27:], cache, [1] * 3), whole[:, 27:])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(in_steps(model, tokens, cache, [20] + [1] * 10), whole)
+
+
+def test_generate_works(model, tokens):
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones(3, 10, dtype=torch.long)
+    model.set_attn_implementation(ATTENTION_NAME)
+    got = model.generate(tokens[:, :10], attention_mask=mask, past_key_values=DecodeCache("bf16", 16), **options)
+    assert got.shape == (3, 16)
+    # Greedy by its own logits; by the uncached model's, each choice may lose to the best by rounding alone.
+    logits = in_one(model, got[:, :-1])[:, 9:].double()
+    lost = logits.amax(-1) - logits.gather(-1, got[:, 10:, None]).squeeze(-1)
+    assert (lost < 0.05 * logits.std()).all()
+
+
+def test_without_a_cache_it_is_causal_attention(model, tokens):
+    want = in_one(model, tokens)
+    model.set_attn_implementation(ATTENTION_NAME)
+    with torch.no_grad():
+        assert relative_error(model(tokens, use_cache=False).logits, want) < 1e-2
+
+
+def test_padding_is_refused(model, tokens):
+    model.set_attn_implementation(ATTENTION_NAME)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    with pytest.raises(ValueError, match="attention_mask: got padding"):
+        model(tokens, attention_mask=mask, past_key_values=DecodeCache("bf16", 30))
+
+
+def test_another_attention_implementation_is_told_what_the_cache_needs(model, tokens):
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(AttributeError, match="works only with attn_implementation='cute_kernels'"):
+        model(tokens, past_key_values=DecodeCache("bf16", 30))
+
+
+def test_more_tokens_than_the_cache_holds_are_refused(model, tokens):
+    model.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(ValueError, match="got token 30, want at most the cache's max_seq_len 29"):
+        model(tokens, past_key_values=DecodeCache("int4_g1", 29))
+
+
+def test_bad_arguments_are_named(model, tokens):
+    with pytest.raises(ValueError, match="kv_format: got 'int5'"):
+        DecodeCache("int5", 10)
+    with pytest.raises(ValueError, match="max_seq_len: got 0"):
+        DecodeCache("bf16", 0)
+    model.set_attn_implementation(ATTENTION_NAME)
+    with pytest.raises(TypeError, match="kv_format: got 'fp16'"):
+        model(tokens, past_key_values=DecodeCache("fp16", 30))
+    query = torch.randn(1, 2, 1, 64)
+    with pytest.raises(ValueError, match="sliding_window: got 16"):
+        integration.attention(torch.nn.Module(), query, query, query, None, sliding_window=16)
+    with pytest.raises(ValueError, match=r"dropout: got 0\.1"):
+        integration.attention(torch.nn.Module(), query, query, query, None, dropout=0.1)
