@@ -73,9 +73,9 @@ class Replay:
     def kernel(self, offsets: cute.Tensor, out: cute.Tensor):
         lane, _, _ = cute.arch.thread_idx()
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
-        address = Int32(base) + offsets[lane]
+        address = Int32(base) + Int32(offsets[lane])  # pyright: ignore[reportArgumentType]
         # Zero at run time, unknown to the compiler: chains the accesses, so that equal ldmatrix are not merged.
-        zero = out[lane]
+        zero = Int32(out[lane])  # pyright: ignore[reportArgumentType]
         value = zero
         for _ in cutlass.range_constexpr(REPEATS):
             value = access_shared(address + (value & zero), self.instruction, self.width)
