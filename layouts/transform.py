@@ -122,14 +122,7 @@ class Transform:
         data = x.contiguous().reshape(-1).view(torch.uint8)
         if data.storage_offset() % 4:  # words are read through a wider view
             data = data.clone()
-        if not data.numel():
-            out = data
-        elif self.modes == as_modes(Layout(self.size, 1)):
-            out = data.clone()
-        else:
-            out = wordshuffle.execute(self._plan, data, self.size)
-        if self.flip:
-            out ^= self.flip if self.bits == 8 else self.flip * 0x11
+        out = wordshuffle.execute(self._plan, data, self.size, self.flip) if data.numel() else data
         return out.view(x.dtype).view(*batch, *self.storage_shape(self.out_shape))
 
     def _check(self, x: object) -> None:

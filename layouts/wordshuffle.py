@@ -136,13 +136,14 @@ def _transpositions(have: list[Digit], want: list[Digit]) -> Iterator[tuple[int,
             yield place, found
 
 
-def execute(plan: Plan, data: torch.Tensor, size: int) -> torch.Tensor:
+def execute(plan: Plan, data: torch.Tensor, size: int, flip: int = 0) -> torch.Tensor:
     """Reorder a flat contiguous byte tensor that holds a whole number of arrays of ``size`` elements.
 
     Args:
         plan: from `make_plan`.
         data: uint8, contiguous; not changed.
         size: elements per array.
+        flip: constant to XOR into every element.
 
     Returns:
         uint8 of the same length.
@@ -151,6 +152,7 @@ def execute(plan: Plan, data: torch.Tensor, size: int) -> torch.Tensor:
     batch = words.numel() * plan.word_bits // (size * plan.element_bits)
     source = words.view(batch, *plan.shape).permute(0, *(axis + 1 for axis in plan.order))
     out = torch.empty(source.shape, dtype=words.dtype, device=words.device)
+    flip_word = _lane_mask(plan, list(range(plan.word_bits // plan.element_bits)), flip)
     for index in _chunks(source, {axis + 1 for axis, _ in plan.exchanges}):
         part = out[index]
         _copy(part, source[index])
@@ -158,6 +160,8 @@ def execute(plan: Plan, data: torch.Tensor, size: int) -> torch.Tensor:
             _exchange(part, axis + 1, place, plan)
         for low, high in plan.swaps:
             _swap(part, min(low, high), max(low, high), plan)
+        if flip:
+            part ^= flip_word
     return out.view(-1).view(torch.uint8)
 
 
@@ -216,10 +220,10 @@ def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]
         yield tuple(slice(start, start + step) for start, step in zip(corner, steps, strict=True))
 
 
-def _lane_mask(plan: Plan, keep: list[int]) -> int:
-    """All bits of the elements at the given places of a word, as a signed integer of the word's width."""
-    ones = (1 << plan.element_bits) - 1
-    mask = sum(ones << place * plan.element_bits for place in keep)
+def _lane_mask(plan: Plan, places: list[int], element: int | None = None) -> int:
+    """``element`` (default: all ones) at the given places of a word, as a signed integer of the word's width."""
+    ones = (1 << plan.element_bits) - 1 if element is None else element
+    mask = sum(ones << place * plan.element_bits for place in places)
     signed = plan.word_bits > 8 and mask >> (plan.word_bits - 1)
     return mask - (1 << plan.word_bits) if signed else mask
 
