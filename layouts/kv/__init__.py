@@ -1,4 +1,4 @@
-"""Byte formats of quantised KV-cache rows: each one object that describes, quantises, packs, unpacks, verifies itself."""
+"""Byte formats of quantised KV-cache rows: each is one object that describes, quantises, packs and verifies itself."""
 
 from layouts.kv.format import Field, KvFormat
 from layouts.kv.int4 import Int4Row

@@ -156,10 +156,10 @@ def test_formats_are_values():
         (lambda: Int4Row(0), ValueError, "head_dim is 0"),
         (lambda: Int4Row(128, 3), ValueError, "3 groups"),
         (lambda: Int4Row(12, 4), ValueError, "multiple of 2"),
-        (lambda: Int4Row(128.0), TypeError, "head_dim is 128.0"),
+        (lambda: Int4Row(128.0), TypeError, "head_dim is 128.0"),  # pyright: ignore[reportArgumentType]
         (lambda: Int4Row(128).quantize(torch.zeros(4, 64)), ValueError, r"shape \(4, 64\).*128"),
         (lambda: Int4Row(128).quantize(torch.zeros(4, 128, dtype=torch.int32)), TypeError, "int32"),
-        (lambda: Int4Row(128).quantize([0.0] * 128), TypeError, "list"),
+        (lambda: Int4Row(128).quantize([0.0] * 128), TypeError, "list"),  # pyright: ignore[reportArgumentType]
         (lambda: Int4Row(128).dequantize(torch.zeros(4, 80, dtype=torch.uint8)), ValueError, "68"),
         (lambda: Int4Row(128).dequantize(torch.zeros(4, 68)), TypeError, "uint8"),
         (lambda: Int4Row(128).dequantize(torch.zeros(4, 68, dtype=torch.uint8), torch.int32), TypeError, "int32"),

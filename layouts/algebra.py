@@ -1,0 +1,177 @@
+"""CuTe layout algebra: shape:stride, swizzles, composition, complement, divide, product, inverses.
+
+The algebra is the `tensor-layouts` library's (pure Python; agrees with CuTe DSL on every trial in the tests). This
+module gives the package one import for it, and adds what proofs and transforms need: whole-domain evaluation, an exact
+equality test, and reading and writing CuTe's notation. `layouts.dsl` converts from and to live CuTe DSL objects.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from tensor_layouts import (
+    ComposedLayout,
+    Layout,
+    Swizzle,
+    blocked_product,
+    coalesce,
+    complement,
+    compose,
+    cosize,
+    flatten,
+    left_inverse,
+    logical_divide,
+    logical_product,
+    raked_product,
+    right_inverse,
+    size,
+    tiled_divide,
+    zipped_divide,
+)
+
+__all__ = [
+    "ComposedLayout",
+    "Layout",
+    "Swizzle",
+    "as_modes",
+    "blocked_product",
+    "coalesce",
+    "complement",
+    "compose",
+    "cosize",
+    "equal",
+    "flatten",
+    "from_modes",
+    "is_permutation",
+    "left_inverse",
+    "logical_divide",
+    "logical_product",
+    "notation",
+    "offsets",
+    "parse",
+    "raked_product",
+    "right_inverse",
+    "size",
+    "swizzled",
+    "tiled_divide",
+    "zipped_divide",
+]
+
+
+def swizzled(bits: int, base: int, shift: int, layout: Layout) -> Any:
+    """``Swizzle<bits, base, shift>`` after ``layout``: XOR offset bits [base+shift, +bits) into bits [base, +bits)."""
+    return compose(Swizzle(bits, base, shift), layout)
+
+
+def as_modes(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """(extent, stride) of the flattened and coalesced layout, fastest first; ``()`` for a layout of size 1.
+
+    This form is canonical: two layouts agree as functions of the flat coordinate exactly when size and modes agree.
+    """
+    flat: Any = coalesce(flatten(layout))
+    shape = flat.shape if isinstance(flat.shape, tuple) else (flat.shape,)
+    stride = flat.stride if isinstance(flat.stride, tuple) else (flat.stride,)
+    return tuple((s, d) for s, d in zip(shape, stride, strict=True) if s != 1)
+
+
+def from_modes(modes: tuple[tuple[int, int], ...]) -> Layout:
+    """The flat layout of (extent, stride) pairs, fastest first."""
+    if not modes:
+        return Layout(1, 0)
+    return Layout(tuple(s for s, _ in modes), tuple(d for _, d in modes))
+
+
+def offsets(layout: Any) -> np.ndarray:
+    """Offsets of all flat coordinates, int64 [size(layout)]; works for affine and for swizzled layouts."""
+    if isinstance(layout, ComposedLayout):
+        if not isinstance(layout.outer, Swizzle):
+            raise TypeError(f"layout is {layout}; want an affine layout or a swizzle after one")
+        return apply_swizzle(layout.outer, offsets(layout.inner) + layout.offset)
+    found = np.zeros(1, dtype=np.int64)
+    for extent, stride in as_modes(layout):
+        found = (np.arange(extent, dtype=np.int64)[:, None] * stride + found).reshape(-1)
+    return found
+
+
+def apply_swizzle(swizzle: Swizzle, values: np.ndarray) -> np.ndarray:
+    """The swizzle of an array of offsets."""
+    mask = ((1 << swizzle.bits) - 1) << (swizzle.base + max(0, swizzle.shift))
+    moved = (values & mask) >> swizzle.shift if swizzle.shift >= 0 else (values & mask) << -swizzle.shift
+    return values ^ moved
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two layouts are the same function of the flat coordinate.
+
+    Affine layouts are compared by canonical form, without enumerating; swizzled ones by all their offsets.
+    """
+    if size(a) != size(b):
+        return False
+    if isinstance(a, Layout) and isinstance(b, Layout):
+        return as_modes(a) == as_modes(b)
+    return bool(np.array_equal(offsets(a), offsets(b)))
+
+
+def is_permutation(layout: Layout) -> bool:
+    """Whether the layout maps [0, size) onto itself, decided from its modes without enumerating."""
+    cursor = 1
+    for extent, stride in sorted(as_modes(layout), key=lambda mode: mode[1]):
+        if stride != cursor:
+            return False
+        cursor *= extent
+    return cursor == size(layout)
+
+
+def notation(layout: Any) -> str:
+    """CuTe's own notation: ``(4,8):(8,1)``, ``S<3,4,3> o 0 o (8,64):(64,1)``."""
+    if isinstance(layout, ComposedLayout):
+        return f"{notation(layout.outer)} o {layout.offset} o {notation(layout.inner)}"
+    if isinstance(layout, Swizzle):
+        return f"S<{layout.bits},{layout.base},{layout.shift}>"
+    return f"{_tuple_text(layout.shape)}:{_tuple_text(layout.stride)}"
+
+
+def _tuple_text(value: Any) -> str:
+    return f"({','.join(_tuple_text(item) for item in value)})" if isinstance(value, tuple) else str(value)
+
+
+_SWIZZLED = re.compile(r"S<(\d+),(\d+),(-?\d+)>\s*o\s*(\d+)\s*o\s*(.+)")
+
+
+def parse(text: str) -> Any:
+    """The layout that `notation` writes.
+
+    Raises:
+        ValueError: the text is not CuTe notation with static integers.
+    """
+    match = _SWIZZLED.fullmatch(text.strip())
+    if match:
+        bits, base, shift, preoffset = (int(group) for group in match.groups()[:4])
+        return ComposedLayout(Swizzle(bits, base, shift), parse(match.group(5)), offset=preoffset)
+    parts = text.split(":")
+    if len(parts) != 2:
+        raise ValueError(f"layout is {text!r}; want CuTe notation such as (4,8):(8,1)")
+    shape, stride = (_parse_tuple(part.strip(), text) for part in parts)
+    return Layout(shape, stride)
+
+
+def _parse_tuple(text: str, whole: str) -> Any:
+    if not re.fullmatch(r"[\d,()\s]+", text):
+        raise ValueError(f"layout is {whole!r}; want CuTe notation with static integers such as (4,8):(8,1)")
+    spaced = text.replace("(", "( ").replace(")", " ) ").replace(",", " ").split()
+    stack: list[list[Any]] = [[]]
+    for token in spaced:
+        if token == "(":
+            stack.append([])
+        elif token == ")":
+            if len(stack) < 2:
+                raise ValueError(f"layout is {whole!r}: unbalanced parentheses")
+            group = tuple(stack.pop())
+            stack[-1].append(group)
+        else:
+            stack[-1].append(int(token))
+    if len(stack) != 1 or len(stack[0]) != 1:
+        raise ValueError(f"layout is {whole!r}: unbalanced parentheses or more than one tuple")
+    return stack[0][0]

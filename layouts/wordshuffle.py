@@ -1,0 +1,255 @@
+"""Moves packed sub-word elements at memory speed: a digit permutation as word moves and delta swaps.
+
+A packed array of 4- or 8-bit elements is a sequence of machine words. Write the element index in digits, the lowest
+of which address inside a word. Any reordering of digits then splits into
+
+1. one permutation of whole words (a strided copy),
+2. *exchanges*: an index digit inside the word trades places with one outside it, by masked XOR of two words,
+3. *delta swaps*: two digits inside the word trade places, by masked XOR of a word with itself shifted.
+
+At most log2(elements per word) exchanges and as many swaps are needed, so the cost per byte does not depend on how
+scattered the elements are. (Exchanges and delta swaps are the classic bit-matrix transposition steps, Knuth 7.1.3.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Modes = tuple[tuple[int, int], ...]
+WORD_DTYPES = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
+CPU_CHUNK_BYTES = 1 << 19
+CACHE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One digit of the element index: its extent and its stride in the source."""
+
+    extent: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to execute one digit permutation on words of ``word_bits``.
+
+    Args:
+        word_bits: width of the words that move.
+        element_bits: width of an element.
+        shape: source words, slowest digit first.
+        order: axes of ``shape`` in the order of the destination, slowest first.
+        exchanges: (axis of the destination, digit inside the word) pairs to trade.
+        swaps: pairs of digits inside the word to trade, in order.
+    """
+
+    word_bits: int
+    element_bits: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    exchanges: tuple[tuple[int, int], ...]
+    swaps: tuple[tuple[int, int], ...]
+
+
+def make_plan(modes: Modes, element_bits: int) -> Plan:
+    """The plan with the widest words for ``destination index -> source index`` modes, fastest first.
+
+    Raises:
+        ValueError: not even single bytes can be moved (an odd extent splits a byte of two elements).
+    """
+    for word_bits in WORD_DTYPES:
+        if word_bits >= element_bits:
+            digits = _split(modes, word_bits // element_bits)
+            if digits is not None:
+                return _plan(digits, word_bits, element_bits)
+    raise ValueError(f"modes {modes} of {element_bits}-bit elements split a byte; want even extents next to each other")
+
+
+def _split(modes: Modes, per_word: int) -> list[Digit] | None:
+    """Digits such that those inside a source or destination word are binary, or None if there are no such digits."""
+    digits: list[Digit] = []
+    position = 1
+    pending = [Digit(extent, stride) for extent, stride in reversed(modes)]
+    while pending:
+        digit = pending.pop()
+        inside = position < per_word or digit.stride < per_word
+        if inside and digit.extent > 2:
+            if digit.extent % 2:
+                return None
+            pending.append(Digit(digit.extent // 2, digit.stride * 2))
+            digit = Digit(2, digit.stride)
+        if inside and (digit.extent != 2 or (digit.stride < per_word and digit.stride & (digit.stride - 1))):
+            return None
+        digits.append(digit)
+        position *= digit.extent
+    inside_source = [digit for digit in digits if digit.stride < per_word]
+    whole = position % per_word == 0 and len(inside_source) == per_word.bit_length() - 1
+    return digits if whole else None
+
+
+def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> Plan:
+    per_word = word_bits // element_bits
+    inner = per_word.bit_length() - 1
+    outside = sorted((d for d in digits if d.stride >= per_word), key=lambda d: -d.stride)
+    axis_of = {digit: axis for axis, digit in enumerate(outside)}
+    wanted_inside, wanted_outside = digits[:inner], digits[inner:]
+
+    entering = {digit: place for place, digit in enumerate(wanted_inside) if digit.stride >= per_word}
+    leaving = [digit for digit in wanted_outside if digit.stride < per_word]
+    inside: list[Digit] = sorted((d for d in digits if d.stride < per_word), key=lambda d: d.stride)
+    stand_in: dict[Digit, Digit] = {}
+    for digit in leaving:
+        place = inside.index(digit)
+        partner = next((x for x, wanted in entering.items() if wanted == place), None) or next(iter(entering))
+        del entering[partner]
+        stand_in[digit] = partner
+        inside[place] = partner
+
+    slow_first = list(reversed(wanted_outside))
+    order = tuple(axis_of[stand_in.get(digit, digit)] for digit in slow_first)
+    places = {digit.stride: place for place, digit in enumerate(sorted_inside(digits, per_word))}
+    exchanges = tuple((axis, places[d.stride]) for axis, d in enumerate(slow_first) if d in stand_in)
+    return Plan(
+        word_bits,
+        element_bits,
+        tuple(digit.extent for digit in outside),
+        order,
+        exchanges,
+        tuple(_transpositions(inside, wanted_inside)),
+    )
+
+
+def sorted_inside(digits: Sequence[Digit], per_word: int) -> list[Digit]:
+    """Digits inside a source word, fastest first."""
+    return sorted((d for d in digits if d.stride < per_word), key=lambda d: d.stride)
+
+
+def _transpositions(have: list[Digit], want: list[Digit]) -> Iterator[tuple[int, int]]:
+    have = list(have)
+    for place, digit in enumerate(want):
+        found = have.index(digit)
+        if found != place:
+            have[place], have[found] = have[found], have[place]
+            yield place, found
+
+
+def execute(plan: Plan, data: torch.Tensor, size: int, flip: int = 0) -> torch.Tensor:
+    """Reorder a flat contiguous byte tensor that holds a whole number of arrays of ``size`` elements.
+
+    Args:
+        plan: from `make_plan`.
+        data: uint8, contiguous; not changed.
+        size: elements per array.
+        flip: constant to XOR into every element.
+
+    Returns:
+        uint8 of the same length.
+    """
+    words = data.view(WORD_DTYPES[plan.word_bits])
+    batch = words.numel() * plan.word_bits // (size * plan.element_bits)
+    source = words.view(batch, *plan.shape).permute(0, *(axis + 1 for axis in plan.order))
+    out = torch.empty(source.shape, dtype=words.dtype, device=words.device)
+    flip_word = _lane_mask(plan, list(range(plan.word_bits // plan.element_bits)), flip)
+    for index in _chunks(source, {axis + 1 for axis, _ in plan.exchanges}):
+        part = out[index]
+        _copy(part, source[index])
+        for axis, place in plan.exchanges:
+            _exchange(part, axis + 1, place, plan)
+        for low, high in plan.swaps:
+            _swap(part, min(low, high), max(low, high), plan)
+        if flip:
+            part ^= flip_word
+    return out.view(-1).view(torch.uint8)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``; on a CPU by way of a buffer that takes whole cache lines of the source.
+
+    Read in the order of the target, a transposed source costs one cache miss per word.
+    """
+    run = _source_run(source)
+    if source.device.type != "cpu" or not run or run[-1] == source.ndim - 1:
+        target.copy_(source)
+        return
+    order = [axis for axis in range(source.ndim) if axis not in run] + run
+    back = [order.index(axis) for axis in range(source.ndim)]
+    target.copy_(source.permute(order).contiguous().permute(back))
+
+
+def _source_run(source: torch.Tensor) -> list[int]:
+    """Axes that make up a cache line of contiguous source words, slowest first."""
+    run: list[int] = []
+    words = 1
+    for axis in sorted(range(source.ndim), key=source.stride):
+        if source.shape[axis] == 1:
+            continue
+        if source.stride(axis) != words and run:
+            break
+        run.insert(0, axis)
+        words *= source.shape[axis]
+        if words * source.element_size() >= CACHE_LINE_BYTES:
+            break
+    return run
+
+
+def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]]:
+    """Index tuples of parts that fit a CPU cache and read whole cache lines; one part of everything on a GPU.
+
+    Args:
+        source: words in the order of the destination.
+        whole: axes that may not be cut.
+    """
+    steps = list(source.shape)
+    nbytes = source.numel() * source.element_size()
+    run = _source_run(source)
+    for axis in range(source.ndim):
+        if source.device.type != "cpu" or nbytes <= CPU_CHUNK_BYTES:
+            break
+        least = 1
+        if axis in whole or axis in run[1:]:
+            continue
+        if run and axis == run[0]:
+            least = -(-CACHE_LINE_BYTES // (source.stride(axis) * source.element_size()))
+        steps[axis] = min(steps[axis], max(least, steps[axis] * CPU_CHUNK_BYTES // nbytes))
+        nbytes = nbytes // source.shape[axis] * steps[axis]
+    starts = [range(0, extent, max(1, step)) for extent, step in zip(source.shape, steps, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(slice(start, start + step) for start, step in zip(corner, steps, strict=True))
+
+
+def _lane_mask(plan: Plan, places: list[int], element: int | None = None) -> int:
+    """``element`` (default: all ones) at the given places of a word, as a signed integer of the word's width."""
+    ones = (1 << plan.element_bits) - 1 if element is None else element
+    mask = sum(ones << place * plan.element_bits for place in places)
+    signed = plan.word_bits > 8 and mask >> (plan.word_bits - 1)
+    return mask - (1 << plan.word_bits) if signed else mask
+
+
+def _exchange(words: torch.Tensor, axis: int, place: int, plan: Plan) -> None:
+    """Trade the binary digit of ``axis`` with digit ``place`` inside the word, in place."""
+    per_word = plan.word_bits // plan.element_bits
+    shift = (1 << place) * plan.element_bits
+    mask = _lane_mask(plan, [i for i in range(per_word) if not i >> place & 1])
+    low, high = words.select(axis, 0), words.select(axis, 1)
+    moved = low >> shift
+    moved ^= high
+    moved &= mask
+    high ^= moved
+    moved <<= shift
+    low ^= moved
+
+
+def _swap(words: torch.Tensor, low: int, high: int, plan: Plan) -> None:
+    """Trade digits ``low`` and ``high`` inside the word, in place."""
+    per_word = plan.word_bits // plan.element_bits
+    shift = ((1 << high) - (1 << low)) * plan.element_bits
+    mask = _lane_mask(plan, [i for i in range(per_word) if i >> low & 1 and not i >> high & 1])
+    moved = words >> shift
+    moved ^= words
+    moved &= mask
+    words ^= moved
+    moved <<= shift
+    words ^= moved
