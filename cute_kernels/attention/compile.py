@@ -1,13 +1,64 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.schedule import dense_config, int4_config
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+
+INT4_FORMATS = ("int4_g1", "int4_g2", "int4_g4", "int4_g8")
 
 
-def compile_decode(config: DecodeConfig, arch: str, options: str = ""):
+@dataclass(frozen=True, eq=False)
+class DecodeSpec(KernelSpec):
+    """One decode attention kernel.
+
+    The function takes (q, k_cache, v_cache, seq_lens, out, lse, partial_out, partial_stats, counters, softmax_scale,
+    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them, torch tensors as they are, and runs on
+    torch's current stream.
+    """
+
+    config: DecodeConfig
+    family: ClassVar[str] = "attention"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_decode(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """The configurations that bundles hold and the gates compile: what common head layouts use. Others compile on demand."""
+    configs: dict[DecodeConfig, None] = {}
+    for shared_sm in (False, True):
+        for head_dim in (64, 128, 256):
+            for kv_format in ("bf16", "fp16"):
+                configs[dense_config(kv_format, head_dim, 1, shared_sm=shared_sm)] = None
+            for kv_format in INT4_FORMATS:
+                for q_dtype in ("bf16", "fp16"):
+                    for num_heads, contiguous in ((1, True), (8, True), (8, False)):
+                        if contiguous or head_dim == 128:
+                            configs[
+                                int4_config(
+                                    kv_format,
+                                    q_dtype,
+                                    head_dim,
+                                    num_heads=num_heads,
+                                    num_query_blocks=1,
+                                    contiguous=contiguous,
+                                    shared_sm=shared_sm,
+                                )
+                            ] = None
+    return [DecodeSpec(config) for config in configs]
+
+
+def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
-    The result takes (q, k_cache, v_cache, seq_lens, out, lse, partial_out, partial_stats, counters, softmax_scale, num_splits,
-    cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them, torch tensors as they are, on torch's current stream.
+    Raises ValueError if the configuration cannot be implemented.
     """
     import cutlass
     import cutlass.cute as cute
@@ -29,16 +80,15 @@ def compile_decode(config: DecodeConfig, arch: str, options: str = ""):
     batch, tokens, kv_heads, q_heads = (cute.sym_int() for _ in range(4))
     row = config.format.row_elements(config.head_dim)
     caches = [tensor(cache_type, (batch, tokens, kv_heads, row), aligned) for _ in range(2)]
-    queries = [tensor(float_type[config.q_dtype], (batch, q_heads, config.head_dim), 16) for _ in range(2)]
+    queries = [tensor(float_type[config.q_dtype], (batch, 1, q_heads, config.head_dim), 16) for _ in range(2)]
     vectors = [tensor(cutlass.Float32, (cute.sym_int(),), 16) for _ in range(2)]
-    kernel = DecodeKernel(config)
     return cute.compile(
-        kernel,
+        DecodeKernel(config),
         queries[0],
         *caches,
         tensor(cutlass.Int32, (batch,), 4),
         queries[1],
-        tensor(cutlass.Float32, (cute.sym_int(), cute.sym_int()), 4),
+        tensor(cutlass.Float32, (cute.sym_int(), 1, cute.sym_int()), 4),
         *vectors,
         tensor(cutlass.Int32, (cute.sym_int(),), 4),
         cutlass.Float32(1.0),
@@ -46,5 +96,5 @@ def compile_decode(config: DecodeConfig, arch: str, options: str = ""):
         cutlass.Int32(1),
         cutlass.Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".strip(),
+        options=compile_options(arch, *options),
     )

@@ -93,7 +93,14 @@ class Int4Format:
         return 4 * self.num_groups + head_dim // 2
 
     def tile(self, config: "DecodeConfig") -> Int4Tile:
-        return Int4Tile(config.head_dim, self.num_groups, config.num_heads, config.tile_tokens, config.contiguous)
+        return Int4Tile(
+            config.head_dim,
+            self.num_groups,
+            config.num_heads,
+            config.tile_tokens,
+            config.contiguous,
+            copy_words=4 if config.copy == "bulk" else 1,
+        )
 
     def tile_bytes(self, config: "DecodeConfig") -> int:
         # Every tile starts on 128 bytes, which bulk copies like.

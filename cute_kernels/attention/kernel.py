@@ -55,15 +55,15 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q, out: [batch, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
-        lse fp32 [batch, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch * num_q_heads * num_splits
+        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
+        lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch * num_q_heads * num_splits
         * head_dim / cluster_size] and partial_stats fp32 [.. * 2]: workspace; counters int32 [>= batch * gridDim.y *
         cluster_size], zero before and after; num_splits is a multiple of cluster_size; bit 1 of ``mode``: write partial
         results even where there is nothing to combine.
         """
         config = self.config
         batch, num_kv_heads = k_cache.shape[0], k_cache.shape[2]
-        group = q.shape[1] // num_kv_heads
+        group = q.shape[2] // num_kv_heads
         query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
         source = self.copier.make_source(k_cache, v_cache)
         self.kernel(
@@ -410,7 +410,7 @@ class DecodeKernel:
         element = work.output_row(head) * self.config.head_dim + d
         ptx.store_global(results.out.iterator.toint() + element * 2, words)
         if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-            lse[work.place.batch, head] = (maximum + ptx.log2(total)) * ptx.LN_2
+            lse[work.place.batch, 0, head] = (maximum + ptx.log2(total)) * ptx.LN_2
 
     @cute.jit
     def store_partial(self, work, results, head, d, maximum, total, value):
@@ -468,9 +468,9 @@ class DecodeKernel:
             d = index % self.config.head_dim
             head, valid = work.query_head(self.config, index // self.config.head_dim)
             if valid:
-                out[work.place.batch, head, d] = Float32(0.0).to(out.element_type)
+                out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
                 if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                    lse[work.place.batch, head] = Float32(-Float32.inf)
+                    lse[work.place.batch, 0, head] = Float32(-Float32.inf)
 
     def _vector(self, index):
         """(row, first column) of a vector of the CTA's outputs."""

@@ -31,6 +31,7 @@ class Int4Tile:
         num_tokens: tokens of the tile, a power of two, at least 32.
         contiguous: whether consecutive tokens touch in global memory. If they do, one bulk copy may take many tokens;
             if not (the tile holds some of the cache's heads), one bulk copy takes the heads of one token.
+        copy_words: words that a copy's size and address are multiples of: 4 for bulk copies, 1 for copies by words.
     """
 
     head_dim: int
@@ -38,6 +39,7 @@ class Int4Tile:
     num_heads: int
     num_tokens: int
     contiguous: bool = True
+    copy_words: int = 4
 
     @property
     def header_words(self) -> int:
@@ -165,9 +167,9 @@ class Int4Tile:
         return best[1]
 
     def _copy_candidates(self) -> list[tuple[int, int]]:
-        """(tokens, padding words) of the bulk copies worth trying: sizes are multiples of 16 bytes."""
+        """(tokens, padding words) of the copies worth trying."""
         counts = [self.num_tokens, 4, 2, 1] if self.contiguous else [1]
-        sizes = [count for count in counts if count * self.token_words % 4 == 0]
+        sizes = [count for count in counts if count * self.token_words % self.copy_words == 0]
         return [(count, pad) for count in sizes for pad in ((0,) if count == self.num_tokens else (0, 4))]
 
     def _wavefronts(self, g_strides: list[int]) -> int:

@@ -1,0 +1,302 @@
+"""Calling the kernel: schedule, workspace and launch in eager mode; the registered operator under torch.compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.workspace import POOL
+
+WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the kernel's mode
+DEBUG_VARIABLE = "CUTE_KERNELS_DEBUG"
+_BYTES = 16  # alignment of bulk copies and tensor maps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a launch that does not change between calls of the same shape."""
+
+    function: Callable[..., Any]
+    schedule: Schedule
+    softmax_scale: float
+    partial_values: int  # fp32 of partial outputs
+    num_values: int  # fp32 of workspace: partial outputs and statistics
+    num_counters: int
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+_no_lse: dict[torch.device, torch.Tensor] = {}
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_format: str,
+    softmax_scale: float | None,
+    num_splits: int | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention on CUDA tensors: (out, lse); lse is a placeholder unless ``return_lse``.
+
+    The checks and the schedule of a call are kept by shape, dtype and device, so that a repeated call costs the launch.
+    """
+    aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
+    key = (
+        q.shape,
+        k_cache.shape,
+        v_cache.shape,
+        seq_lens.shape,
+        q.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        seq_lens.dtype,
+        q.device,
+        k_cache.device,
+        v_cache.device,
+        seq_lens.device,
+        kv_format,
+        num_splits,
+        aligned,
+    )
+    plan = _plans.get(key)
+    if plan is None or out is not None or _unusual(q, k_cache, v_cache, seq_lens):
+        check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+        _check_alignment(q, k_cache, v_cache, kv_format, out)
+        if plan is None:
+            plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, aligned)
+    if _debug():
+        check_lengths(seq_lens, k_cache.shape[1])
+    if out is None:
+        out = torch.empty_like(q)
+    if q.numel() == 0:
+        return out, _new_lse(q)
+    lse = _new_lse(q) if return_lse else _placeholder(q.device)
+    scale = plan.softmax_scale if softmax_scale is None else softmax_scale
+    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, WRITE_LSE if return_lse else 0)
+    return out, lse
+
+
+def _unusual(*tensors: torch.Tensor) -> bool:
+    """Whether a tensor is strided in a way that the plan's key does not show."""
+    return not all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode: int) -> None:
+    index = q.device.index
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    workspace = POOL.get(q.device, stream, plan.num_values, plan.num_counters)
+    values = workspace.values
+    plan.function(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
+        out,
+        lse,
+        values,
+        values[plan.partial_values :] if plan.partial_values else values,
+        workspace.counters,
+        scale,
+        plan.schedule.num_splits,
+        plan.schedule.cluster_size,
+        mode,
+    )
+
+
+def _make_plan(
+    q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool
+) -> Plan:
+    problem = problem_of(q, k_cache, kv_format, aligned)
+    return _plan_of(make_schedule(problem, num_splits), problem)
+
+
+def _plan_of(schedule: Schedule, problem: Problem) -> Plan:
+    clusters = schedule.num_splits // schedule.cluster_size
+    rows = problem.batch * problem.num_q_heads * clusters
+    partial_values = rows * problem.head_dim if clusters > 1 else 0
+    return Plan(
+        function=load(DecodeSpec(schedule.config), arch_of(torch.cuda.current_device())),
+        schedule=schedule,
+        softmax_scale=problem.head_dim**-0.5,
+        partial_values=partial_values,
+        num_values=partial_values + 2 * rows if clusters > 1 else 0,
+        num_counters=problem.batch * schedule.head_blocks * schedule.cluster_size if clusters > 1 else 0,
+    )
+
+
+def problem_of(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, aligned: bool = True) -> Problem:
+    """What the schedule needs to know of a call."""
+    request_bytes = k_cache[0].numel() * k_cache.element_size() if k_cache.shape[0] else 0
+    return Problem(
+        batch=q.shape[0],
+        max_seq_len=k_cache.shape[1],
+        num_q_heads=q.shape[2],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[3],
+        kv_format=kv_format,
+        q_dtype=Q_DTYPES[q.dtype],
+        aligned=aligned and request_bytes % _BYTES == 0,
+        num_sms=_num_sms(q.device),
+    )
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check_alignment(q, k_cache, v_cache, kv_format: str, out) -> None:
+    tensors = {"q": q} if out is None else {"q": q, "out": out}
+    if k_cache.dtype != torch.uint8:
+        tensors |= {"k_cache": k_cache, "v_cache": v_cache}
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % _BYTES:
+            raise ValueError(
+                f"{name}: got a tensor that starts {tensor.data_ptr() % _BYTES} bytes past a multiple of {_BYTES}, "
+                f"want it aligned to {_BYTES} bytes"
+            )
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.data_ptr() % 4:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of 4 bytes, want it to")
+
+
+def _new_lse(q: torch.Tensor) -> torch.Tensor:
+    return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _placeholder(device: torch.device) -> torch.Tensor:
+    """A tensor to pass where no LSE is wanted."""
+    tensor = _no_lse.get(device)
+    if tensor is None:
+        tensor = _no_lse[device] = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
+    return tensor
+
+
+def _debug() -> bool:
+    return DEBUG_VARIABLE in os.environ and os.environ[DEBUG_VARIABLE] not in ("", "0")
+
+
+# -- other ways in -------------------------------------------------------------------------------------------------------
+
+
+def config_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> DecodeConfig:
+    """The configuration that a call with these tensors uses."""
+    return make_schedule(problem_of(q, k_cache, kv_format)).config
+
+
+def run_config(
+    config: DecodeConfig,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    num_splits: int | None = None,
+    cluster_size: int = 1,
+) -> torch.Tensor:
+    """One launch of a given configuration, for experiments; the tensors are taken to be right."""
+    problem = problem_of(q, k_cache, config.kv_format)
+    schedule = Schedule(config, num_splits or 1, cluster_size, head_blocks(problem, config))
+    if num_splits is None:
+        chosen = make_schedule(problem)
+        schedule = Schedule(config, chosen.num_splits, chosen.cluster_size, head_blocks(problem, config))
+    plan = _plan_of(schedule, problem)
+    _run(plan, q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), plan.softmax_scale, 0)
+    return out
+
+
+def launch_splits(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_format: str,
+    softmax_scale: float | None,
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
+    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
+    _check_alignment(q, k_cache, v_cache, kv_format, None)
+    aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
+    plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
+    batch, _, heads, head_dim = q.shape
+    out = torch.empty_like(q)
+    partial = torch.zeros((batch, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    stats = torch.zeros((batch, heads, num_splits, 2), dtype=torch.float32, device=q.device)
+    stats[..., 0] = float("-inf")
+    counters = torch.zeros(max(batch * plan.schedule.head_blocks, 1), dtype=torch.int32, device=q.device)
+    scale = plan.softmax_scale if softmax_scale is None else softmax_scale
+    with torch.cuda.device(q.device):
+        plan.function(
+            q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), partial.view(-1), stats.view(-1), counters,
+            scale, num_splits, 1, KEEP_PARTIALS,
+        )  # fmt: skip
+    maximum, total = stats.unbind(-1)
+    normalised = partial / torch.where(total > 0, total, 1.0).unsqueeze(-1)
+    ln2 = 0.6931471805599453  # the kernel's maxima are in powers of two
+    return out, normalised.transpose(1, 2), (maximum * ln2).transpose(1, 2), total.transpose(1, 2)
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_format: str,
+    softmax_scale: float | None,
+    num_splits: int | None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU implementation: (out in q's dtype, lse fp32)."""
+    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+    check_lengths(seq_lens, k_cache.shape[1])
+    result, lse = decode_attention_reference(
+        q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale
+    )
+    result = result.to(q.dtype)
+    return (result if out is None else out.copy_(result)), lse.float()
+
+
+# -- the operator ----------------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "DEF")
+_library.define(
+    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str kv_format, "
+    "float? softmax_scale, int? num_splits) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _on_cuda(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits):
+    return launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, True, None)
+
+
+def _on_meta(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_library.impl("decode_attention", reference, "CPU")
+_library.impl("decode_attention", _on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
+
+
+def needs_dispatch(*tensors: object) -> bool:
+    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one."""
+    return torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors)

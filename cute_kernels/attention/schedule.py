@@ -1,0 +1,231 @@
+"""Which configuration serves a call, and into how many splits and clusters its rows are cut. Plain Python, no GPU.
+
+Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus what the
+schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up these terms; its
+constants were measured on an H200 (docs/design/decode_attention.md says how).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.formats import DenseFormat, format_of
+
+NUM_SMS = 132  # of H100 SXM and H200; the model's default
+MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
+SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share of the memory's rate an SM can digest
+CLUSTER_MERGE_US = 0.9  # merge of a cluster through distributed shared memory
+GLOBAL_MERGE_US = 1.6  # merge of clusters through memory: store, count, load
+GLOBAL_MERGE_PER_PARTIAL_US = 0.05
+WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
+MAX_WARPS = 16
+TARGET_WARPS = 8
+STAGE_BYTES = 32 * 1024  # a tile of K and V should be about this large
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about a call that its schedule depends on; lengths are on the device and not known here.
+
+    Attributes:
+        batch, max_seq_len, num_q_heads, num_kv_heads, head_dim: of the tensors.
+        kv_format, q_dtype: names.
+        aligned: whether the caches start on 16 bytes and a request's cache is a multiple of 16 bytes.
+        num_sms: SMs of the GPU.
+    """
+
+    batch: int
+    max_seq_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_format: str
+    q_dtype: str
+    aligned: bool = True
+    num_sms: int = NUM_SMS
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one launch is laid out.
+
+    Attributes:
+        config: the compiled variant.
+        num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
+        cluster_size: how many of them merge through distributed shared memory; divides num_splits.
+        head_blocks: CTAs per split that cover all query heads.
+    """
+
+    config: DecodeConfig
+    num_splits: int
+    cluster_size: int
+    head_blocks: int
+
+
+@lru_cache(maxsize=4096)
+def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
+    """The fastest schedule by the model; ``num_splits`` fixes the splits.
+
+    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does not
+    depend on the rest of the batch.
+    """
+    shallow = candidate_config(problem, shared_sm=True)
+    deep = candidate_config(problem, shared_sm=False)
+    if num_splits is not None:
+        return Schedule(deep, num_splits, 1, head_blocks(problem, deep))
+    options = [
+        (estimate_us(problem, config, splits, cluster), splits, cluster, index)
+        for index, config in enumerate(dict.fromkeys((deep, shallow)))
+        for splits, cluster in split_options(problem, config)
+    ]
+    _, splits, cluster, index = min(options)
+    config = (deep, shallow)[index]
+    return Schedule(config, splits, cluster, head_blocks(problem, config))
+
+
+def head_blocks(problem: Problem, config: DecodeConfig) -> int:
+    """CTAs that cover the heads of one request."""
+    query_groups = -(-problem.group // (HEADS_PER_WARP * config.num_query_blocks))
+    return problem.num_kv_heads // config.num_heads * query_groups
+
+
+def split_options(problem: Problem, config: DecodeConfig) -> list[tuple[int, int]]:
+    """(num_splits, cluster_size) worth considering."""
+    tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
+    rows = problem.batch * head_blocks(problem, config)
+    most = max(1, min(tiles, 2 * problem.num_sms * config.ctas_per_sm // rows))
+    options = [(splits, 1) for splits in range(1, most + 1)]
+    options += [(splits, 2) for splits in range(2, most + 1, 2)]
+    # A GPC's SMs do not divide evenly into wide clusters: with more CTAs than half the SMs, some SMs would get two.
+    widest = min(most, problem.num_sms // 2 // rows)
+    options += [(splits, MAX_CLUSTER) for splits in range(MAX_CLUSTER, widest + 1, MAX_CLUSTER)]
+    return options
+
+
+def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int, cluster_size: int) -> float:
+    """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens."""
+    form = config.format
+    rows = problem.batch * head_blocks(problem, config)
+    tiles = -(-problem.max_seq_len // config.tile_tokens)
+    tile_bytes = 2 * config.tile_tokens * config.num_heads * form.row_bytes(problem.head_dim)
+    total_bytes = rows * tiles * tile_bytes
+    ctas = rows * num_splits
+    cta_bytes = -(-tiles // num_splits) * tile_bytes
+    # CTAs beyond what the SMs hold at a time wait for a place: whole waves.
+    slots = problem.num_sms * config.ctas_per_sm
+    waves = -(-ctas // slots)
+    per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
+    kind = "dense" if isinstance(form, DenseFormat) else "int4"
+    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * SM_RATE_ADVANTAGE[kind]
+    busiest = per_sm * cta_bytes / sm_rate
+    # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
+    streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
+    return streaming + (waves - 1) * WAVE_GAP_US + _merge_us(num_splits, cluster_size)
+
+
+def _merge_us(num_splits: int, cluster_size: int) -> float:
+    clusters = num_splits // cluster_size
+    inside = CLUSTER_MERGE_US if cluster_size > 1 else 0.0
+    outside = GLOBAL_MERGE_US + GLOBAL_MERGE_PER_PARTIAL_US * clusters if clusters > 1 else 0.0
+    return inside + outside
+
+
+# -- configurations ------------------------------------------------------------------------------------------------------
+
+
+def candidate_config(problem: Problem, *, shared_sm: bool) -> DecodeConfig:
+    """The configuration for a problem: two CTAs to an SM with a short ring, or one with a long one."""
+    form = format_of(problem.kv_format)
+    if isinstance(form, DenseFormat):
+        return dense_config(problem.kv_format, problem.head_dim, query_blocks(problem.group), shared_sm=shared_sm)
+    blocks = query_blocks(problem.group)
+    heads = int4_heads(problem.num_kv_heads, blocks, form.row_bytes(problem.head_dim)) if problem.aligned else 0
+    return int4_config(
+        problem.kv_format,
+        problem.q_dtype,
+        problem.head_dim,
+        num_heads=heads or 1,
+        num_query_blocks=blocks,
+        contiguous=heads == problem.num_kv_heads or (not heads and problem.num_kv_heads == 1),
+        copy="bulk" if heads else "word",
+        shared_sm=shared_sm,
+    )
+
+
+def query_blocks(group: int) -> int:
+    """Blocks of 8 query heads of a CTA: a power of two, at most 4; more are more CTAs."""
+    blocks = 1
+    while blocks < 4 and blocks * HEADS_PER_WARP < group:
+        blocks *= 2
+    return blocks
+
+
+def int4_heads(num_kv_heads: int, num_query_blocks: int, row_bytes: int) -> int:
+    """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
+    most = MAX_WARPS // num_query_blocks
+    if num_kv_heads <= min(HEADS_PER_WARP, most):
+        return num_kv_heads
+    for heads in (8, 4, 2, 1):
+        if heads <= most and num_kv_heads % heads == 0 and heads * row_bytes % 16 == 0:
+            return heads
+    return 0
+
+
+def int4_config(
+    kv_format: str,
+    q_dtype: str,
+    head_dim: int,
+    *,
+    num_heads: int,
+    num_query_blocks: int,
+    contiguous: bool,
+    copy: str = "bulk",
+    shared_sm: bool,
+) -> DecodeConfig:
+    """An INT4 configuration of about 8 warps."""
+    roles = num_heads * num_query_blocks
+    base = DecodeConfig(
+        kv_format,
+        q_dtype,
+        head_dim,
+        num_heads=num_heads,
+        num_query_blocks=num_query_blocks,
+        num_slices=max(1, TARGET_WARPS // roles),
+        contiguous=contiguous,
+        copy=copy,
+    )
+    # Two CTAs leave 128 registers to a thread: enough up to head_dim 128 and 4 groups.
+    wide = head_dim > 128 or base.kv_format == "int4_g8"
+    return _with_ring(base, 2 if shared_sm and not wide and base.num_warps <= TARGET_WARPS else 1)
+
+
+def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, shared_sm: bool) -> DecodeConfig:
+    """A bf16 or fp16 configuration: few warps, since little is to be computed per byte."""
+    slices = 2 if head_dim == 256 or num_query_blocks > 1 or shared_sm else 4
+    base = DecodeConfig(
+        kv_format,
+        kv_format,
+        head_dim,
+        num_query_blocks=num_query_blocks,
+        num_slices=slices,
+        copy="tma",
+    )
+    return _with_ring(base, 2 if shared_sm and head_dim <= 128 else 1)
+
+
+def _with_ring(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """``base`` with tiles of a useful size and as many stages as its share of the shared memory holds, up to a limit."""
+    fields = base.to_dict() | {"ctas_per_sm": ctas_per_sm}
+    fields["blocks_per_slice"] = 2 if 2 * base.tile_bytes < STAGE_BYTES // 2 else 1
+    sized = DecodeConfig(**fields)  # type: ignore[arg-type]
+    budget = MAX_SHARED_BYTES // ctas_per_sm - 2048
+    most = 4 if ctas_per_sm == 1 else 3 if sized.copy == "tma" else 2
+    stages = min(most, budget // (2 * sized.tile_bytes))
+    if stages < 2:
+        return _with_ring(base, 1)
+    return DecodeConfig(**(fields | {"num_stages": stages}))  # type: ignore[arg-type]
