@@ -49,8 +49,8 @@ def decode_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths are not
-            looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. Set CUTE_KERNELS_DEBUG=1 to
-            check them on every call. On the CPU they are always checked.
+            looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. With
+            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always.
         UnsupportedGPUError: the GPU is none that the kernels are compiled for.
 
     CPU tensors are served by the reference implementation.
@@ -61,10 +61,8 @@ def decode_attention(
         )
         if out is not None:
             result = out.copy_(result)
-    elif q.is_cuda:
-        result, lse = ops.launch(
-            q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out
-        )
+    elif isinstance(q, torch.Tensor) and q.is_cuda:
+        result, lse = ops.launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out)
     else:
         result, lse = ops.reference(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out)
     return (result, lse) if return_lse else result

@@ -43,10 +43,10 @@ class DecodeKernel:
         v_cache: cute.Tensor,
         seq_lens: cute.Tensor,
         out: cute.Tensor,
-        lse: cute.Tensor,
-        partial_out: cute.Tensor,
-        partial_stats: cute.Tensor,
-        counters: cute.Tensor,
+        lse: Int64,
+        partial_out: Int64,
+        partial_stats: Int64,
+        counters: Int64,
         softmax_scale: Float32,
         num_splits: Int32,
         cluster_size: Int32,
@@ -56,10 +56,11 @@ class DecodeKernel:
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
         q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
-        lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch * num_q_heads * num_splits
-        * head_dim / cluster_size] and partial_stats fp32 [.. * 2]: workspace; counters int32 [>= batch * gridDim.y *
-        cluster_size], zero before and after; num_splits is a multiple of cluster_size; bit 1 of ``mode``: write partial
-        results even where there is nothing to combine.
+        The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads], written if bit
+        0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads, clusters, head_dim]
+        and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum); counters int32 [batch,
+        gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``: write partial results even where there is
+        nothing to combine.
         """
         config = self.config
         batch, num_kv_heads = k_cache.shape[0], k_cache.shape[2]
@@ -97,10 +98,10 @@ class DecodeKernel:
         source,
         seq_lens: cute.Tensor,
         out: cute.Tensor,
-        lse: cute.Tensor,
-        partial_out: cute.Tensor,
-        partial_stats: cute.Tensor,
-        counters: cute.Tensor,
+        lse: Int64,
+        partial_out: Int64,
+        partial_stats: Int64,
+        counters: Int64,
         softmax_scale: Float32,
         max_seq_len: Int32,
         num_kv_heads: Int32,
@@ -424,21 +425,20 @@ class DecodeKernel:
 
     @cute.jit
     def store_output(self, work, results, head, d, maximum, total, value):
-        lse = results.lse
         scale = ptx.reciprocal(total)
         pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
         words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
         element = work.output_row(head) * self.config.head_dim + d
         ptx.store_global(results.out.iterator.toint() + element * 2, words)
         if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-            lse[work.place.batch, 0, head] = (maximum + ptx.log2(total)) * ptx.LN_2
+            ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
 
     @cute.jit
     def store_partial(self, work, results, head, d, maximum, total, value):
         place = work.partial_head(head) + work.place.cluster
-        ptx.store_global(results.partial_out.iterator.toint() + (place * self.config.head_dim + d) * 4, value)
+        ptx.store_global(results.partial_out + (place * self.config.head_dim + d) * 4, value)
         if d == 0:
-            ptx.store_global(results.partial_stats.iterator.toint() + place * 8, [maximum, total])
+            ptx.store_global(results.partial_stats + place * 8, [maximum, total])
 
     @cute.jit
     def combine_if_last(self, work, results, flag, tid, first, last):
@@ -446,7 +446,7 @@ class DecodeKernel:
         cute.arch.sync_threads()
         if tid == 0:
             # Acquire-release: publishes what the barrier above has gathered, and sees what the others published.
-            counter = (results.counters.iterator + work.place.counter).toint()
+            counter = results.counters + Int64(work.place.counter) * 4
             flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
         cute.arch.sync_threads()
         if flag[0] == work.active_clusters - 1:
@@ -460,8 +460,8 @@ class DecodeKernel:
         head, valid = work.query_head(self.config, row)
         if valid:
             place = work.partial_head(head)
-            stats = (results.partial_stats.iterator + place * 2).toint()
-            source = (results.partial_out.iterator + (place * self.config.head_dim + d)).toint()
+            stats = results.partial_stats + place * 8
+            source = results.partial_out + (place * self.config.head_dim + d) * 4
             maximum, total = Float32(LOWEST), Float32(0.0)
             value = cute.make_rmem_tensor(4, Float32)
             value.fill(0.0)
@@ -483,7 +483,7 @@ class DecodeKernel:
     @cute.jit
     def write_empty(self, work, results):
         """A request without tokens: output 0, LSE -inf."""
-        out, lse = results.out, results.lse
+        out = results.out
         tid, _, _ = cute.arch.thread_idx()
         for index in cutlass.range(tid, self.num_rows * self.config.head_dim, self.config.num_threads, unroll=1):
             d = index % self.config.head_dim
@@ -491,7 +491,7 @@ class DecodeKernel:
             if valid:
                 out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
                 if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                    lse[work.place.batch, 0, head] = Float32(-Float32.inf)
+                    ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
 
     def _vector(self, index):
         """(row, first column) of a vector of the CTA's outputs."""
@@ -571,7 +571,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Results:
-    """The tensors a CTA writes."""
+    """What a CTA writes: the output tensor, and addresses."""
 
     out: Any
     lse: Any

@@ -19,7 +19,8 @@ from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the kernel's mode
-DEBUG_VARIABLE = "CUTE_KERNELS_DEBUG"
+# Read once: looking at the environment would cost a call 0.7 us.
+DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 _BYTES = 16  # alignment of bulk copies and tensor maps
 
 
@@ -29,14 +30,15 @@ class Plan:
 
     function: Callable[..., Any]
     schedule: Schedule
+    device_index: int
     softmax_scale: float
-    partial_values: int  # fp32 of partial outputs
-    num_values: int  # fp32 of workspace: partial outputs and statistics
+    partial_bytes: int  # of the partial outputs, which come before the statistics
+    num_values: int  # fp32 of workspace, 0 if there is nothing to combine
     num_counters: int
+    empty: bool  # no requests: nothing to launch
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_no_lse: dict[torch.device, torch.Tensor] = {}
 
 
 def launch(
@@ -49,8 +51,8 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention on CUDA tensors: (out, lse); lse is a placeholder unless ``return_lse``.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Decode attention on CUDA tensors: (out, lse or None).
 
     The checks and the schedule of a call are kept by shape, dtype and device, so that a repeated call costs the launch.
     """
@@ -64,80 +66,78 @@ def launch(
         k_cache.dtype,
         v_cache.dtype,
         seq_lens.dtype,
-        q.device,
-        k_cache.device,
-        v_cache.device,
-        seq_lens.device,
+        q.get_device(),
+        k_cache.get_device(),
+        v_cache.get_device(),
+        seq_lens.get_device(),
         kv_format,
         num_splits,
         aligned,
     )
     plan = _plans.get(key)
-    if plan is None or out is not None or _unusual(q, k_cache, v_cache, seq_lens):
+    # What the key does not show is looked at on every call: strides, and how q and out lie in memory.
+    plain = q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and seq_lens.is_contiguous()
+    if plan is None or not plain or out is not None or not aligned or q.data_ptr() % _BYTES:
         check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-        _check_alignment(q, k_cache, v_cache, kv_format, out)
+        _check_alignment(q, k_cache, v_cache, out)
         if plan is None:
             plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, aligned)
-    if _debug():
+    if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
     if out is None:
         out = torch.empty_like(q)
-    if q.numel() == 0:
-        return out, _new_lse(q)
-    lse = _new_lse(q) if return_lse else _placeholder(q.device)
-    scale = plan.softmax_scale if softmax_scale is None else softmax_scale
-    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, WRITE_LSE if return_lse else 0)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+    if not plan.empty:
+        scale = plan.softmax_scale if softmax_scale is None else softmax_scale
+        _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
     return out, lse
 
 
-def _unusual(*tensors: torch.Tensor) -> bool:
-    """Whether a tensor is strided in a way that the plan's key does not show."""
-    return not all(tensor.is_contiguous() for tensor in tensors)
-
-
-def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode: int) -> None:
-    index = q.device.index
+def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float) -> None:
+    index = plan.device_index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    workspace = POOL.get(q.device, stream, plan.num_values, plan.num_counters)
-    values = workspace.values
+            return _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
+    values = counters = 0
+    if plan.num_values:
+        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_values, plan.num_counters)
+        values, counters = workspace.values, workspace.counters
+    schedule = plan.schedule
     plan.function(
         q,
         k_cache,
         v_cache,
         seq_lens,
         out,
-        lse,
+        lse.data_ptr() if lse is not None else 0,
         values,
-        values[plan.partial_values :] if plan.partial_values else values,
-        workspace.counters,
+        values + plan.partial_bytes,
+        counters,
         scale,
-        plan.schedule.num_splits,
-        plan.schedule.cluster_size,
-        mode,
+        schedule.num_splits,
+        schedule.cluster_size,
+        WRITE_LSE if lse is not None else 0,
     )
+    return None
 
 
-def _make_plan(
-    q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool
-) -> Plan:
+def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool) -> Plan:
     problem = problem_of(q, k_cache, kv_format, aligned)
-    return _plan_of(make_schedule(problem, num_splits), problem)
+    return _plan_of(make_schedule(problem, num_splits), problem, q.device)
 
 
-def _plan_of(schedule: Schedule, problem: Problem) -> Plan:
+def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan:
     clusters = schedule.num_splits // schedule.cluster_size
     rows = problem.batch * problem.num_q_heads * clusters
-    partial_values = rows * problem.head_dim if clusters > 1 else 0
     return Plan(
-        function=load(DecodeSpec(schedule.config), arch_of(torch.cuda.current_device())),
+        function=load(DecodeSpec(schedule.config), arch_of(device.index)),
         schedule=schedule,
+        device_index=device.index,
         softmax_scale=problem.head_dim**-0.5,
-        partial_values=partial_values,
-        num_values=partial_values + 2 * rows if clusters > 1 else 0,
+        partial_bytes=4 * rows * problem.head_dim,
+        num_values=rows * (problem.head_dim + 2) if clusters > 1 else 0,
         num_counters=problem.batch * schedule.head_blocks * schedule.cluster_size if clusters > 1 else 0,
+        empty=problem.batch == 0,
     )
 
 
@@ -161,7 +161,7 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check_alignment(q, k_cache, v_cache, kv_format: str, out) -> None:
+def _check_alignment(q, k_cache, v_cache, out) -> None:
     tensors = {"q": q} if out is None else {"q": q, "out": out}
     if k_cache.dtype != torch.uint8:
         tensors |= {"k_cache": k_cache, "v_cache": v_cache}
@@ -174,22 +174,6 @@ def _check_alignment(q, k_cache, v_cache, kv_format: str, out) -> None:
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.data_ptr() % 4:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of 4 bytes, want it to")
-
-
-def _new_lse(q: torch.Tensor) -> torch.Tensor:
-    return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-
-
-def _placeholder(device: torch.device) -> torch.Tensor:
-    """A tensor to pass where no LSE is wanted."""
-    tensor = _no_lse.get(device)
-    if tensor is None:
-        tensor = _no_lse[device] = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
-    return tensor
-
-
-def _debug() -> bool:
-    return DEBUG_VARIABLE in os.environ and os.environ[DEBUG_VARIABLE] not in ("", "0")
 
 
 # -- other ways in -------------------------------------------------------------------------------------------------------
@@ -217,8 +201,8 @@ def run_config(
     if num_splits is None:
         chosen = make_schedule(problem)
         schedule = Schedule(config, chosen.num_splits, chosen.cluster_size, head_blocks(problem, config))
-    plan = _plan_of(schedule, problem)
-    _run(plan, q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), plan.softmax_scale, 0)
+    plan = _plan_of(schedule, problem, q.device)
+    _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
     return out
 
 
@@ -233,7 +217,7 @@ def launch_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
-    _check_alignment(q, k_cache, v_cache, kv_format, None)
+    _check_alignment(q, k_cache, v_cache, None)
     aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
     batch, _, heads, head_dim = q.shape
@@ -245,9 +229,20 @@ def launch_splits(
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device(q.device):
         plan.function(
-            q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), partial.view(-1), stats.view(-1), counters,
-            scale, num_splits, 1, KEEP_PARTIALS,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            seq_lens,
+            out,
+            0,
+            partial.data_ptr(),
+            stats.data_ptr(),
+            counters.data_ptr(),
+            scale,
+            num_splits,
+            1,
+            KEEP_PARTIALS,
+        )
     maximum, total = stats.unbind(-1)
     normalised = partial / torch.where(total > 0, total, 1.0).unsqueeze(-1)
     ln2 = 0.6931471805599453  # the kernel's maxima are in powers of two
@@ -299,4 +294,9 @@ torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_lib
 
 def needs_dispatch(*tensors: object) -> bool:
     """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one."""
-    return torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors)
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.Tensor):
+            return not isinstance(tensor, torch.nn.Parameter)
+    return False

@@ -27,7 +27,9 @@ HIGH_NIBBLES = 0x00F000F0
 LOW_NIBBLE_UNIT = 2.0**24  # 1 / value of the fp16 subnormal that stands for nibble 1 at bit 0
 HIGH_NIBBLE_UNIT = 2.0**20
 MIN_SCALE = 2.0**-24  # the least positive fp16, so that log2 of a zero scale stays finite
-QUERY_EXPONENT = 14  # queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16
+QUERY_EXPONENT = (
+    14  # queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16
+)
 
 
 class Int4Reader:
@@ -209,9 +211,7 @@ class Int4Reader:
             pairs = [(low_row >> state.k_shift, high_row >> state.k_shift)]
         if const_expr(self.tile.k_unit == 8):
             return [[low & LOW_NIBBLES, high & LOW_NIBBLES] for low, high in pairs]
-        return [
-            [low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs
-        ]
+        return [[low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs]
 
     def _multiply_query(self, state, accumulator, operand, unit: int, mma: int):
         if const_expr(self.tile.k_unit == 8):

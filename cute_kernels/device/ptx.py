@@ -18,9 +18,7 @@ LN_2 = 0.6931471805599453
 def _pure(result, operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None):
     """One side-effect-free instruction with one result of DSL type ``result``."""
     values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
-    return result(
-        llvm.inline_asm(result.mlir_type, values, asm, constraints, has_side_effects=False, loc=loc, ip=ip)
-    )
+    return result(llvm.inline_asm(result.mlir_type, values, asm, constraints, has_side_effects=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -66,7 +64,9 @@ def exp2(x: Float32, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """a * b + c, rounded once."""
-    return _pure(Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip)
+    return _pure(
+        Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip
+    )
 
 
 @dsl_user_op
@@ -204,7 +204,13 @@ def _effect(operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None
     """One instruction with side effects on memory and no result."""
     values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
     llvm.inline_asm(
-        None, values, asm, constraints + ("," if constraints else "") + "~{memory}", has_side_effects=True, loc=loc, ip=ip
+        None,
+        values,
+        asm,
+        constraints + ("," if constraints else "") + "~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
     )
 
 
@@ -238,7 +244,6 @@ def atomic_inc_wrap(address: Int64, last: Int32, *, loc=None, ip=None) -> Int32:
             ip=ip,
         )
     )
-
 
 
 @dsl_user_op
@@ -296,9 +301,7 @@ def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> No
 @dsl_user_op
 def map_to_cta(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
     """The shared::cluster address of a shared-memory address in the CTA of ``rank`` of this cluster."""
-    return _pure(
-        Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip
-    )
+    return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -341,10 +344,14 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
 
 @dsl_user_op
 def store_global(address: Int64, values: Sequence, *, loc=None, ip=None) -> None:
-    """2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
+    """1, 2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
     kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
     inputs = ", ".join(f"${i + 1}" for i in range(len(values)))
-    asm = f"st.global.v{len(values)}.{kind} [$0], {{{inputs}}};"
+    asm = (
+        f"st.global.{kind} [$0], {inputs};"
+        if len(values) == 1
+        else f"st.global.v{len(values)}.{kind} [$0], {{{inputs}}};"
+    )
     _effect([Int64(address), *values], asm, ",".join(["l"] + [letter] * len(values)), loc=loc, ip=ip)
 
 

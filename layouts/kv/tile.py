@@ -154,7 +154,8 @@ class Int4Tile:
         best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
         for copy_tokens, padding in self._copy_candidates():
             bases = [
-                token // copy_tokens * (copy_tokens * self.token_words + padding) + token % copy_tokens * self.token_words
+                token // copy_tokens * (copy_tokens * self.token_words + padding)
+                + token % copy_tokens * self.token_words
                 for token in (1 << bit for bit in range(5))
             ]
             for bits in permutations(range(5), 3):
