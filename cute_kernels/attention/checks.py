@@ -36,9 +36,7 @@ def check_call(
         raise ValueError(f"v_cache: got shape {_shape(v_cache)}, want that of k_cache, {_shape(k_cache)}")
     num_kv_heads = k_cache.shape[2]
     if num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads"
-        )
+        raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")
     if seq_lens.dtype != torch.int32:
         raise TypeError(f"seq_lens: got dtype {seq_lens.dtype}, want torch.int32")
     if seq_lens.shape != (batch,):
@@ -76,9 +74,7 @@ def _check_query(q: torch.Tensor, kv_format: str, form: KvFormat) -> None:
         raise ValueError("q: got no query heads, want at least one per KV head")
 
 
-def _check_cache(
-    name: str, cache: torch.Tensor, batch: int, head_dim: int, kv_format: str, form: KvFormat
-) -> None:
+def _check_cache(name: str, cache: torch.Tensor, batch: int, head_dim: int, kv_format: str, form: KvFormat) -> None:
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: [batch, max_seq_len, num_kv_heads, row]")
     if cache.dtype != form.cache_dtype:

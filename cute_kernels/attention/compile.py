@@ -15,8 +15,8 @@ class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
     The function takes (q, k_cache, v_cache, seq_lens, out, lse, partial_out, partial_stats, counters, softmax_scale,
-    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them, torch tensors as they are, and runs on
-    torch's current stream.
+    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them, torch tensors as they are, and runs
+    on torch's current stream.
     """
 
     config: DecodeConfig
@@ -31,7 +31,7 @@ class DecodeSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The configurations that bundles hold and the gates compile: what common head layouts use. Others compile on demand."""
+    """The configurations that bundles hold and the gates compile: common head layouts. Others compile on demand."""
     configs: dict[DecodeConfig, None] = {}
     for shared_sm in (False, True):
         for head_dim in (64, 128, 256):

@@ -1,12 +1,13 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring of K and V
-tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and its slice of the tokens,
-and keeps scores, probabilities and output in registers (:mod:`reader_int4`, :mod:`reader_dense`). There is no CTA barrier in
-the loop. At the end the warps merge in shared memory; with more than one split, partial results go to a workspace and
-the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring
+of K and V tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and
+its slice of the tokens, and keeps scores, probabilities and output in registers (:mod:`reader_int4`,
+:mod:`reader_dense`). There is no CTA barrier in the loop. At the end the warps merge in shared memory; with more than
+one split, partial results go to a workspace and the CTA that finishes a row last adds them up in a fixed order, so the
+output is bitwise reproducible.
 
-The split-KV scheme is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum is FlashAttention-4's (Zadouri et al. 2026).
+Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
 
 from dataclasses import dataclass
@@ -55,15 +56,17 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
-        lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch * num_q_heads * num_splits
-        * head_dim / cluster_size] and partial_stats fp32 [.. * 2]: workspace; counters int32 [>= batch * gridDim.y *
-        cluster_size], zero before and after; num_splits is a multiple of cluster_size; bit 1 of ``mode``: write partial
-        results even where there is nothing to combine.
+        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32
+        [batch]; lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch *
+        num_q_heads * num_splits * head_dim / cluster_size] and partial_stats fp32 [.. * 2]: workspace; counters int32
+        [>= batch * gridDim.y * cluster_size], zero before and after; num_splits is a multiple of cluster_size; bit 1 of
+        ``mode``: write partial results even where there is nothing to combine.
         """
         config = self.config
-        batch, num_kv_heads = k_cache.shape[0], k_cache.shape[2]
-        group = q.shape[2] // num_kv_heads
+        cache_shape: Any = k_cache.shape
+        q_shape: Any = q.shape
+        batch, max_seq_len, num_kv_heads, _ = cache_shape
+        group = q_shape[2] // num_kv_heads
         query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
         source = self.copier.make_source(k_cache, v_cache)
         self.kernel(
@@ -76,7 +79,7 @@ class DecodeKernel:
             partial_stats,
             counters,
             softmax_scale,
-            k_cache.shape[1],
+            max_seq_len,
             num_kv_heads,
             group,
             cluster_size,
@@ -134,9 +137,9 @@ class DecodeKernel:
         tiles = self.copier.open(source, ring, barriers, place)
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
         # first whatever the length turns out to be.
-        length = ptx.load_global_words(seq_lens.iterator.toint() + Int64(batch) * 4, 0, 1)[0].to(Int32)
+        length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
         q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
-        query = self.reader.fetch_query(q.iterator.toint(), q_rows, roles.first_query, group, lane)
+        query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
         self.start(place, tiles, barriers, warp, lane)
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
@@ -204,7 +207,7 @@ class DecodeKernel:
         place = work.place
         full, empty = barriers, barriers + config.num_stages
         if warp == 0:
-            for i in cutlass.range(config.early_tiles, cutlass.min(work.count, config.num_stages - 1), unroll=1):
+            for i in cutlass.range(config.early_tiles, cutlass.min(work.count, config.num_stages - 1), 1, unroll=1):
                 self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)
         self.reader.take_query(state, query, softmax_scale)
@@ -220,9 +223,7 @@ class DecodeKernel:
                 if ahead < work.count:
                     # The tile that last lay there was consumed one step ago; nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, place, self.tile_token(place, ahead), work.length, refill_stage, lane
-                    )
+                    self.copier.copy_tile(tiles, place, self.tile_token(place, ahead), work.length, refill_stage, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
             first_token = self.tile_token(place, i) + roles.slice_index * config.slice_tokens
             address = self.copier.stage_address(tiles, stage)
@@ -278,7 +279,7 @@ class DecodeKernel:
             self.raise_maximum(state, softmax, block_max)
 
     def bound(self, state, score, headers, j):
-        """log2 of what a token adds to the operand of P V: its score, plus the scale of its row of V if there is one."""
+        """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
         log_scale = self.reader.log_scale(headers, j)
         return score * state.score_scale if log_scale is None else ptx.fma(score, state.score_scale, log_scale)
 
@@ -373,7 +374,7 @@ class DecodeKernel:
         return _merge(pairs, values)
 
     def publish_cta(self, address, index, maximum, total, value):
-        """Leaves a merged vector in place of the first slice's; the statistics behind the slices', which others still read."""
+        """Leaves a merged vector in place of the first slice's; the statistics behind those that others still read."""
         place, stats = self._place(address, index)
         ptx.store_shared(place, 0, value)
         ptx.store_shared(stats, self.config.num_slices * self.num_rows * 8, [maximum, total])
@@ -392,7 +393,7 @@ class DecodeKernel:
 
     @cute.jit
     def store_result(self, work, results, index, maximum, total, value):
-        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else into the workspace."""
+        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else as a partial."""
         row, d = self._vector(index)
         head, valid = work.query_head(self.config, row)
         if valid:

@@ -99,7 +99,8 @@ def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode
     index = q.device.index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
+            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
+        return
     stream = torch._C._cuda_getCurrentRawStream(index)
     workspace = POOL.get(q.device, stream, plan.num_values, plan.num_counters)
     values = workspace.values
@@ -120,9 +121,7 @@ def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode
     )
 
 
-def _make_plan(
-    q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool
-) -> Plan:
+def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool) -> Plan:
     problem = problem_of(q, k_cache, kv_format, aligned)
     return _plan_of(make_schedule(problem, num_splits), problem)
 
@@ -192,7 +191,7 @@ def _debug() -> bool:
     return DEBUG_VARIABLE in os.environ and os.environ[DEBUG_VARIABLE] not in ("", "0")
 
 
-# -- other ways in -------------------------------------------------------------------------------------------------------
+# -- other ways in ----------------------------------------------------------------------------------------------------
 
 
 def config_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> DecodeConfig:
@@ -274,7 +273,7 @@ def reference(
     return (result if out is None else out.copy_(result)), lse.float()
 
 
-# -- the operator ----------------------------------------------------------------------------------------------------------
+# -- the operator -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(

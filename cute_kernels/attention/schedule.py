@@ -1,8 +1,8 @@
 """Which configuration serves a call, and into how many splits and clusters its rows are cut. Plain Python, no GPU.
 
-Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus what the
-schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up these terms; its
-constants were measured on an H200 (docs/design/decode_attention.md says how).
+Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus
+what the schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up
+these terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
 from dataclasses import dataclass
@@ -71,8 +71,8 @@ class Schedule:
 def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
-    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does not
-    depend on the rest of the batch.
+    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does
+    not depend on the rest of the batch.
     """
     shallow = candidate_config(problem, shared_sm=True)
     deep = candidate_config(problem, shared_sm=False)
@@ -135,7 +135,7 @@ def _merge_us(num_splits: int, cluster_size: int) -> float:
     return inside + outside
 
 
-# -- configurations ------------------------------------------------------------------------------------------------------
+# -- configurations ---------------------------------------------------------------------------------------------------
 
 
 def candidate_config(problem: Problem, *, shared_sm: bool) -> DecodeConfig:
@@ -219,7 +219,7 @@ def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, shared
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """``base`` with tiles of a useful size and as many stages as its share of the shared memory holds, up to a limit."""
+    """``base`` with tiles of a useful size and as many stages as its share of shared memory holds, up to a limit."""
     fields = base.to_dict() | {"ctas_per_sm": ctas_per_sm}
     fields["blocks_per_slice"] = 2 if 2 * base.tile_bytes < STAGE_BYTES // 2 else 1
     sized = DecodeConfig(**fields)  # type: ignore[arg-type]
