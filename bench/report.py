@@ -103,7 +103,7 @@ def _ladder_cells(ladder: Record) -> list[list[str]]:
     for rung in ladder["rungs"]:
         off, on = rung.get("off_us"), rung.get("on_us")
         gain = off / on if off and on else None
-        why = f"{rung['off']}{': ' + rung['why_not'] if 'why_not' in rung else ''}" if "off" in rung else rung["how"]
+        why = ": ".join(rung[key] for key in ("off", "why_not") if key in rung) or rung.get("counted") or rung["how"]
         step = str(rung["number"] or "+")
         cells.append([step, rung["title"], number(on), number(off), number(gain, 2), why])
     return cells

@@ -194,12 +194,12 @@ def _debug() -> bool:
 # -- other ways in ----------------------------------------------------------------------------------------------------
 
 
-def config_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> DecodeConfig:
-    """The configuration that a call with these tensors uses."""
-    return make_schedule(problem_of(q, k_cache, kv_format)).config
+def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:
+    """The configuration, splits and clusters that a call with these tensors uses."""
+    return make_schedule(problem_of(q, k_cache, kv_format))
 
 
-def run_config(
+def bind_config(
     config: DecodeConfig,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -208,17 +208,27 @@ def run_config(
     *,
     out: torch.Tensor,
     num_splits: int | None = None,
-    cluster_size: int = 1,
-) -> torch.Tensor:
-    """One launch of a given configuration, for experiments; the tensors are taken to be right."""
+    cluster_size: int | None = None,
+) -> Callable[[], torch.Tensor]:
+    """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
+
+    Splits and clusters are those that the schedule chooses for these tensors; a given ``num_splits`` comes without
+    clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
+    """
     problem = problem_of(q, k_cache, config.kv_format)
-    schedule = Schedule(config, num_splits or 1, cluster_size, head_blocks(problem, config))
-    if num_splits is None:
-        chosen = make_schedule(problem)
-        schedule = Schedule(config, chosen.num_splits, chosen.cluster_size, head_blocks(problem, config))
-    plan = _plan_of(schedule, problem)
-    _run(plan, q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), plan.softmax_scale, 0)
-    return out
+    chosen = make_schedule(problem)
+    if cluster_size is None:
+        cluster_size = chosen.cluster_size if num_splits is None else 1
+    splits = chosen.num_splits if num_splits is None else num_splits
+    if splits % cluster_size:
+        raise ValueError(f"num_splits: got {splits}, want a multiple of cluster_size {cluster_size}")
+    plan = _plan_of(Schedule(config, splits, cluster_size, head_blocks(problem, config)), problem)
+
+    def call() -> torch.Tensor:
+        _run(plan, q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), plan.softmax_scale, 0)
+        return out
+
+    return call
 
 
 def launch_splits(
