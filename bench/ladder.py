@@ -162,7 +162,7 @@ def measure_ladder(
     inputs: DecodeInputs,
     flush: Callable[[], None],
     protocol: Protocol,
-    check: Callable[[torch.Tensor], None],
+    check: Callable[[torch.Tensor], object],
     ladder: tuple[Rung, ...] = LADDER,
 ) -> list[dict[str, Any]]:
     """Every rung for these inputs: microseconds with everything on, and with that rung off.

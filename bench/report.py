@@ -148,5 +148,22 @@ def markdown(record: Record, suite: str = "main") -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
 
 
+MARK_END = "<!-- /bench -->"
+
+
+def mark(suite: str) -> str:
+    """The comment after which a document holds a suite's table; `MARK_END` closes it."""
+    return "<!-- bench:decode -->" if suite == "main" else f"<!-- bench:decode-{suite} -->"
+
+
+def filled(text: str, begin: str, table: str) -> str:
+    """`text` with `table` between `begin` and the next `MARK_END`, in place of what was there."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(MARK_END)
+    if not (found and closed):
+        raise ValueError(f"text: got no {begin} ... {MARK_END}, want exactly these marks around the table")
+    return f"{before}{begin}\n{table}{MARK_END}{after}"
+
+
 def _shape_cell(row: Record, suite: str) -> str:
     return str(row["shape"]["batch"]) if suite == "main" else row["name"]
