@@ -23,8 +23,8 @@ What differs on a GPU, in the second and third output alone (O and the combinati
 
 * Splits take turns tile by tile instead of owning one stretch of ceil(length / num_split_ks) tokens each, so a split's
   output stands for other tokens than FBGEMM's. CPU tensors are cut as FBGEMM cuts them.
-* `max` is the exponent that the split's exponentials were taken against, not always the greatest scaled score: it may lag
-  behind it by a few units, and with INT4 rows the logarithm of V's scales is part of it. `sum` and the split's output
+* `max` is the exponent that the split's exponentials were taken against, not always the greatest scaled score: it may
+  lag behind by a few units, and with INT4 rows the logarithm of V's scales is part of it. `sum` and the split's output
   are relative to it.
 """
 

@@ -42,9 +42,9 @@ def test_the_markdown_table_has_one_line_per_measured_row_and_says_where_from(re
 
 def test_a_table_takes_its_place_in_a_document_and_leaves_the_rest(record):
     begin = report.mark("main")
-    text = f"# Title\n\n{begin}\nold\n{report.MARK_END}\n\nbelow <!-- bench:decode-shapes -->x{report.MARK_END}\n"
+    text = f"# Title\n\n{begin}\nearlier\n{report.MARK_END}\n\nbelow <!-- bench:decode-shapes -->x{report.MARK_END}\n"
     once = report.filled(text, begin, report.markdown(record))
-    assert once.startswith(f"# Title\n\n{begin}\n| KV cache |") and "old" not in once
+    assert once.startswith(f"# Title\n\n{begin}\n| KV cache |") and "earlier" not in once
     assert once.endswith(f"{report.MARK_END}\n\nbelow <!-- bench:decode-shapes -->x{report.MARK_END}\n")
     assert report.filled(once, begin, report.markdown(record)) == once
     with pytest.raises(ValueError, match="text: got no <!-- bench:decode-ladder -->"):
