@@ -111,7 +111,7 @@ class WordCopier(RowCopier):
 
 
 class TensorMapCopier:
-    """cp.async.bulk.tensor with the 128-byte swizzle, one tile of one KV head at a time; rows past the cache read as zero."""
+    """cp.async.bulk.tensor with the 128-byte swizzle, a tile of a KV head at a time; rows past the cache read as 0."""
 
     arrivals = 1
     num_issuers = 1

@@ -1,12 +1,13 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring of K and V
-tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and its slice of the tokens,
-and keeps scores, probabilities and output in registers (:mod:`reader_int4`, :mod:`reader_dense`). There is no CTA barrier in
-the loop. At the end the warps merge in shared memory; with more than one split, partial results go to a workspace and
-the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring
+of K and V tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and
+its slice of the tokens, and keeps scores, probabilities and output in registers (:mod:`reader_int4`,
+:mod:`reader_dense`). There is no CTA barrier in the loop. At the end the warps merge in shared memory; with more than
+one split, partial results go to a workspace and the CTA that finishes a row last adds them up in a fixed order, so the
+output is bitwise reproducible.
 
-The split-KV scheme is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum is FlashAttention-4's (Zadouri et al. 2026).
+Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
 
 from dataclasses import dataclass
@@ -63,8 +64,10 @@ class DecodeKernel:
         nothing to combine.
         """
         config = self.config
-        batch, num_kv_heads = k_cache.shape[0], k_cache.shape[2]
-        group = q.shape[2] // num_kv_heads
+        cache_shape: Any = k_cache.shape
+        q_shape: Any = q.shape
+        batch, max_seq_len, num_kv_heads, _ = cache_shape
+        group = q_shape[2] // num_kv_heads
         query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
         source = self.copier.make_source(k_cache, v_cache)
         self.kernel(
@@ -77,7 +80,7 @@ class DecodeKernel:
             partial_stats,
             counters,
             softmax_scale,
-            k_cache.shape[1],
+            max_seq_len,
             num_kv_heads,
             group,
             cluster_size,
@@ -135,9 +138,9 @@ class DecodeKernel:
         tiles = self.copier.open(source, ring, barriers, place)
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
         # first whatever the length turns out to be.
-        length = ptx.load_global_words(seq_lens.iterator.toint() + Int64(batch) * 4, 0, 1)[0].to(Int32)
+        length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
         q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
-        query = self.reader.fetch_query(q.iterator.toint(), q_rows, roles.first_query, group, lane)
+        query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
         self.start(place, tiles, barriers, warp, lane)
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
@@ -284,7 +287,7 @@ class DecodeKernel:
             self.raise_maximum(state, softmax, block_max)
 
     def bound(self, state, score, headers, j):
-        """log2 of what a token adds to the operand of P V: its score, plus the scale of its row of V if there is one."""
+        """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
         log_scale = self.reader.log_scale(headers, j)
         return score * state.score_scale if log_scale is None else ptx.fma(score, state.score_scale, log_scale)
 
@@ -407,14 +410,14 @@ class DecodeKernel:
         return _merge(pairs, values)
 
     def publish_cta(self, address, index, maximum, total, value):
-        """Leaves a merged vector in place of the first slice's; the statistics behind the slices', which others still read."""
+        """Leaves a merged vector in place of the first slice's; the statistics behind those that others still read."""
         place, stats = self._place(address, index)
         ptx.store_shared(place, 0, value)
         ptx.store_shared(stats, self.config.num_slices * self.num_rows * PAIR_BYTES, [maximum, total])
 
     @cute.jit
     def store_result(self, work, results, index, maximum, total, value):
-        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else into the workspace."""
+        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else as a partial."""
         row, d = self._vector(index)
         head, valid = work.query_head(self.config, row)
         if valid:

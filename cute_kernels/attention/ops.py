@@ -179,12 +179,12 @@ def _check_alignment(q, k_cache, v_cache, out) -> None:
 # -- other ways in -------------------------------------------------------------------------------------------------------
 
 
-def config_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> DecodeConfig:
-    """The configuration that a call with these tensors uses."""
-    return make_schedule(problem_of(q, k_cache, kv_format)).config
+def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:
+    """The configuration, splits and clusters that a call with these tensors uses."""
+    return make_schedule(problem_of(q, k_cache, kv_format))
 
 
-def run_config(
+def bind_config(
     config: DecodeConfig,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -193,9 +193,13 @@ def run_config(
     *,
     out: torch.Tensor,
     num_splits: int | None = None,
-    cluster_size: int = 1,
-) -> torch.Tensor:
-    """One launch of a given configuration, for experiments; the tensors are taken to be right."""
+    cluster_size: int | None = None,
+) -> Callable[[], torch.Tensor]:
+    """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
+
+    Splits and clusters are those that the schedule chooses for these tensors; a given ``num_splits`` comes without
+    clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
+    """
     problem = problem_of(q, k_cache, config.kv_format)
     schedule = Schedule(config, num_splits or 1, cluster_size, head_blocks(problem, config))
     if num_splits is None:
@@ -269,7 +273,7 @@ def reference(
     return (result if out is None else out.copy_(result)), lse.float()
 
 
-# -- the operator ----------------------------------------------------------------------------------------------------------
+# -- the operator -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(

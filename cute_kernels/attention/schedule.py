@@ -1,8 +1,8 @@
 """Which configuration serves a call, and into how many splits and clusters its rows are cut. Plain Python, no GPU.
 
-Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus what the
-schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up these terms; its
-constants were measured on an H200 (docs/design/decode_attention.md says how).
+Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus
+what the schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up
+these terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
 from dataclasses import dataclass
@@ -72,8 +72,8 @@ class Schedule:
 def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
-    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does not
-    depend on the rest of the batch.
+    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does
+    not depend on the rest of the batch.
     """
     configs = candidate_configs(problem)
     if num_splits is not None:
@@ -136,7 +136,7 @@ def _merge_us(num_splits: int, cluster_size: int) -> float:
     return inside + outside
 
 
-# -- configurations ------------------------------------------------------------------------------------------------------
+# -- configurations ---------------------------------------------------------------------------------------------------
 
 
 def candidate_configs(problem: Problem) -> list[DecodeConfig]:

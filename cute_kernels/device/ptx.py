@@ -15,6 +15,11 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
+def address(tensor) -> Int64:
+    """Address of a tensor's first element."""
+    return tensor.iterator.toint()
+
+
 def _pure(result, operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None):
     """One side-effect-free instruction with one result of DSL type ``result``."""
     values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
@@ -144,7 +149,7 @@ def transpose_8x8(x: Uint32, *, loc=None, ip=None) -> Uint32:
 def _mma(asm: str, c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, loc=None, ip=None):
     """Emits an mma.sync with four fp32 accumulators; returns the four results."""
     f32 = Float32.mlir_type
-    result_type = llvm.StructType.get_literal([f32] * 4)
+    result_type = _struct(f32, 4)
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)]
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
     constraints = ",".join(["=f"] * 4 + ["r"] * (len(a) + len(b)) + ["f"] * 4)
@@ -186,7 +191,7 @@ def load_matrix_x4(address: Int32, offset: int, *, transpose: bool, loc=None, ip
     ``offset`` bytes, known at compile time, are added to every address.
     """
     u32 = Uint32.mlir_type
-    result_type = llvm.StructType.get_literal([u32] * 4)
+    result_type = _struct(u32, 4)
     trans = ".trans" if transpose else ""
     struct = llvm.inline_asm(
         result_type,
@@ -270,7 +275,7 @@ def load_shared_vector(address: Int32, offset: int, num_words: int, *, loc=None,
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([u32] * num_words),
+        _struct(u32, num_words),
         [Int32(address).ir_value(loc=loc, ip=ip)],
         f"ld.shared.v{num_words}.u32 {{{outputs}}}, [${num_words} + {offset}];",
         ",".join(["=r"] * num_words) + ",r,~{memory}",
@@ -310,7 +315,7 @@ def load_cluster(address: Int32, offset: int, num_values: int, *, loc=None, ip=N
     f32 = Float32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_values))
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * num_values),
+        _struct(f32, num_values),
         [Int32(address).ir_value(loc=loc, ip=ip)],
         f"ld.shared::cluster.v{num_values}.f32 {{{outputs}}}, [${num_values} + {offset}];",
         ",".join(["=f"] * num_values) + ",r,~{memory}",
@@ -327,7 +332,7 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     target = f".v{num_words}.u32 {{{outputs}}}" if num_words > 1 else ".u32 $0"
-    result_type = llvm.StructType.get_literal([u32] * num_words) if num_words > 1 else u32
+    result_type = _struct(u32, num_words) if num_words > 1 else u32
     result = llvm.inline_asm(
         result_type,
         [Int64(address).ir_value(loc=loc, ip=ip)],
@@ -361,7 +366,7 @@ def load_global(address: Int64, num_values: int, *, loc=None, ip=None) -> list[F
     f32 = Float32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_values))
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * num_values),
+        _struct(f32, num_values),
         [Int64(address).ir_value(loc=loc, ip=ip)],
         f"ld.global.cg.v{num_values}.f32 {{{outputs}}}, [${num_values}];",
         ",".join(["=f"] * num_values) + ",l,~{memory}",

@@ -1,7 +1,8 @@
-"""Scratch memory of split kernels: one grow-only buffer per device and stream, and counters that are zero between launches.
+"""Scratch memory of split kernels: a grow-only buffer per device and stream; counters, zero between launches.
 
-Kernels on one stream run one after the other, so they may share. A captured graph may be replayed on any stream at any time, so
-what it uses is its own: allocated from the graph's memory pool, with counters out of a slab that was zeroed before.
+Kernels on one stream run one after the other, so they may share. A captured graph may be replayed on any stream at any
+time, so what it uses is its own: allocated from the graph's memory pool, with counters out of a slab that was zeroed
+before.
 """
 
 from __future__ import annotations
