@@ -96,8 +96,8 @@ def decode_attention(
         give bitwise equal outputs.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths are not
-            looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. With
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths are
+            not looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. With
             CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always.
         UnsupportedGPUError: the GPU is none that the kernels are compiled for.
 

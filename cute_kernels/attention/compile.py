@@ -16,8 +16,8 @@ class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
     The function takes (q, k_cache, v_cache, seq_lens, out, lse, partial_out, partial_stats, counters, softmax_scale,
-    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them: torch tensors as they are, then addresses
-    and numbers. It runs on torch's current stream.
+    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them: torch tensors as they are, then
+    addresses and numbers. It runs on torch's current stream.
     """
 
     config: DecodeConfig
@@ -32,7 +32,7 @@ class DecodeSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The configurations that bundles hold and the gates compile: what common head layouts use. Others compile on demand."""
+    """What bundles hold and the gates compile: configurations of common head layouts. Others compile on demand."""
     problems = [
         Problem(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
         for head_dim in (64, 128, 256)

@@ -56,11 +56,11 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
-        The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads], written if bit
-        0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads, clusters, head_dim]
-        and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum); counters int32 [batch,
-        gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``: write partial results even where there is
+        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32
+        [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
+        written if bit 0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads,
+        clusters, head_dim] and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum);
+        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``: write partial results even where there is
         nothing to combine.
         """
         config = self.config

@@ -176,7 +176,7 @@ def _check_alignment(q, k_cache, v_cache, out) -> None:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of 4 bytes, want it to")
 
 
-# -- other ways in -------------------------------------------------------------------------------------------------------
+# -- other ways in ----------------------------------------------------------------------------------------------------
 
 
 def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:

@@ -194,7 +194,7 @@ def int4_config(
     copy: str = "bulk",
     ctas_per_sm: int,
 ) -> DecodeConfig:
-    """An INT4 configuration of 8 warps with a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
+    """An INT4 configuration of 8 warps and a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows.
     """
@@ -235,7 +235,7 @@ def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, ctas_p
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
-    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as its share of the shared memory allows."""
+    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
     fields = base.to_dict() | {"ctas_per_sm": ctas_per_sm}
     fields["blocks_per_slice"] = 2 if 4 * base.tile_bytes <= STAGE_BYTES else 1
     tile_bytes = DecodeConfig(**fields).tile_bytes  # type: ignore[arg-type]

@@ -146,6 +146,11 @@ def transpose_8x8(x: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+def _struct(element, count: int):
+    """What an instruction with several results returns."""
+    return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _mma(asm: str, c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, loc=None, ip=None):
     """Emits an mma.sync with four fp32 accumulators; returns the four results."""
     f32 = Float32.mlir_type

@@ -18,13 +18,13 @@ _GRAPH_SLAB = 1 << 20  # counters set aside, per device, for captured launches
 
 @dataclass(frozen=True)
 class Workspace:
-    """Addresses and sizes of fp32 scratch and of int32 counters that are zero between launches, and what keeps them alive."""
+    """Addresses and sizes of fp32 scratch and of int32 counters that are zero between launches."""
 
     values: int
     num_values: int
     counters: int
     num_counters: int
-    tensors: tuple[torch.Tensor, torch.Tensor]
+    tensors: tuple[torch.Tensor, torch.Tensor]  # the memory itself
 
 
 class WorkspacePool:
