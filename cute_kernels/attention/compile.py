@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.schedule import dense_config, int4_config
+from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
-INT4_FORMATS = ("int4_g1", "int4_g2", "int4_g4", "int4_g8")
+INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
+SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,26 +33,13 @@ class DecodeSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """The configurations that bundles hold and the gates compile: what common head layouts use. Others compile on demand."""
-    configs: dict[DecodeConfig, None] = {}
-    for shared_sm in (False, True):
-        for head_dim in (64, 128, 256):
-            for kv_format in ("bf16", "fp16"):
-                configs[dense_config(kv_format, head_dim, 1, shared_sm=shared_sm)] = None
-            for kv_format in INT4_FORMATS:
-                for q_dtype in ("bf16", "fp16"):
-                    for num_heads, contiguous in ((1, True), (8, True), (8, False)):
-                        if contiguous or head_dim == 128:
-                            configs[
-                                int4_config(
-                                    kv_format,
-                                    q_dtype,
-                                    head_dim,
-                                    num_heads=num_heads,
-                                    num_query_blocks=1,
-                                    contiguous=contiguous,
-                                    shared_sm=shared_sm,
-                                )
-                            ] = None
+    problems = [
+        Problem(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+        for head_dim in (64, 128, 256)
+        for kv_format, q_dtype in (("bf16", "bf16"), ("fp16", "fp16"), *INT4_PAIRS)
+        for num_kv_heads in SHIPPED_KV_HEADS
+    ]
+    configs = dict.fromkeys(config for problem in problems for config in candidate_configs(problem))
     return [DecodeSpec(config) for config in configs]
 
 

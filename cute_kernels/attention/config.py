@@ -12,6 +12,7 @@ RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
 BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_CLUSTER = 8  # CTAs of a cluster on every GPU of sm_90
+PAIR_BYTES = 8  # a softmax maximum and sum
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ class DecodeConfig:
         """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
         rows = self.num_roles * HEADS_PER_WARP
         outputs = self.num_slices * rows * (self.head_dim + MERGE_PAD) * 4
-        return outputs + (self.num_slices + 1) * rows * 8
+        return outputs + (self.num_slices + 1) * rows * PAIR_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        return max(self.ring_bytes, self.merge_bytes) + 2 * self.num_stages * BARRIER_BYTES + BARRIER_BYTES
+        return max(self.ring_bytes, self.merge_bytes) + (2 * self.num_stages + 1) * BARRIER_BYTES
 
     @property
     def name(self) -> str:

@@ -22,13 +22,13 @@ def make_copier(config: DecodeConfig):
 class RowCopier:
     """What bulk and word copies share: where INT4 rows lie in global and in shared memory."""
 
-    arrivals = 1
-
     def __init__(self, config: DecodeConfig):
         assert isinstance(config.format, Int4Format)
         self.config = config
         self.tile = config.format.tile(config)
         self.row_bytes = config.format.row_bytes(config.head_dim)
+        # A lane issues a copy in some 30 cycles: where a tile takes many, all warps share them.
+        self.num_issuers = 1 if self.tile.num_copies == 1 else config.num_warps
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         return k_cache, v_cache
@@ -55,10 +55,12 @@ class RowTiles:
 
 
 class BulkCopier(RowCopier):
-    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane does it all."""
+    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of an issuing warp."""
+
+    arrivals = 1
 
     @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, lane: Int32):
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
         if lane == 0:
             tile = self.tile
             # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
@@ -66,34 +68,46 @@ class BulkCopier(RowCopier):
             tokens = cutlass.min(tokens, tile.num_tokens)
             token_bytes = tile.token_words * WORD_BYTES
             barrier = tiles.full + stage
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * tokens * token_bytes)
-            for operand in cutlass.range_constexpr(2):
-                destination = self.stage_address(tiles, stage) + operand * self.config.tile_bytes
-                source = tiles.sources[operand] + Int64(token) * tiles.token_bytes
-                for i in cutlass.range(0, tokens, tile.copy_tokens, unroll=1):
-                    size = cutlass.min(tokens - i, tile.copy_tokens) * token_bytes
-                    target = destination + i // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
-                    ptx.bulk_copy_to_shared(target, source + Int64(i) * tiles.token_bytes, size, barrier.toint())
+            if warp == 0:
+                # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * tokens * token_bytes)
+            step = self.num_issuers * tile.copy_tokens
+            for i in cutlass.range(warp * tile.copy_tokens, tokens, step, unroll=1):
+                size = cutlass.min(tokens - i, tile.copy_tokens) * token_bytes
+                target = self.stage_address(tiles, stage) + i // tile.copy_tokens * (
+                    tile.copy_pitch_words * WORD_BYTES
+                )
+                offset = Int64(token + i) * tiles.token_bytes
+                for operand in cutlass.range_constexpr(2):
+                    ptx.bulk_copy_to_shared(
+                        target + operand * self.config.tile_bytes,
+                        tiles.sources[operand] + offset,
+                        size,
+                        barrier.toint(),
+                    )
 
 
 class WordCopier(RowCopier):
-    """cp.async of single words by one warp, for caches whose rows no bulk copy can address."""
+    """cp.async of single words, for caches whose rows no bulk copy can address."""
 
-    arrivals = WARP_THREADS
+    def __init__(self, config: DecodeConfig):
+        super().__init__(config)
+        self.num_issuers = config.num_warps
+        self.arrivals = WARP_THREADS * config.num_warps
 
     @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, lane: Int32):
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
         tile = self.tile
         tokens = cutlass.min(length - token, tile.num_tokens)
-        for operand in cutlass.range_constexpr(2):
-            destination = self.stage_address(tiles, stage) + operand * self.config.tile_bytes
-            source = tiles.sources[operand] + Int64(token) * tiles.token_bytes
-            for i in cutlass.range(tokens, unroll=1):
-                first = i // tile.copy_tokens * tile.copy_pitch_words + i % tile.copy_tokens * tile.token_words
-                for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
+        for i in cutlass.range(warp, tokens, self.num_issuers, unroll=1):
+            first = i // tile.copy_tokens * tile.copy_pitch_words + i % tile.copy_tokens * tile.token_words
+            offset = Int64(token + i) * tiles.token_bytes
+            target = self.stage_address(tiles, stage) + first * WORD_BYTES
+            for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
+                for operand in cutlass.range_constexpr(2):
                     ptx.async_copy_word(
-                        destination + (first + word) * WORD_BYTES,
-                        source + Int64(i) * tiles.token_bytes + word * WORD_BYTES,
+                        target + operand * self.config.tile_bytes + word * WORD_BYTES,
+                        tiles.sources[operand] + offset + word * WORD_BYTES,
                     )
         cute.arch.cp_async_mbarrier_arrive_noinc(tiles.full + stage)
 
@@ -102,6 +116,7 @@ class TensorMapCopier:
     """cp.async.bulk.tensor with the 128-byte swizzle, one tile of one KV head at a time; rows past the cache read as zero."""
 
     arrivals = 1
+    num_issuers = 1
 
     def __init__(self, config: DecodeConfig):
         self.config = config
@@ -156,7 +171,7 @@ class TensorMapCopier:
         return tiles.ring + stage * (2 * self.config.tile_bytes)
 
     @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, lane: Int32):
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
         barrier = tiles.full + stage
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * self.config.tile_bytes)

@@ -14,9 +14,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MERGE_PAD, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MERGE_PAD, PAIR_BYTES, WARP_THREADS, DecodeConfig
 from cute_kernels.attention.copies import make_copier
 from cute_kernels.attention.readers import make_reader
 from cute_kernels.device import ptx
@@ -170,7 +170,7 @@ class DecodeKernel:
 
     @cute.jit
     def start(self, place, tiles, barriers, warp, lane):
-        """Initialises the ring's barriers and asks for the first tiles that the cache, if not the request, may have."""
+        """Initialises the barriers and asks for the first tiles that the cache, if not the request, may have."""
         config = self.config
         if warp == 0:
             if lane == 0:
@@ -179,9 +179,14 @@ class DecodeKernel:
                     cute.arch.mbarrier_init(barriers + (config.num_stages + stage), config.num_warps)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
+        if const_expr(self.copier.num_issuers > 1):
+            cute.arch.sync_threads()
+        if warp < self.copier.num_issuers:
             for i in cutlass.range_constexpr(config.early_tiles):
                 if self.tile_token(place, i) < place.max_seq_len:
-                    self.copier.copy_tile(tiles, place, self.tile_token(place, i), place.max_seq_len, Int32(i), lane)
+                    self.copier.copy_tile(
+                        tiles, place, self.tile_token(place, i), place.max_seq_len, Int32(i), warp, lane
+                    )
 
     def tile_token(self, place, i):
         """First token of the i-th tile of a split: splits take turns."""
@@ -203,9 +208,9 @@ class DecodeKernel:
         config = self.config
         place = work.place
         full, empty = barriers, barriers + config.num_stages
-        if warp == 0:
+        if warp < self.copier.num_issuers:
             for i in cutlass.range(config.early_tiles, cutlass.min(work.count, config.num_stages - 1), unroll=1):
-                self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, lane)
+                self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)
         self.reader.take_query(state, query, softmax_scale)
         softmax = _Softmax()
@@ -214,14 +219,14 @@ class DecodeKernel:
         stage, phase = Int32(0), Int32(0)
         refill_stage, refill_phase = Int32(config.num_stages - 1), Int32(1)
         for i in cutlass.range(work.count, unroll=1):
-            # Pinned, or the compiler makes two copies of the loop, one for warp 0.
-            if ptx.pinned(warp) == 0:
+            # Pinned, or the compiler makes two copies of the loop, one for the issuing warps.
+            if ptx.pinned(warp) < self.copier.num_issuers:
                 ahead = i + (config.num_stages - 1)
                 if ahead < work.count:
                     # The tile that last lay there was consumed one step ago; nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
                     self.copier.copy_tile(
-                        tiles, place, self.tile_token(place, ahead), work.length, refill_stage, lane
+                        tiles, place, self.tile_token(place, ahead), work.length, refill_stage, warp, lane
                     )
             cute.arch.mbarrier_wait(full + stage, phase)
             first_token = self.tile_token(place, i) + roles.slice_index * config.slice_tokens
@@ -300,29 +305,57 @@ class DecodeKernel:
         """Merges the CTA's warps, then the cluster's CTAs, then (last arriver) the row's clusters."""
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
-        self.publish_warp(state, softmax, address, warp, lane, slice_index)
-        cute.arch.sync_threads()
-        share = (self.num_vectors + work.place.cluster_size - 1) // work.place.cluster_size
+        cluster_size = work.place.cluster_size
+        share = (self.num_vectors + cluster_size - 1) // cluster_size
         first = work.place.cluster_rank * share
         last = cutlass.min(first + share, self.num_vectors)
-        if work.place.cluster_size == 1:
-            for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
-                maximum, total, value = self.merge_slices(address, index)
-                self.store_result(work, results, index, maximum, total, value)
+        self.publish_warp(state, softmax, address, warp, lane, slice_index)
+        cute.arch.sync_threads()
+        if cluster_size > 1:
+            self.merge_cluster(work, results, address, tid, first, last)
         else:
-            for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
-                maximum, total, value = self.merge_slices(address, index)
-                self.publish_cta(address, index, maximum, total, value)
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
-                maximum, total, value = self.merge_cluster(work, address, index)
-                self.store_result(work, results, index, maximum, total, value)
-            cute.arch.cluster_arrive()  # this CTA has read its peers' memory
+            self.merge_cta(work, results, address, tid)
         if work.active_clusters > 1:
             self.combine_if_last(work, results, flag, tid, first, last)
-        if work.place.cluster_size > 1:
+        if cluster_size > 1:
             cute.arch.cluster_wait()  # and they have read this one's
+
+    @cute.jit
+    def merge_cta(self, work, results, address, tid):
+        """Merges the slices of a CTA that is a cluster of its own."""
+        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+            maximum, total, value = self.merge_slices(address, index)
+            self.store_result(work, results, index, maximum, total, value)
+
+    @cute.jit
+    def merge_cluster(self, work, results, address, tid, first, last):
+        """Merges the slices, then this CTA's share of the vectors over the cluster, reading its peers' memory."""
+        cluster_size = work.place.cluster_size
+        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+            maximum, total, value = self.merge_slices(address, index)
+            self.publish_cta(address, index, maximum, total, value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
+            if cluster_size == 2:
+                maximum, total, value = self.read_cluster(address, index, 2, cluster_size)
+                self.store_result(work, results, index, maximum, total, value)
+            else:
+                maximum, total, value = self.read_cluster(address, index, MAX_CLUSTER, cluster_size)
+                self.store_result(work, results, index, maximum, total, value)
+        cute.arch.cluster_arrive()  # this CTA has read its peers' memory
+
+    def read_cluster(self, address, index, most: int, cluster_size):
+        """One vector added up over the cluster's CTAs, with the loads of up to ``most`` of them in flight at a time."""
+        place, stats = self._place(address, index)
+        stats = stats + self.config.num_slices * self.num_rows * PAIR_BYTES
+        pairs, values = [], []
+        for rank in range(most):
+            peer = cutlass.min(rank, cluster_size - 1)
+            pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
+            pairs.append([cutlass.select_(rank >= cluster_size, Float32(LOWEST), pair[0]), pair[1]])
+            values.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
+        return _merge(pairs, values)
 
     @property
     def num_vectors(self) -> int:
@@ -376,19 +409,7 @@ class DecodeKernel:
         """Leaves a merged vector in place of the first slice's; the statistics behind the slices', which others still read."""
         place, stats = self._place(address, index)
         ptx.store_shared(place, 0, value)
-        ptx.store_shared(stats, self.config.num_slices * self.num_rows * 8, [maximum, total])
-
-    def merge_cluster(self, work, address, index):
-        """Adds up one vector over the CTAs of the cluster, reading their shared memory."""
-        place, stats = self._place(address, index)
-        stats = stats + self.config.num_slices * self.num_rows * 8
-        pairs, values = [], []
-        for rank in range(MAX_CLUSTER):
-            peer = cutlass.min(rank, work.place.cluster_size - 1)
-            pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
-            pairs.append([cutlass.select_(rank >= work.place.cluster_size, Float32(LOWEST), pair[0]), pair[1]])
-            values.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
-        return _merge(pairs, values)
+        ptx.store_shared(stats, self.config.num_slices * self.num_rows * PAIR_BYTES, [maximum, total])
 
     @cute.jit
     def store_result(self, work, results, index, maximum, total, value):

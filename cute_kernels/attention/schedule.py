@@ -17,6 +17,7 @@ SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share
 CLUSTER_MERGE_US = 0.9  # merge of a cluster through distributed shared memory
 GLOBAL_MERGE_US = 1.6  # merge of clusters through memory: store, count, load
 GLOBAL_MERGE_PER_PARTIAL_US = 0.05
+SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 TARGET_WARPS = 8
@@ -74,18 +75,16 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does not
     depend on the rest of the batch.
     """
-    shallow = candidate_config(problem, shared_sm=True)
-    deep = candidate_config(problem, shared_sm=False)
+    configs = candidate_configs(problem)
     if num_splits is not None:
-        return Schedule(deep, num_splits, 1, head_blocks(problem, deep))
+        return Schedule(configs[0], num_splits, 1, head_blocks(problem, configs[0]))
     options = [
         (estimate_us(problem, config, splits, cluster), splits, cluster, index)
-        for index, config in enumerate(dict.fromkeys((deep, shallow)))
+        for index, config in enumerate(configs)
         for splits, cluster in split_options(problem, config)
     ]
     _, splits, cluster, index = min(options)
-    config = (deep, shallow)[index]
-    return Schedule(config, splits, cluster, head_blocks(problem, config))
+    return Schedule(configs[index], splits, cluster, head_blocks(problem, configs[index]))
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
@@ -125,7 +124,9 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int, cluster
     busiest = per_sm * cta_bytes / sm_rate
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
-    return streaming + (waves - 1) * WAVE_GAP_US + _merge_us(num_splits, cluster_size)
+    if config.ctas_per_sm == 4:
+        streaming *= 1 + SMALL_TILE_COST
+    return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _merge_us(num_splits, cluster_size)
 
 
 def _merge_us(num_splits: int, cluster_size: int) -> float:
@@ -138,23 +139,29 @@ def _merge_us(num_splits: int, cluster_size: int) -> float:
 # -- configurations ------------------------------------------------------------------------------------------------------
 
 
-def candidate_config(problem: Problem, *, shared_sm: bool) -> DecodeConfig:
-    """The configuration for a problem: two CTAs to an SM with a short ring, or one with a long one."""
+def candidate_configs(problem: Problem) -> list[DecodeConfig]:
+    """The configurations worth considering for a problem, one per number of CTAs on an SM."""
     form = format_of(problem.kv_format)
-    if isinstance(form, DenseFormat):
-        return dense_config(problem.kv_format, problem.head_dim, query_blocks(problem.group), shared_sm=shared_sm)
     blocks = query_blocks(problem.group)
+    if isinstance(form, DenseFormat):
+        configs = [dense_config(problem.kv_format, problem.head_dim, blocks, ctas_per_sm=ctas) for ctas in (1, 2)]
+        return list(dict.fromkeys(configs))
     heads = int4_heads(problem.num_kv_heads, blocks, form.row_bytes(problem.head_dim)) if problem.aligned else 0
-    return int4_config(
-        problem.kv_format,
-        problem.q_dtype,
-        problem.head_dim,
-        num_heads=heads or 1,
-        num_query_blocks=blocks,
-        contiguous=heads == problem.num_kv_heads or (not heads and problem.num_kv_heads == 1),
-        copy="bulk" if heads else "word",
-        shared_sm=shared_sm,
-    )
+    contiguous = (heads or 1) == problem.num_kv_heads
+    configs = [
+        int4_config(
+            problem.kv_format,
+            problem.q_dtype,
+            problem.head_dim,
+            num_heads=heads or 1,
+            num_query_blocks=blocks,
+            contiguous=contiguous,
+            copy="bulk" if heads else "word",
+            ctas_per_sm=ctas,
+        )
+        for ctas in ((1, 2, 4) if contiguous else (2,))
+    ]
+    return list(dict.fromkeys(configs))
 
 
 def query_blocks(group: int) -> int:
@@ -185,28 +192,37 @@ def int4_config(
     num_query_blocks: int,
     contiguous: bool,
     copy: str = "bulk",
-    shared_sm: bool,
+    ctas_per_sm: int,
 ) -> DecodeConfig:
-    """An INT4 configuration of about 8 warps."""
+    """An INT4 configuration of 8 warps with a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
+
+    One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows.
+    """
     roles = num_heads * num_query_blocks
+    # More than one CTA leaves 128 registers to a thread: enough up to head_dim 128 and 4 groups.
+    if head_dim > 128 or kv_format == "int4_g8" or roles > TARGET_WARPS or copy == "word":
+        ctas_per_sm = 1
+    elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
+        ctas_per_sm = 2
+    warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
     base = DecodeConfig(
         kv_format,
         q_dtype,
         head_dim,
         num_heads=num_heads,
         num_query_blocks=num_query_blocks,
-        num_slices=max(1, TARGET_WARPS // roles),
+        num_slices=max(1, warps // roles),
         contiguous=contiguous,
         copy=copy,
     )
-    # Two CTAs leave 128 registers to a thread: enough up to head_dim 128 and 4 groups.
-    wide = head_dim > 128 or base.kv_format == "int4_g8"
-    return _with_ring(base, 2 if shared_sm and not wide and base.num_warps <= TARGET_WARPS else 1)
+    return _with_ring(base, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
 
 
-def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, shared_sm: bool) -> DecodeConfig:
+def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, ctas_per_sm: int) -> DecodeConfig:
     """A bf16 or fp16 configuration: few warps, since little is to be computed per byte."""
-    slices = 2 if head_dim == 256 or num_query_blocks > 1 or shared_sm else 4
+    if head_dim == 256:
+        ctas_per_sm = 1
+    slices = 2 if head_dim == 256 or num_query_blocks > 1 or ctas_per_sm > 1 else 4
     base = DecodeConfig(
         kv_format,
         kv_format,
@@ -215,17 +231,16 @@ def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, shared
         num_slices=slices,
         copy="tma",
     )
-    return _with_ring(base, 2 if shared_sm and head_dim <= 128 else 1)
+    return _with_ring(base, ctas_per_sm, 3)
 
 
-def _with_ring(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """``base`` with tiles of a useful size and as many stages as its share of the shared memory holds, up to a limit."""
+def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
+    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as its share of the shared memory allows."""
     fields = base.to_dict() | {"ctas_per_sm": ctas_per_sm}
-    fields["blocks_per_slice"] = 2 if 2 * base.tile_bytes < STAGE_BYTES // 2 else 1
-    sized = DecodeConfig(**fields)  # type: ignore[arg-type]
-    budget = MAX_SHARED_BYTES // ctas_per_sm - 2048
-    most = 4 if ctas_per_sm == 1 else 3 if sized.copy == "tma" else 2
-    stages = min(most, budget // (2 * sized.tile_bytes))
+    fields["blocks_per_slice"] = 2 if 4 * base.tile_bytes <= STAGE_BYTES else 1
+    tile_bytes = DecodeConfig(**fields).tile_bytes  # type: ignore[arg-type]
+    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048
+    stages = min(num_stages, budget // (2 * tile_bytes))
     if stages < 2:
-        return _with_ring(base, 1)
+        return _with_ring(base, ctas_per_sm // 2, num_stages)
     return DecodeConfig(**(fields | {"num_stages": stages}))  # type: ignore[arg-type]
