@@ -11,13 +11,14 @@ the four row halves (tile ``j // 2``, half ``j % 2``). A *word* is 4 bytes.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import permutations
 
 BLOCK_TOKENS = 32
 WORD_BYTES = 4
 NUM_BANKS = 32
 NIBBLES_PER_WORD = 8
+FEWEST_WAVEFRONTS = 2  # of one K word load plus one V word load
 
 
 @dataclass(frozen=True)
@@ -148,23 +149,10 @@ class Int4Tile:
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def _plan(self) -> tuple[tuple[int, ...], int, int]:
         """(token_bits, copy_tokens, padding words) with the fewest shared-memory wavefronts, then the fewest copies."""
-        best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
-        for copy_tokens, padding in self._copy_candidates():
-            bases = [
-                token // copy_tokens * (copy_tokens * self.token_words + padding) + token % copy_tokens * self.token_words
-                for token in (1 << bit for bit in range(5))
-            ]
-            for bits in permutations(range(5), 3):
-                cost = self._wavefronts([bases[bit] for bit in bits])
-                key = (cost, self.num_tokens // copy_tokens, padding)
-                if best is None or key < best[0]:
-                    rest = tuple(bit for bit in range(5) if bit not in bits)
-                    best = key, (bits + rest, copy_tokens, padding)
-        assert best is not None
-        return best[1]
+        return _best_plan(self)
 
     def _copy_candidates(self) -> list[tuple[int, int]]:
         """(tokens, padding words) of the copies worth trying."""
@@ -178,6 +166,28 @@ class Int4Tile:
         k = {row + t * self.k_unit // 32 for row in rows for t in range(4)}
         v = {rows[2 * t] + g * self.v_unit // 64 for t in range(4) for g in range(8)}
         return _max_words_per_bank(k) + _max_words_per_bank(v)
+
+
+@lru_cache(maxsize=1024)
+def _best_plan(tile: Int4Tile) -> tuple[tuple[int, ...], int, int]:
+    best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
+    # The candidates come by rising number of copies, then padding: the first without conflicts is the best of all.
+    for copy_tokens, padding in tile._copy_candidates():
+        pitch = copy_tokens * tile.token_words + padding
+        bases = [
+            token // copy_tokens * pitch + token % copy_tokens * tile.token_words
+            for token in (1 << bit for bit in range(5))
+        ]
+        for bits in permutations(range(5), 3):
+            cost = tile._wavefronts([bases[bit] for bit in bits])
+            key = (cost, tile.num_tokens // copy_tokens, padding)
+            if best is None or key < best[0]:
+                rest = tuple(bit for bit in range(5) if bit not in bits)
+                best = key, (bits + rest, copy_tokens, padding)
+            if cost == FEWEST_WAVEFRONTS:
+                return best[1]
+    assert best is not None
+    return best[1]
 
 
 def _max_words_per_bank(words: set[int]) -> int:

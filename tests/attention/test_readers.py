@@ -1,4 +1,4 @@
-"""What a warp makes of raw cache rows: the readers' own code, run in NumPy, against attention on the dequantised rows."""
+"""What a warp makes of raw cache rows: the readers' own code, run in NumPy, against the dequantised rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.attention.config import HEADS_PER_WARP, DecodeConfig
 from cute_kernels.attention.formats import DenseFormat, Int4Format
-from cute_kernels.attention.schedule import Problem, candidate_config
+from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.runtime import native
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES
@@ -38,7 +38,7 @@ class Case:
 
 def case(kv_format: str, head_dim: int, num_kv_heads: int = 1, group: int = 8, q_dtype: str = "bf16", **extra) -> Case:
     problem = Problem(1, 4096, num_kv_heads * group, num_kv_heads, head_dim, kv_format, q_dtype, **extra)
-    return Case(candidate_config(problem, shared_sm=extra.get("num_sms", 1) == 2), group)
+    return Case(candidate_configs(problem)[0], group)
 
 
 INT4_CASES = [
