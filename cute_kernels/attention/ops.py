@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths
+from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths, check_scale, check_tensors
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.reference import decode_attention_reference
@@ -21,6 +21,7 @@ from cute_kernels.runtime.workspace import POOL
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the kernel's mode
 DEBUG_VARIABLE = "CUTE_KERNELS_DEBUG"
 _BYTES = 16  # alignment of bulk copies and tensor maps
+_MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode attention on CUDA tensors: (out, lse); lse is a placeholder unless ``return_lse``.
 
-    The checks and the schedule of a call are kept by shape, dtype and device, so that a repeated call costs the launch.
+    The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
+    the launch.
     """
-    aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
+    cache_offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     key = (
         q.shape,
         k_cache.shape,
@@ -70,20 +72,25 @@ def launch(
         seq_lens.device,
         kv_format,
         num_splits,
-        aligned,
+        cache_offset,
+        q.data_ptr() % _BYTES,
     )
     plan = _plans.get(key)
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
     if plan is None or out is not None or _unusual(q, k_cache, v_cache, seq_lens):
         check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-        _check_alignment(q, k_cache, v_cache, kv_format, out)
-        if plan is None:
-            plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, aligned)
+        _check_alignment(q, k_cache, v_cache, out)
     if _debug():
         check_lengths(seq_lens, k_cache.shape[1])
+    if plan is None:
+        if not k_cache.numel():
+            return _without_tokens(q, out)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not cache_offset)
     if out is None:
         out = torch.empty_like(q)
-    if q.numel() == 0:
-        return out, _new_lse(q)
     lse = _new_lse(q) if return_lse else _placeholder(q.device)
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, WRITE_LSE if return_lse else 0)
@@ -95,11 +102,17 @@ def _unusual(*tensors: torch.Tensor) -> bool:
     return not all(tensor.is_contiguous() for tensor in tensors)
 
 
+def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result for an empty batch or an empty cache, which no kernel is launched for."""
+    return torch.zeros_like(q) if out is None else out.zero_(), _new_lse(q).fill_(float("-inf"))
+
+
 def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode: int) -> None:
     index = q.device.index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
+            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
+        return
     stream = torch._C._cuda_getCurrentRawStream(index)
     workspace = POOL.get(q.device, stream, plan.num_values, plan.num_counters)
     values = workspace.values
@@ -120,19 +133,17 @@ def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode
     )
 
 
-def _make_plan(
-    q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool
-) -> Plan:
+def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool) -> Plan:
     problem = problem_of(q, k_cache, kv_format, aligned)
-    return _plan_of(make_schedule(problem, num_splits), problem)
+    return _plan_of(make_schedule(problem, num_splits), problem, q.device)
 
 
-def _plan_of(schedule: Schedule, problem: Problem) -> Plan:
+def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan:
     clusters = schedule.num_splits // schedule.cluster_size
     rows = problem.batch * problem.num_q_heads * clusters
     partial_values = rows * problem.head_dim if clusters > 1 else 0
     return Plan(
-        function=load(DecodeSpec(schedule.config), arch_of(torch.cuda.current_device())),
+        function=load(DecodeSpec(schedule.config), arch_of(device.index)),
         schedule=schedule,
         softmax_scale=problem.head_dim**-0.5,
         partial_values=partial_values,
@@ -161,7 +172,7 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check_alignment(q, k_cache, v_cache, kv_format: str, out) -> None:
+def _check_alignment(q, k_cache, v_cache, out) -> None:
     tensors = {"q": q} if out is None else {"q": q, "out": out}
     if k_cache.dtype != torch.uint8:
         tensors |= {"k_cache": k_cache, "v_cache": v_cache}
@@ -192,7 +203,7 @@ def _debug() -> bool:
     return DEBUG_VARIABLE in os.environ and os.environ[DEBUG_VARIABLE] not in ("", "0")
 
 
-# -- other ways in -------------------------------------------------------------------------------------------------------
+# -- other ways in -----------------------------------------------------------------------------------------------------
 
 
 def config_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> DecodeConfig:
@@ -217,7 +228,7 @@ def run_config(
     if num_splits is None:
         chosen = make_schedule(problem)
         schedule = Schedule(config, chosen.num_splits, chosen.cluster_size, head_blocks(problem, config))
-    plan = _plan_of(schedule, problem)
+    plan = _plan_of(schedule, problem, q.device)
     _run(plan, q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), plan.softmax_scale, 0)
     return out
 
@@ -233,10 +244,17 @@ def launch_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
-    _check_alignment(q, k_cache, v_cache, kv_format, None)
+    check_scale(softmax_scale)
+    _check_alignment(q, k_cache, v_cache, None)
+    if _debug():
+        check_lengths(seq_lens, k_cache.shape[1])
+    batch, _, heads, head_dim = q.shape
+    if not k_cache.numel():
+        split_out = torch.zeros((batch, num_splits, heads, head_dim), dtype=torch.float32, device=q.device)
+        split_sum = torch.zeros_like(split_out[..., 0])
+        return torch.zeros_like(q), split_out, torch.full_like(split_sum, float("-inf")), split_sum
     aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
-    batch, _, heads, head_dim = q.shape
     out = torch.empty_like(q)
     partial = torch.zeros((batch, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.zeros((batch, heads, num_splits, 2), dtype=torch.float32, device=q.device)
@@ -266,6 +284,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU implementation: (out in q's dtype, lse fp32)."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+    check_scale(softmax_scale)
     check_lengths(seq_lens, k_cache.shape[1])
     result, lse = decode_attention_reference(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale
@@ -274,7 +293,7 @@ def reference(
     return (result if out is None else out.copy_(result)), lse.float()
 
 
-# -- the operator ----------------------------------------------------------------------------------------------------------
+# -- the operator ------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(
@@ -297,6 +316,14 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-def needs_dispatch(*tensors: object) -> bool:
-    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one."""
-    return torch.compiler.is_compiling() or any(type(tensor) is not torch.Tensor for tensor in tensors)
+def needs_dispatch(q: object, k_cache: object, v_cache: object, seq_lens: object) -> bool:
+    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
+
+    Raises TypeError for an argument that is no tensor at all.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
+        return not (q.is_cuda or q.is_cpu)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    return True
