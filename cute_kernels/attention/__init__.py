@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 
 from cute_kernels.attention import ops
-from cute_kernels.attention.checks import check_call
+from cute_kernels.attention.checks import check_call, check_lengths, check_out, check_scale
 from cute_kernels.attention.reference import decode_attention_splits_reference
 
 __all__ = ["decode_attention", "decode_attention_splits"]
@@ -83,7 +83,7 @@ def decode_attention(
             is read on the device: one captured CUDA graph serves changing lengths.
         kv_format: "bf16" or "fp16" (row = head_dim elements, q in the same dtype), or "int4_g1", "int4_g2", "int4_g4",
             "int4_g8": uint8 rows of :class:`layouts.kv.Int4Row` with that many groups.
-        softmax_scale: default head_dim ** -0.5.
+        softmax_scale: a positive number, default head_dim ** -0.5.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
             batch.
@@ -108,6 +108,7 @@ def decode_attention(
             q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits
         )
         if out is not None:
+            check_out(out, q)
             result = out.copy_(result)
     elif isinstance(q, torch.Tensor) and q.is_cuda:
         result, lse = ops.launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out)
@@ -137,6 +138,8 @@ def decode_attention_splits(
     if isinstance(q, torch.Tensor) and q.is_cuda:
         return ops.launch_splits(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
+    check_scale(softmax_scale)
+    check_lengths(seq_lens, k_cache.shape[1])
     out, split_out, split_max, split_sum = decode_attention_splits_reference(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, softmax_scale=softmax_scale
     )

@@ -1,5 +1,7 @@
 """What a call of decode attention may look like; errors name the argument, what came and what is wanted."""
 
+import math
+
 import torch
 
 from cute_kernels.attention.formats import KvFormat, format_of
@@ -7,6 +9,8 @@ from cute_kernels.attention.formats import KvFormat, format_of
 HEAD_DIMS = (64, 128, 256)
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_BATCH = 65535  # the grid's third dimension
+MAX_SPLITS = 65535  # times the tokens of a tile, they fit 32 bits
+MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 32 bits
 
 
 def check_call(
@@ -26,8 +30,9 @@ def check_call(
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
     if out is not None:
         tensors["out"] = out
+    check_tensors(**tensors)
     for name, tensor in tensors.items():
-        _check_tensor(name, tensor, q.device if isinstance(q, torch.Tensor) else None)
+        _check_tensor(name, tensor, q.device)
     _check_query(q, kv_format, form)
     batch, _, num_q_heads, head_dim = q.shape
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -41,17 +46,46 @@ def check_call(
         raise TypeError(f"seq_lens: got dtype {seq_lens.dtype}, want torch.int32")
     if seq_lens.shape != (batch,):
         raise ValueError(f"seq_lens: got shape {_shape(seq_lens)}, want [{batch}], the batch of q")
-    if num_splits is not None and (not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 1):
-        raise ValueError(f"num_splits: got {num_splits!r}, want None or an int of at least 1")
-    if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
-        raise ValueError(f"out: got {out.dtype} {_shape(out)}, want {q.dtype} {_shape(q)}, as q")
+    if num_splits is not None and (
+        not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MAX_SPLITS
+    ):
+        raise ValueError(f"num_splits: got {num_splits!r}, want None or an int from 1 to {MAX_SPLITS}")
+    if out is not None:
+        check_out(out, q)
     return form
 
 
-def _check_tensor(name: str, tensor: object, device: torch.device | None) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
-    if device is not None and tensor.device != device:
+def check_tensors(**tensors: object) -> None:
+    """Raises TypeError naming the first argument that is no tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``."""
+    check_tensors(out=out)
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
+    if out.shape != q.shape:
+        raise ValueError(f"out: got shape {_shape(out)}, want {_shape(q)}, that of q")
+
+
+def check_scale(softmax_scale: float | None) -> None:
+    """Raises TypeError or ValueError unless the scale is None or a positive finite number.
+
+    The kernel masks scores with -inf before it scales them: times zero or a negative number that would count.
+    """
+    if softmax_scale is None:
+        return
+    if not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale: got {type(softmax_scale).__name__}, want None or a number")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: got {softmax_scale}, want None or a positive finite number")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where q is")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {tensor.stride()} for shape {_shape(tensor)}, want a contiguous tensor")
@@ -88,8 +122,10 @@ def _check_cache(name: str, cache: torch.Tensor, batch: int, head_dim: int, kv_f
         )
     if cache.shape[2] == 0:
         raise ValueError(f"{name}: got no KV heads, want at least 1")
-    if cache.shape[1] >= 2**31 or cache.shape[1] * cache.shape[2] * form.row_bytes(head_dim) >= 2**40:
-        raise ValueError(f"{name}: got {cache.shape[1]} tokens a request, want fewer than 2**31")
+    if cache.shape[1] > MAX_TOKENS:
+        raise ValueError(f"{name}: got {cache.shape[1]} tokens a request, want at most {MAX_TOKENS}")
+    if cache.shape[1] * cache.shape[2] * form.row_bytes(head_dim) >= 2**40:
+        raise ValueError(f"{name}: got {_shape(cache)}, want less than 2**40 bytes a request")
 
 
 def check_lengths(seq_lens: torch.Tensor, max_seq_len: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths
+from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths, check_scale, check_tensors
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.reference import decode_attention_reference
@@ -22,6 +22,7 @@ WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the kernel's mode
 # Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 _BYTES = 16  # alignment of bulk copies and tensor maps
+_MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Decode attention on CUDA tensors: (out, lse or None).
 
-    The checks and the schedule of a call are kept by shape, dtype and device, so that a repeated call costs the launch.
+    The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
+    the launch.
     """
-    aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
+    cache_offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     key = (
         q.shape,
         k_cache.shape,
@@ -72,7 +74,8 @@ def launch(
         seq_lens.get_device(),
         kv_format,
         num_splits,
-        aligned,
+        cache_offset,
+        q.data_ptr() % _BYTES,
     )
     plan = _plans.get(key)
     # What the key does not show is looked at on every call: strides, and how q and out lie in memory.
@@ -84,6 +87,12 @@ def launch(
             plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, aligned)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
+    if plan is None:
+        if not k_cache.numel():
+            return _without_tokens(q, out)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not cache_offset)
     if out is None:
         out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
@@ -224,7 +233,6 @@ def launch_splits(
     _check_alignment(q, k_cache, v_cache, None)
     aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
-    batch, _, heads, head_dim = q.shape
     out = torch.empty_like(q)
     partial = torch.zeros((batch, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.zeros((batch, heads, num_splits, 2), dtype=torch.float32, device=q.device)
@@ -265,6 +273,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU implementation: (out in q's dtype, lse fp32)."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+    check_scale(softmax_scale)
     check_lengths(seq_lens, k_cache.shape[1])
     result, lse = decode_attention_reference(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale

@@ -12,13 +12,14 @@ and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lan
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import permutations
 
 BLOCK_TOKENS = 32
 WORD_BYTES = 4
 NUM_BANKS = 32
 NIBBLES_PER_WORD = 8
+FEWEST_WAVEFRONTS = 2  # of one K word load plus one V word load
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Int4Tile:
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def _plan(self) -> tuple[tuple[int, ...], int, int]:
         """(token_bits, copy_tokens, padding words) with the fewest shared-memory wavefronts, then the fewest copies."""
         best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
@@ -180,6 +181,28 @@ class Int4Tile:
         k = {row + t * self.k_unit // 32 for row in rows for t in range(4)}
         v = {rows[2 * t] + g * self.v_unit // 64 for t in range(4) for g in range(8)}
         return _max_words_per_bank(k) + _max_words_per_bank(v)
+
+
+@lru_cache(maxsize=1024)
+def _best_plan(tile: Int4Tile) -> tuple[tuple[int, ...], int, int]:
+    best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
+    # The candidates come by rising number of copies, then padding: the first without conflicts is the best of all.
+    for copy_tokens, padding in tile._copy_candidates():
+        pitch = copy_tokens * tile.token_words + padding
+        bases = [
+            token // copy_tokens * pitch + token % copy_tokens * tile.token_words
+            for token in (1 << bit for bit in range(5))
+        ]
+        for bits in permutations(range(5), 3):
+            cost = tile._wavefronts([bases[bit] for bit in bits])
+            key = (cost, tile.num_tokens // copy_tokens, padding)
+            if best is None or key < best[0]:
+                rest = tuple(bit for bit in range(5) if bit not in bits)
+                best = key, (bits + rest, copy_tokens, padding)
+            if cost == FEWEST_WAVEFRONTS:
+                return best[1]
+    assert best is not None
+    return best[1]
 
 
 def _max_words_per_bank(words: set[int]) -> int:
