@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -46,12 +45,18 @@ class Fragment:
     @property
     def num_threads(self) -> int:
         """Threads that take part."""
-        return size(_mode(self.layout, 0))
+        return size(self.modes()[0])
 
     @property
     def num_values(self) -> int:
         """Elements per thread."""
-        return size(_mode(self.layout, 1))
+        return size(self.modes()[1])
+
+    def modes(self) -> tuple[Layout, Layout]:
+        """The layout's thread mode and value mode."""
+        shape, stride = self.layout.shape, self.layout.stride
+        assert isinstance(shape, tuple) and isinstance(stride, tuple)
+        return Layout(shape[0], stride[0]), Layout(shape[1], stride[1])
 
     def coordinates(self) -> np.ndarray:
         """Tile coordinates, int64 [num_threads, num_values, 2], in the order of ``axes``."""
@@ -91,12 +96,6 @@ class Fragment:
         if count & (count - 1) == 0:
             proofs.append(prove(self.bit_map().is_bijective, f"{claim} (F2 matrix of full rank)", "matrix", count))
         return tuple(proofs)
-
-
-def _mode(layout: Layout, i: int) -> Any:
-    shape, stride = layout.shape, layout.stride
-    assert isinstance(shape, tuple) and isinstance(stride, tuple)
-    return Layout(shape[i], stride[i])
 
 
 QUAD_PAIR_LANES = Layout((4, 2), (1, 16))

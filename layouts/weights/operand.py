@@ -66,10 +66,7 @@ def prove_volta_needs_none() -> Proof:
         ProofError: it is not.
     """
     fragment = FRAGMENTS["volta_b_row_m8n8k4"]
-    layout = fragment.layout
-    assert isinstance(layout.shape, tuple) and isinstance(layout.stride, tuple)
-    values = as_modes(Layout(layout.shape[1], layout.stride[1]))
-    threads = as_modes(Layout(layout.shape[0], layout.stride[0]))
+    threads, values = (as_modes(mode) for mode in fragment.modes())
     aligned = all(stride % 4 == 0 for _, stride in threads)
     claim = "a Volta B fragment is four aligned neighbours of row-major weights"
-    return prove(values == ((4, 1),) and aligned, claim, "symbolic", size(layout))
+    return prove(values == ((4, 1),) and aligned, claim, "symbolic", size(fragment.layout))
