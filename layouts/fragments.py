@@ -143,6 +143,12 @@ _VOLTA_FRAGMENTS = [
     ),
 ]
 
+_WMMA_NOTE = "As found on sm80 and sm90; WMMA itself leaves fragments opaque."
+_WMMA_FRAGMENTS = [
+    _mma("wmma_a", "m8n32k16", (8, 16), "mk", _B16, 16, _WMMA_NOTE),
+    _mma("wmma_c", "m8n32k16", (8, 32), "mn", Layout((_GROUPS, (2, 4)), ((2, 8), (1, 64))), 32, _WMMA_NOTE),
+]
+
 
 def wgmma_a(element_bits: int) -> Fragment:
     """A operand of wgmma from registers: m64k16 (16-bit elements) or m64k32 (8-bit), 128 threads."""
@@ -186,6 +192,7 @@ FRAGMENTS: dict[str, Fragment] = {
     for fragment in [
         *_WARP_FRAGMENTS,
         *_VOLTA_FRAGMENTS,
+        *_WMMA_FRAGMENTS,
         wgmma_a(16),
         wgmma_a(8),
         *(wgmma_accumulator(n) for n in (8, 16, 32, 64, 96, 128, 256)),

@@ -89,6 +89,7 @@ def _ldmatrix_conflicts(rows: list[int]) -> int:
 _PROVED, _DRAWN = (128, 16), {16: (64, 8), 8: (128, 8)}
 """(K, N) that weight transforms are proved on, and drawn on by activation width: the smallest whole tile."""
 
+_LDMATRIX_ROW = 16
 _ARCHITECTURES = {16: (70, 75, 80, 86, 89, 90, 100, 120), 8: (89, 90, 100, 120)}
 
 
@@ -107,15 +108,17 @@ def _transforms() -> Iterator[Entry]:
                 fastertransformer.transform(*_DRAWN[activation_bits], bits, arch, activation_bits),
                 f"{bits}-bit weights{fp8} for sm{arch}: {recipe}",
                 _row_permutation_proofs(bits, arch, activation_bits),
+                line=_LDMATRIX_ROW * 8 // bits,
             )
     for name, conversion in CONVERSIONS.items():
         blob = hopper.transform(hopper.TILE_N, hopper.tile_k(conversion.bits), conversion.bits, name)
         proof = (partial(hopper.prove_thread_load, conversion.bits, name),)
-        yield _transform_entry(blob, blob, f"Hopper weight blob in the order of {name}", proof)
+        line = hopper.LOAD_BYTES * 8 // conversion.bits
+        yield _transform_entry(blob, blob, f"Hopper weight blob in the order of {name}", proof, line=line, lines=16)
 
 
 def _row_permutation_proofs(bits: int, arch: int, activation_bits: int) -> tuple[Callable[[], Proof], ...]:
-    """Where ldmatrix feeds mma.sync the permutation is proved, on Volta that none is needed; wgmma is another matter."""
+    """Where ldmatrix feeds mma.sync S1 is proved to be right, on Volta to be needless; wgmma is another matter."""
     recipe = fastertransformer.ARCHITECTURES[arch]
     if recipe == "interleaved":
         return (partial(operand.prove_row_permutation, bits, activation_bits),)
@@ -123,14 +126,19 @@ def _row_permutation_proofs(bits: int, arch: int, activation_bits: int) -> tuple
 
 
 def _transform_entry(
-    proved: Transform, drawn: Transform, summary: str, further: tuple[Callable[[], Proof], ...] = ()
+    proved: Transform,
+    drawn: Transform,
+    summary: str,
+    further: tuple[Callable[[], Proof], ...] = (),
+    line: int | None = None,
+    lines: int | None = None,
 ) -> Entry:
     return Entry(
         proved.name,
         "weight transforms",
         summary,
         lambda: (*proved.verify(), *(proof() for proof in further)),
-        partial(figures.permutation, drawn),
+        partial(figures.permutation, drawn, line, lines),
     )
 
 

@@ -125,10 +125,20 @@ def _load_panel(found: BankReport) -> Panel:
     return Panel("distinct words per bank and phase", cells, labels, [str(b) for b in range(NUM_BANKS)], note)
 
 
-def permutation(transform: Transform, wrap: int = WRAP) -> Figure:
-    """Source elements before and after; colour: source row, so that what moves together stays visible."""
+def permutation(transform: Transform, line: int | None = None, lines: int | None = None) -> Figure:
+    """Source elements before and after; colour: source row, so that what moves together stays visible.
+
+    Args:
+        transform: of a modest size; every element becomes a cell.
+        line: elements per line of the result; by default its last extent, at most 64.
+        lines: show only the first lines of the result, and leave what lies elsewhere white (or out) in the source.
+    """
     rows, columns = (1, *transform.in_shape)[-2:]
+    widths = min(columns, WRAP), line or min(transform.out_shape[-1], WRAP)
     source = algebra.offsets(transform.source)
+    shown = source if lines is None else source[: lines * widths[1]]
+    seen = set(shown.tolist())
+    until = min(transform.size, (max(seen) // widths[0] + 1) * widths[0])
 
     def cells(order: np.ndarray, width: int) -> list[Cell]:
         found = []
@@ -136,20 +146,21 @@ def permutation(transform: Transform, wrap: int = WRAP) -> Figure:
             row, column = divmod(element, columns)
             byte = place * transform.bits // 8
             facts = {"place": place, "byte": byte, "bank": byte // 4 % NUM_BANKS, "source": f"({row}, {column})"}
-            text = f"{row},{column}"
-            found.append(Cell(*divmod(place, width), text, hue(row, rows), facts, group=f"e{element}"))
+            color = hue(row, rows) if element in seen else "#ffffff"
+            text = f"{row},{column}" if element in seen else ""
+            found.append(Cell(*divmod(place, width), text, color, facts, group=f"e{element}"))
         return found
 
-    widths = min(columns, wrap), min(transform.out_shape[-1], wrap)
-    lines = [f"{width} elements ({width * transform.bits / 8:g} B) per line" for width in widths]
+    notes = [f"{width} elements ({width * transform.bits / 8:g} B) per line" for width in widths]
+    first = "" if lines is None else f", first {lines} lines"
     panels = [
-        Panel(f"before, {lines[0]}", cells(np.arange(transform.size), widths[0])),
-        Panel(f"after, {lines[1]}", cells(source, widths[1])),
+        Panel(f"before, {notes[0]}", cells(np.arange(until), widths[0])),
+        Panel(f"after, {notes[1]}{first}", cells(shown, widths[1])),
     ]
     flip = f"; every element ^ {transform.flip:#x}" if transform.flip else ""
     caption = f"row,column of the element at each place, in memory order{flip}; destination -> source: "
     caption += algebra.notation(transform.source)
-    return Figure(transform.name, panels, caption, across=sum(widths) <= 32)
+    return Figure(transform.name, panels, caption, across=sum(widths) <= 48)
 
 
 def register_bits(conversion: Conversion) -> Figure:

@@ -93,6 +93,14 @@ def test_volta_fragments_are_cutlass():
     assert algebra.offsets(QUAD_PAIR_LANES).tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
 
 
+def test_wmma_fragments_are_what_the_published_kernel_indexes():
+    """P: head t / 4, tokens 2 (t % 4) + {0, 1} and 8 further; QK: heads 2 (t % 4) + {0, 1}, tokens t / 4 + 8 j."""
+    p, qk = FRAGMENTS["wmma_a_m8n32k16"].coordinates(), FRAGMENTS["wmma_c_m8n32k16"].coordinates()
+    for t in range(32):
+        assert p[t].tolist() == [[t // 4, t % 4 * 2 + i % 2 + 8 * (i // 2)] for i in range(4)]
+        assert qk[t].tolist() == [[t % 4 * 2 + i % 2, t // 4 + 8 * (i // 2)] for i in range(8)]
+
+
 def ptx_coordinate(name, lane, i):
     """Row and column of value i of a lane, as the PTX ISA writes them for mma.m16n8k*; first axis first."""
     group, thread = lane // 4, lane % 4
