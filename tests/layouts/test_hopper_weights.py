@@ -38,8 +38,7 @@ def test_simulated_kernel_reads_its_weights(bits, conversion):
     for tile_n, tile_k in ((0, 0), (1, 1)):
         for thread in (0, 5, 37, 127):
             load = blob[tile_n, tile_k, 16 * thread : 16 * thread + 16].view(np.uint32)
-            lanes = CONVERSIONS[conversion].run(load)
-            got = CONVERSIONS[conversion].target.decode(lanes).reshape(hopper.steps_per_load(bits), -1)
+            got = CONVERSIONS[conversion].values(load).reshape(hopper.steps_per_load(bits), -1)
             for step, row in enumerate(got):
                 m, kk = fragment[thread].T
                 wanted = values[tile_n * 64 + m, tile_k * hopper.tile_k(bits) + 16 * step + kk]
