@@ -36,7 +36,6 @@ class Plan:
     partial_bytes: int  # of the partial outputs, which come before the statistics
     num_values: int  # fp32 of workspace, 0 if there is nothing to combine
     num_counters: int
-    empty: bool  # no requests: nothing to launch
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -52,8 +51,8 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Decode attention on CUDA tensors: (out, lse or None).
+) -> tuple[torch.Tensor, Any]:
+    """Decode attention on CUDA tensors: (out, lse), lse only if ``return_lse``.
 
     The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
     the launch.
@@ -78,13 +77,13 @@ def launch(
         q.data_ptr() % _BYTES,
     )
     plan = _plans.get(key)
-    # What the key does not show is looked at on every call: strides, and how q and out lie in memory.
+    # What the key does not show is looked at on every call: the scale, strides, and out.
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
     plain = q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and seq_lens.is_contiguous()
-    if plan is None or not plain or out is not None or not aligned or q.data_ptr() % _BYTES:
+    if plan is None or not plain or out is not None:
         check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
         _check_alignment(q, k_cache, v_cache, out)
-        if plan is None:
-            plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, aligned)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
     if plan is None:
@@ -96,17 +95,23 @@ def launch(
     if out is None:
         out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-    if not plan.empty:
-        scale = plan.softmax_scale if softmax_scale is None else softmax_scale
-        _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
+    scale = plan.softmax_scale if softmax_scale is None else softmax_scale
+    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
     return out, lse
+
+
+def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result for an empty batch or an empty cache, which no kernel is launched for."""
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+    return torch.zeros_like(q) if out is None else out.zero_(), lse
 
 
 def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float) -> None:
     index = plan.device_index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
+            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
+        return
     values = counters = 0
     if plan.num_values:
         workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_values, plan.num_counters)
@@ -127,7 +132,6 @@ def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | Non
         schedule.cluster_size,
         WRITE_LSE if lse is not None else 0,
     )
-    return None
 
 
 def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool) -> Plan:
@@ -146,7 +150,6 @@ def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan
         partial_bytes=4 * rows * problem.head_dim,
         num_values=rows * (problem.head_dim + 2) if clusters > 1 else 0,
         num_counters=problem.batch * schedule.head_blocks * schedule.cluster_size if clusters > 1 else 0,
-        empty=problem.batch == 0,
     )
 
 
@@ -210,13 +213,19 @@ def bind_config(
     clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
     """
     problem = problem_of(q, k_cache, config.kv_format)
-    schedule = Schedule(config, num_splits or 1, cluster_size, head_blocks(problem, config))
-    if num_splits is None:
-        chosen = make_schedule(problem)
-        schedule = Schedule(config, chosen.num_splits, chosen.cluster_size, head_blocks(problem, config))
-    plan = _plan_of(schedule, problem, q.device)
-    _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
-    return out
+    chosen = make_schedule(problem)
+    if cluster_size is None:
+        cluster_size = chosen.cluster_size if num_splits is None else 1
+    splits = chosen.num_splits if num_splits is None else num_splits
+    if splits % cluster_size:
+        raise ValueError(f"num_splits: got {splits}, want a multiple of cluster_size {cluster_size}")
+    plan = _plan_of(Schedule(config, splits, cluster_size, head_blocks(problem, config)), problem, q.device)
+
+    def call() -> torch.Tensor:
+        _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
+        return out
+
+    return call
 
 
 def launch_splits(
@@ -230,7 +239,15 @@ def launch_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
+    check_scale(softmax_scale)
     _check_alignment(q, k_cache, v_cache, None)
+    if DEBUG:
+        check_lengths(seq_lens, k_cache.shape[1])
+    batch, _, heads, head_dim = q.shape
+    if not k_cache.numel():
+        split_out = torch.zeros((batch, num_splits, heads, head_dim), dtype=torch.float32, device=q.device)
+        split_sum = torch.zeros_like(split_out[..., 0])
+        return torch.zeros_like(q), split_out, torch.full_like(split_sum, float("-inf")), split_sum
     aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
     out = torch.empty_like(q)
@@ -305,11 +322,14 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-def needs_dispatch(*tensors: object) -> bool:
-    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one."""
+def needs_dispatch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seq_lens: torch.Tensor) -> bool:
+    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
+
+    Raises TypeError for an argument that is no tensor at all.
+    """
     if torch.compiler.is_compiling():
         return True
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.Tensor):
-            return not isinstance(tensor, torch.nn.Parameter)
-    return False
+    if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
+        return not (q.is_cuda or q.is_cpu)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    return True

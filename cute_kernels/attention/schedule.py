@@ -194,7 +194,7 @@ def int4_config(
     copy: str = "bulk",
     ctas_per_sm: int,
 ) -> DecodeConfig:
-    """An INT4 configuration of 8 warps and a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
+    """An INT4 configuration of 8 warps and a ring of 3 tiles; for more CTAs to an SM, a shorter ring and fewer warps.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows.
     """
