@@ -219,7 +219,7 @@ class DecodeKernel:
         place = work.place
         full, empty = barriers, barriers + config.num_stages
         if warp < self.copier.num_issuers:
-            for i in cutlass.range(Int32(config.early_tiles), config.num_stages - 1, unroll=1):
+            for i in cutlass.range(config.early_tiles, config.num_stages - 1, 1, unroll=1):
                 if self.tile_token(place, i) < work.length:
                     self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)

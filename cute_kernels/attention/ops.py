@@ -51,8 +51,8 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Decode attention on CUDA tensors: (out, lse or None).
+) -> tuple[torch.Tensor, Any]:
+    """Decode attention on CUDA tensors: (out, lse), lse only if ``return_lse``.
 
     The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
     the launch.
@@ -77,9 +77,9 @@ def launch(
         q.data_ptr() % _BYTES,
     )
     plan = _plans.get(key)
+    # What the key does not show is looked at on every call: the scale, strides, and out.
     if softmax_scale is not None:
         check_scale(softmax_scale)
-    # What the key does not show is looked at on every call.
     plain = q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and seq_lens.is_contiguous()
     if plan is None or not plain or out is not None:
         check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
@@ -214,16 +214,18 @@ def bind_config(
     """
     problem = problem_of(q, k_cache, config.kv_format)
     chosen = make_schedule(problem)
-    if num_splits is None:
-        num_splits, cluster_size = chosen.num_splits, cluster_size or chosen.cluster_size
-    schedule = Schedule(config, num_splits, cluster_size or 1, head_blocks(problem, config))
-    plan = _plan_of(schedule, problem, q.device)
+    if cluster_size is None:
+        cluster_size = chosen.cluster_size if num_splits is None else 1
+    splits = chosen.num_splits if num_splits is None else num_splits
+    if splits % cluster_size:
+        raise ValueError(f"num_splits: got {splits}, want a multiple of cluster_size {cluster_size}")
+    plan = _plan_of(Schedule(config, splits, cluster_size, head_blocks(problem, config)), problem, q.device)
 
-    def run() -> torch.Tensor:
+    def call() -> torch.Tensor:
         _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
         return out
 
-    return run
+    return call
 
 
 def launch_splits(
@@ -320,7 +322,7 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
+def needs_dispatch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seq_lens: torch.Tensor) -> bool:
     """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
 
     Raises TypeError for an argument that is no tensor at all.
