@@ -30,8 +30,8 @@ def decode_attention(
 
     Args:
         q: bf16 or fp16 [batch, 1, num_q_heads, head_dim]; head_dim 64, 128 or 256.
-        k_cache, v_cache: [batch, max_seq_len, num_kv_heads, row] in ``kv_format``; num_kv_heads divides num_q_heads, and
-            query head h reads KV head h // (num_q_heads // num_kv_heads).
+        k_cache, v_cache: [batch, max_seq_len, num_kv_heads, row] in ``kv_format``; num_kv_heads divides num_q_heads,
+            and query head h reads KV head h // (num_q_heads // num_kv_heads).
         seq_lens: int32 [batch], on the same device: how many tokens of each request to attend to, 0 to max_seq_len. It
             is read on the device: one captured CUDA graph serves changing lengths.
         kv_format: "bf16" or "fp16" (row = head_dim elements, q in the same dtype), or "int4_g1", "int4_g2", "int4_g4",
@@ -45,8 +45,8 @@ def decode_attention(
 
     Returns:
         out [batch, 1, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [batch, 1, num_q_heads],
-        natural log. A request of length 0 gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs give
-        bitwise equal outputs.
+        natural log. A request of length 0 gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs
+        give bitwise equal outputs.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths are

@@ -316,7 +316,7 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-def needs_dispatch(q: object, k_cache: object, v_cache: object, seq_lens: object) -> bool:
+def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
     """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
 
     Raises TypeError for an argument that is no tensor at all.
