@@ -153,21 +153,7 @@ class Int4Tile:
     @property
     def _plan(self) -> tuple[tuple[int, ...], int, int]:
         """(token_bits, copy_tokens, padding words) with the fewest shared-memory wavefronts, then the fewest copies."""
-        best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
-        for copy_tokens, padding in self._copy_candidates():
-            bases = [
-                token // copy_tokens * (copy_tokens * self.token_words + padding)
-                + token % copy_tokens * self.token_words
-                for token in (1 << bit for bit in range(5))
-            ]
-            for bits in permutations(range(5), 3):
-                cost = self._wavefronts([bases[bit] for bit in bits])
-                key = (cost, self.num_tokens // copy_tokens, padding)
-                if best is None or key < best[0]:
-                    rest = tuple(bit for bit in range(5) if bit not in bits)
-                    best = key, (bits + rest, copy_tokens, padding)
-        assert best is not None
-        return best[1]
+        return _best_plan(self)
 
     def _copy_candidates(self) -> list[tuple[int, int]]:
         """(tokens, padding words) of the copies worth trying."""
