@@ -114,7 +114,10 @@ def decode_attention(
         result, lse = ops.launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out)
     else:
         result, lse = ops.reference(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out)
-    return (result, lse) if return_lse else result
+    if not return_lse:
+        return result
+    assert lse is not None
+    return result, lse
 
 
 def decode_attention_splits(

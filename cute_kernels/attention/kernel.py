@@ -60,8 +60,8 @@ class DecodeKernel:
         [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
         written if bit 0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads,
         clusters, head_dim] and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum);
-        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``: write partial
-        results even where there is nothing to combine.
+        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``:
+        write partial results even where there is nothing to combine.
         """
         config = self.config
         cache_shape: Any = k_cache.shape
@@ -83,6 +83,7 @@ class DecodeKernel:
             max_seq_len,
             num_kv_heads,
             group,
+            query_groups,
             cluster_size,
             mode,
         ).launch(
@@ -109,51 +110,55 @@ class DecodeKernel:
         max_seq_len: Int32,
         num_kv_heads: Int32,
         group: Int32,
+        query_groups: Int32,
         cluster_size: Int32,
         mode: Int32,
     ):
         config = self.config
         split, head_block, batch = cute.arch.block_idx()
         num_splits, head_blocks, _ = cute.arch.grid_dim()
-        query_groups = head_blocks * config.num_heads // num_kv_heads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         flag = smem.allocate_tensor(Int32, cute.make_layout(1))
+        # A division takes over 100 cycles, so there is none on the usual way to the first copy.
+        head_part, query_part = head_block, Int32(0)
+        if query_groups > 1:
+            head_part = head_block // query_groups
+            query_part = head_block % query_groups
         place = Place(
             batch=batch,
             split=split,
             num_splits=num_splits,
-            first_head=head_block // query_groups * config.num_heads,
-            first_query=head_block % query_groups * (config.num_query_blocks * HEADS_PER_WARP),
+            first_head=head_part * config.num_heads,
+            first_query=query_part * (config.num_query_blocks * HEADS_PER_WARP),
             group=group,
             num_kv_heads=num_kv_heads,
             max_seq_len=max_seq_len,
+            cluster=cute.arch.cluster_idx()[0],
+            cluster_rank=cute.arch.block_in_cluster_idx()[0],
             cluster_size=cluster_size,
-            counter=(batch * head_blocks + head_block) * cluster_size + split % cluster_size,
+            cluster_log2=(cluster_size >> 1) - (cluster_size >> 3),  # of 1, 2, 4 or 8
+            counter=(batch * head_blocks + head_block) * cluster_size + cute.arch.block_in_cluster_idx()[0],
         )
         roles = self.roles(warp, place.first_query)
         tiles = self.copier.open(source, ring, barriers, place)
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
         # first whatever the length turns out to be.
         length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
+        self.start(place, tiles, barriers, warp, lane)
         q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
         query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
-        self.start(place, tiles, barriers, warp, lane)
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
         num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
         active_splits = cutlass.min(num_tiles, num_splits)
-        work = Work(
-            place=place,
-            length=length,
-            count=(cutlass.max(num_tiles - split, 0) + num_splits - 1) // num_splits,
-            active_clusters=(active_splits + cluster_size - 1) // cluster_size,
-        )
+        active_clusters = (active_splits + cluster_size - 1) >> place.cluster_log2
+        work = Work(place=place, length=length, active_clusters=active_clusters)
         results = Results(out, lse, partial_out, partial_stats, counters, mode)
-        if split // cluster_size < work.active_clusters:
+        if place.cluster < active_clusters:
             # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
             self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, flag, warp, lane)
         else:
@@ -201,7 +206,8 @@ class DecodeKernel:
         """Waits for early tiles that turned out to lie past the request's end: nobody may leave before they land."""
         cute.arch.sync_threads()  # the barriers are initialised
         for i in cutlass.range_constexpr(self.config.early_tiles):
-            if (i >= work.count) & (self.tile_token(work.place, i) < work.place.max_seq_len):
+            token = self.tile_token(work.place, i)
+            if (token >= work.length) & (token < work.place.max_seq_len):
                 cute.arch.mbarrier_wait(barriers + i, 0)
 
     # -- main loop ------------------------------------------------------------------------------------------------
@@ -213,8 +219,9 @@ class DecodeKernel:
         place = work.place
         full, empty = barriers, barriers + config.num_stages
         if warp < self.copier.num_issuers:
-            for i in cutlass.range(config.early_tiles, cutlass.min(work.count, config.num_stages - 1), 1, unroll=1):
-                self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
+            for i in cutlass.range(config.early_tiles, config.num_stages - 1, 1, unroll=1):
+                if self.tile_token(place, i) < work.length:
+                    self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)
         self.reader.take_query(state, query, softmax_scale)
         softmax = _Softmax()
@@ -222,24 +229,24 @@ class DecodeKernel:
 
         stage, phase = Int32(0), Int32(0)
         refill_stage, refill_phase = Int32(config.num_stages - 1), Int32(1)
-        for i in cutlass.range(work.count, unroll=1):
+        token, stride = self.tile_token(place, 0), place.num_splits * config.tile_tokens
+        while token < work.length:
             # Pinned, or the compiler makes two copies of the loop, one for the issuing warps.
             if ptx.pinned(warp) < self.copier.num_issuers:
-                ahead = i + (config.num_stages - 1)
-                if ahead < work.count:
+                ahead = token + (config.num_stages - 1) * stride
+                if ahead < work.length:
                     # The tile that last lay there was consumed one step ago; nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, place, self.tile_token(place, ahead), work.length, refill_stage, warp, lane
-                    )
+                    self.copier.copy_tile(tiles, place, ahead, work.length, refill_stage, warp, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
-            first_token = self.tile_token(place, i) + roles.slice_index * config.slice_tokens
+            first_token = token + roles.slice_index * config.slice_tokens
             address = self.copier.stage_address(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, softmax, address, block, first_token, work.length)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
+            token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         self.drain(work, barriers)
@@ -310,9 +317,9 @@ class DecodeKernel:
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
         cluster_size = work.place.cluster_size
-        share = (self.num_vectors + cluster_size - 1) // cluster_size
+        share = self.num_vectors >> work.place.cluster_log2  # the CTA's heads are a multiple of 8
         first = work.place.cluster_rank * share
-        last = cutlass.min(first + share, self.num_vectors)
+        last = first + share
         self.publish_warp(state, softmax, address, warp, lane, slice_index)
         cute.arch.sync_threads()
         if cluster_size > 1:
@@ -347,7 +354,8 @@ class DecodeKernel:
             else:
                 maximum, total, value = self.read_cluster(address, index, MAX_CLUSTER, cluster_size)
                 self.store_result(work, results, index, maximum, total, value)
-        cute.arch.cluster_arrive()  # this CTA has read its peers' memory
+        # This CTA has read its peers' memory. Relaxed: releasing would wait for the stores of the results.
+        cute.arch.cluster_arrive_relaxed()
 
     def read_cluster(self, address, index, most: int, cluster_size):
         """One vector added up over the cluster's CTAs, with the loads of up to ``most`` of them in flight at a time."""
@@ -533,17 +541,11 @@ class Place:
     group: Any  # query heads per KV head
     num_kv_heads: Any
     max_seq_len: Any
+    cluster: Any  # of the row's clusters
+    cluster_rank: Any
     cluster_size: Any
+    cluster_log2: Any
     counter: Any
-
-    @property
-    def cluster(self):
-        """Cluster of the row that this CTA belongs to."""
-        return self.split // self.cluster_size
-
-    @property
-    def cluster_rank(self):
-        return self.split % self.cluster_size
 
 
 @dataclass(frozen=True)
@@ -552,7 +554,6 @@ class Work:
 
     place: Any
     length: Any
-    count: Any  # tiles of this split
     active_clusters: Any  # clusters of this row that have tokens
 
     def query_head(self, config: DecodeConfig, r):
@@ -569,7 +570,7 @@ class Work:
 
     def partial_head(self, head):
         """Row of the workspace where the clusters of a query head begin."""
-        return self.output_row(head) * (self.place.num_splits // self.place.cluster_size)
+        return self.output_row(head) * (self.place.num_splits >> self.place.cluster_log2)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share
 CLUSTER_MERGE_US = 0.9  # merge of a cluster through distributed shared memory
 GLOBAL_MERGE_US = 1.6  # merge of clusters through memory: store, count, load
 GLOBAL_MERGE_PER_PARTIAL_US = 0.05
+LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
@@ -121,7 +122,7 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int, cluster
     per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
     kind = "dense" if isinstance(form, DenseFormat) else "int4"
     sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * SM_RATE_ADVANTAGE[kind]
-    busiest = per_sm * cta_bytes / sm_rate
+    busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
     if config.ctas_per_sm == 4:

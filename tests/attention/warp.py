@@ -1,8 +1,8 @@
 """A warp in NumPy: runs the readers of decode attention on the CPU, instruction by instruction.
 
 The readers are plain Python over DSL scalars and `device.ptx`. Here a scalar is an array of 32 lanes, and each
-instruction does what the PTX manual says, in exact arithmetic where the hardware is exact. Every access to shared memory
-is kept, so that its bank conflicts can be counted.
+instruction does what the PTX manual says, in exact arithmetic where the hardware is exact. Every access to shared
+memory is kept, so that its bank conflicts can be counted.
 """
 
 from __future__ import annotations
