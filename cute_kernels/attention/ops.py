@@ -322,7 +322,11 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
+<<<<<<< HEAD
 def needs_dispatch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seq_lens: torch.Tensor) -> bool:
+=======
+def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
+>>>>>>> tests
     """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
 
     Raises TypeError for an argument that is no tensor at all.

@@ -119,9 +119,9 @@ def make_rig(monkeypatch: pytest.MonkeyPatch, case: Case, keys: torch.Tensor, va
     torch.manual_seed(seed)
     q = torch.randn(case.group, config.head_dim).to(TORCH_DTYPES[config.q_dtype])
     emulated = Warp(shared, q.view(torch.uint8).numpy().reshape(-1).copy())
-    module = reader_dense if dense else reader_int4
-    emulated.install(monkeypatch, module)
-    reader = module.DenseReader(config) if dense else module.Int4Reader(config)
+    emulated.install(monkeypatch, reader_dense if dense else reader_int4)
+    # Typed for the GPU's scalars, which the warp's stand for.
+    reader: Any = reader_dense.DenseReader(config) if dense else reader_int4.Int4Reader(config)
     state = reader.make_state(Int32(warp.LANES), Int32(config.num_heads - 1), Int32(config.num_slices - 1))
     words = reader.fetch_query(Int64(0), Int32(0), Int32(0), case.group, state.lane)
     reader.take_query(state, words, Float32(SOFTMAX_SCALE))

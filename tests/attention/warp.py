@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 LANES = np.arange(32, dtype=np.int32)
+Lanes = Any  # what instructions take and give: a `_Lanes`, which type checkers lose sight of in arithmetic
+
 ROW, COLUMN = LANES // 4, LANES % 4  # g and t: a lane's place in MMA fragments
 
 
-class Lanes(np.ndarray):
+class _Lanes(np.ndarray):
     """One register: a value per lane."""
 
     def bitcast(self, scalar: Scalar) -> Lanes:
@@ -36,7 +38,7 @@ class Scalar:
     dtype: Any
 
     def __call__(self, value: Any) -> Lanes:
-        return np.broadcast_to(np.asarray(value), (32,)).astype(self.dtype).view(Lanes)
+        return np.broadcast_to(np.asarray(value), (32,)).astype(self.dtype).view(_Lanes)
 
 
 Int32, Int64, Uint32, Float32 = (Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.float32))
@@ -78,7 +80,7 @@ def halves(word: np.ndarray) -> np.ndarray:
 
 
 def from_halves(pair: np.ndarray) -> Lanes:
-    return np.ascontiguousarray(pair, dtype=np.uint16).view(np.uint32).reshape(32).view(Lanes)
+    return np.ascontiguousarray(pair, dtype=np.uint16).view(np.uint32).reshape(32).view(_Lanes)
 
 
 def elements(word: np.ndarray, dtype: str) -> np.ndarray:
@@ -135,7 +137,7 @@ class Warp:
         assert not (places % (4 * num_words)).any(), "misaligned access"
         assert places.min() >= 0 and places.max() + 4 * num_words <= memory.size, "access out of bounds"
         words = memory.view(np.uint32)
-        return [words[places // 4 + i].view(Lanes) for i in range(num_words)]
+        return [words[places // 4 + i].view(_Lanes) for i in range(num_words)]
 
     def load_matrix_x4(self, address: Lanes, offset: int, *, transpose: bool) -> list[Lanes]:
         places = np.asarray(address, np.int64) + offset
@@ -169,7 +171,7 @@ class Warp:
         data = np.stack([Uint32(a), Uint32(b)], axis=1).view(np.uint8).reshape(32, 8)
         select = np.asarray(Uint32(selector))
         chosen = [data[LANES, select >> 4 * i & 7] for i in range(4)]
-        return np.ascontiguousarray(np.stack(chosen, axis=1)).view(np.uint32).reshape(32).view(Lanes)
+        return np.ascontiguousarray(np.stack(chosen, axis=1)).view(np.uint32).reshape(32).view(_Lanes)
 
     def half2_low_to_float(self, x: Lanes) -> Lanes:
         return Float32(halves(x).view(np.float16)[:, 0])
@@ -209,7 +211,7 @@ class Warp:
 
 
 def select(condition: Any, chosen: Any, other: Any) -> Lanes:
-    return np.where(condition, chosen, other).view(Lanes)
+    return np.where(condition, chosen, other).view(_Lanes)
 
 
 def matrix_fragment(matrix: np.ndarray) -> Lanes:

@@ -1,0 +1,185 @@
+"""Every problem gets a schedule that compiles and covers each query head once; known ones get the measured best."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.attention.compile import DecodeSpec, shipped_specs
+from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, DecodeConfig
+from cute_kernels.attention.formats import DenseFormat, Int4Format
+from cute_kernels.attention.schedule import (
+    Problem,
+    candidate_configs,
+    estimate_us,
+    make_schedule,
+    split_options,
+)
+
+FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
+
+
+def issue_problem(kv_format: str, batch: int) -> Problem:
+    """8 query heads on one KV head of 128, 8192 tokens: the shapes of the published INT4 decode benchmarks."""
+    return Problem(batch, 8192, 8, 1, 128, kv_format, "bf16")
+
+
+@st.composite
+def problems(draw, formats=FORMATS) -> Problem:
+    kv_format = draw(st.sampled_from(formats))
+    num_kv_heads = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 128])))
+    return Problem(
+        batch=draw(st.one_of(st.integers(1, 64), st.integers(1, 65535))),
+        max_seq_len=draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))),
+        num_q_heads=num_kv_heads * draw(st.one_of(st.integers(1, 16), st.sampled_from([24, 32, 64, 128]))),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([64, 128, 256])),
+        kv_format=kv_format,
+        q_dtype=kv_format if kv_format in ("bf16", "fp16") else draw(st.sampled_from(["bf16", "fp16"])),
+        aligned=draw(st.booleans()),
+        num_sms=draw(st.sampled_from([132, 114, 78])),
+    )
+
+
+def heads_of_cta(problem: Problem, config: DecodeConfig, block: int) -> list[int]:
+    """Query heads of head block ``block``, as the kernel numbers them."""
+    query_groups = -(-problem.group // (HEADS_PER_WARP * config.num_query_blocks))
+    first_kv = block // query_groups * config.num_heads
+    first_query = block % query_groups * HEADS_PER_WARP * config.num_query_blocks
+    return [
+        (first_kv + kv) * problem.group + query
+        for kv in range(config.num_heads)
+        for query in range(first_query, first_query + HEADS_PER_WARP * config.num_query_blocks)
+        if query < problem.group
+    ]
+
+
+# -- any problem -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.one_of(st.none(), st.integers(1, 64)))
+def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: Problem, num_splits: int | None):
+    schedule = make_schedule(problem, num_splits)
+    config = schedule.config
+    assert config.can_implement() is None
+    assert (config.kv_format, config.q_dtype, config.head_dim) == (problem.kv_format, problem.q_dtype, problem.head_dim)
+    assert problem.num_kv_heads % config.num_heads == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_the_head_blocks_cover_every_query_head_once(problem: Problem):
+    schedule = make_schedule(problem)
+    heads = [head for block in range(schedule.head_blocks) for head in heads_of_cta(problem, schedule.config, block)]
+    assert sorted(heads) == list(range(problem.num_q_heads))
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_splits_are_bounded_and_made_of_whole_clusters(problem: Problem):
+    schedule = make_schedule(problem)
+    tiles = -(-problem.max_seq_len // schedule.config.tile_tokens)
+    assert 1 <= schedule.num_splits <= max(1, tiles)
+    assert schedule.num_splits % schedule.cluster_size == 0
+    assert 1 <= schedule.cluster_size <= MAX_CLUSTER
+    # Splits are there to fill the GPU: with one split per row, or at most two rounds of CTAs.
+    ctas = problem.batch * schedule.head_blocks * schedule.num_splits
+    assert schedule.num_splits == 1 or ctas <= 2 * problem.num_sms * schedule.config.ctas_per_sm
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_the_choice_is_the_cheapest_by_the_model(problem: Problem):
+    chosen = make_schedule(problem)
+    cost = estimate_us(problem, chosen.config, chosen.num_splits, chosen.cluster_size)
+    for config in candidate_configs(problem):
+        for splits, cluster in split_options(problem, config):
+            assert cost <= estimate_us(problem, config, splits, cluster)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.integers(1, 64), st.integers(1, 500), st.integers(1, 500))
+def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, num_splits: int, batch: int, other: int):
+    """The order of every sum must not depend on the rest of the batch, nor on what else the model might prefer."""
+    schedules = [make_schedule(dataclasses.replace(problem, batch=b), num_splits) for b in (batch, other)]
+    assert schedules[0] == schedules[1]
+    assert (schedules[0].num_splits, schedules[0].cluster_size) == (num_splits, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(formats=["int4_g1", "int4_g2", "int4_g4", "int4_g8"]))
+def test_int4_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: Problem):
+    for config in candidate_configs(problem):
+        assert isinstance(config.format, Int4Format)
+        tile = config.format.tile(config)
+        if not problem.aligned:
+            assert config.copy == "word"
+        if config.copy == "bulk":
+            assert tile.copy_tokens * tile.token_words * 4 % 16 == 0
+            # A CTA whose heads are a part of the cache's starts copies at any token and at its first head.
+            assert config.num_heads == problem.num_kv_heads or tile.token_words * 4 % 16 == 0
+        assert config.contiguous == (config.num_heads == problem.num_kv_heads)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(formats=["bf16", "fp16"]))
+def test_16_bit_caches_go_through_tensor_maps(problem: Problem):
+    for config in candidate_configs(problem):
+        assert isinstance(config.format, DenseFormat) and config.copy == "tma"
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("max_seq_len", [0, 1])
+def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
+    q_dtype = "fp16" if kv_format == "fp16" else "bf16"
+    schedule = make_schedule(Problem(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
+    assert (schedule.num_splits, schedule.cluster_size) == (1, 1)
+
+
+# -- measured choices --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
+@pytest.mark.parametrize(
+    ("batch", "num_splits", "cluster_size"), [(32, 4, 1), (64, 2, 2), (128, 1, 1), (256, 1, 1), (512, 1, 1)]
+)
+def test_int4_splits_are_the_measured_best(kv_format, batch, num_splits, cluster_size):
+    schedule = make_schedule(issue_problem(kv_format, batch))
+    assert (schedule.num_splits, schedule.cluster_size) == (num_splits, cluster_size)
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
+def test_one_request_is_spread_over_clusters_of_eight(kv_format):
+    schedule = make_schedule(issue_problem(kv_format, 1))
+    assert schedule.cluster_size == MAX_CLUSTER and schedule.num_splits > MAX_CLUSTER
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_more_requests_never_get_more_splits(kv_format):
+    splits = [make_schedule(issue_problem(kv_format, batch)).num_splits for batch in (1, 4, 16, 64, 128, 256, 512)]
+    assert splits == sorted(splits, reverse=True) and splits[-1] == 1
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_the_model_never_expects_to_beat_the_memory(kv_format):
+    for batch in (1, 32, 128, 512):
+        problem = issue_problem(kv_format, batch)
+        schedule = make_schedule(problem)
+        row = schedule.config.format.row_bytes(problem.head_dim)
+        expected = estimate_us(problem, schedule.config, schedule.num_splits, schedule.cluster_size)
+        assert expected >= 2 * batch * problem.max_seq_len * row / 4.8e6  # 4.8 TB/s is what an H200's HBM is sold as
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
+def test_common_head_layouts_use_what_ships(kv_format, head_dim, num_kv_heads):
+    """Bundles serve 8 query heads a KV head on 1, 8 or 32 KV heads at any batch and length without the compiler."""
+    q_dtype = "fp16" if kv_format == "fp16" else "bf16"
+    shipped = {spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)}
+    for batch in (1, 7, 32, 64, 512):
+        for max_seq_len in (64, 1024, 8192, 131072):
+            problem = Problem(batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+            assert make_schedule(problem).config in shipped
