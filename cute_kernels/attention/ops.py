@@ -52,52 +52,41 @@ def launch(
     return_lse: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Any]:
-    """Decode attention on CUDA tensors: (out, lse), lse only if ``return_lse``.
+    """Decode attention on CUDA tensors: (out, lse or None).
 
-    The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
-    the launch.
+    A call's schedule is kept by what decides it. The checks that a repeated call has passed before are left to the
+    compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
+    compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
     """
-    cache_offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
-    key = (
-        q.shape,
-        k_cache.shape,
-        v_cache.shape,
-        seq_lens.shape,
-        q.dtype,
-        k_cache.dtype,
-        v_cache.dtype,
-        seq_lens.dtype,
-        q.get_device(),
-        k_cache.get_device(),
-        v_cache.get_device(),
-        seq_lens.get_device(),
-        kv_format,
-        num_splits,
-        cache_offset,
-        q.data_ptr() % _BYTES,
-    )
+    offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
+    key = (q.shape, k_cache.shape, q.dtype, q.get_device(), kv_format, num_splits, offset)
     plan = _plans.get(key)
-    # What the key does not show is looked at on every call: the scale, strides, and out.
-    if softmax_scale is not None:
-        check_scale(softmax_scale)
-    plain = q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and seq_lens.is_contiguous()
-    if plan is None or not plain or out is not None:
-        check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-        _check_alignment(q, k_cache, v_cache, out)
-    if DEBUG:
-        check_lengths(seq_lens, k_cache.shape[1])
-    if plan is None:
-        if not k_cache.numel():
-            return _without_tokens(q, out)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not cache_offset)
-    if out is None:
-        out = torch.empty_like(q)
+    if plan is None or softmax_scale is not None or DEBUG:
+        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, softmax_scale, out)
+        if plan is None:
+            if not k_cache.numel():
+                return _without_tokens(q, out)
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not offset)
+    result = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
-    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
-    return out, lse
+    try:
+        _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
+    except (TypeError, ValueError, RuntimeError):
+        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, softmax_scale, out)
+        raise
+    return result, lse
+
+
+def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, softmax_scale, out) -> None:
+    """Everything that can be said of a call without waiting for the device, and in debug mode the lengths."""
+    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+    check_scale(softmax_scale)
+    _check_alignment(q, k_cache, v_cache, out)
+    if DEBUG:
+        check_lengths(seq_lens, k_cache.shape[1])
 
 
 def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -322,11 +311,7 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-<<<<<<< HEAD
-def needs_dispatch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seq_lens: torch.Tensor) -> bool:
-=======
 def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
->>>>>>> tests
     """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
 
     Raises TypeError for an argument that is no tensor at all.
