@@ -22,7 +22,7 @@ SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have s
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 TARGET_WARPS = 8
-STAGE_BYTES = 32 * 1024  # a tile of K and V should be about this large
+STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
 @dataclass(frozen=True)
