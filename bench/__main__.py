@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="Markdown table from a recorded run")
     table.add_argument("result", type=Path)
     table.add_argument("--suite", default="main")
+    table.add_argument("--readme", type=Path, help="write it between this file's marks <!-- bench:decode --> instead")
     table.set_defaults(run=_table)
     return parser
 
@@ -111,7 +112,13 @@ def _plot(options: argparse.Namespace) -> int:
 def _table(options: argparse.Namespace) -> int:
     from bench import report
 
-    print(report.markdown(records.load(options.result), options.suite), end="")
+    table = report.markdown(records.load(options.result), options.suite)
+    if options.readme is None:
+        print(table, end="")
+        return 0
+    text = options.readme.read_text()
+    options.readme.write_text(report.filled(text, report.mark(options.suite), table))
+    print(f"{options.readme}: {report.mark(options.suite)}")
     return 0
 
 

@@ -9,6 +9,9 @@ import torch
 
 import cute_kernels
 from bench.workloads import DecodeInputs
+from cute_kernels.attention import ops
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.schedule import Schedule
 
 
 def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) -> Callable[[], torch.Tensor]:
@@ -28,22 +31,15 @@ def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) 
     return call
 
 
-def config_for(inputs: DecodeInputs) -> Any:
-    """The `DecodeConfig` that the public call takes for these inputs."""
-    from cute_kernels.attention.ops import config_for as choose
-
-    return choose(inputs.q, inputs.k_cache, inputs.kv_format)
+def schedule_for(inputs: DecodeInputs) -> Schedule:
+    """What the public call chooses for these inputs: configuration, splits, clusters."""
+    return ops.schedule_for(inputs.q, inputs.k_cache, inputs.kv_format)
 
 
-def bind_config(config: Any, inputs: DecodeInputs, num_splits: int | None = None) -> Callable[[], torch.Tensor]:
-    """The kernel compiled for `config` on these inputs; splits as the public call chooses them unless given."""
-    from cute_kernels.attention.ops import run_config
+def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: int) -> Callable[[], torch.Tensor]:
+    """The kernel compiled for `config` on these inputs, its output poisoned once.
 
-    out = torch.empty_like(inputs.q)
-
-    def call() -> torch.Tensor:
-        return run_config(
-            config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, num_splits=num_splits, out=out
-        )
-
-    return call
+    `call`: num_splits and cluster_size; what is not given is as the public call chooses it.
+    """
+    out = torch.full_like(inputs.q, torch.nan)
+    return ops.bind_config(config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, out=out, **call)

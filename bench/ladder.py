@@ -1,8 +1,8 @@
 """The optimisation ladder: what made INT4 decode attention fast, each step switched off again where it is a switch.
 
 The ten steps are those that PyTorch's CUDA INT4 GQA kernel went through ("INT4 Decoding GQA CUDA Optimizations for
-LLM Inference", 2024). Each is mapped to how this kernel has it: as a knob of `DecodeConfig` or of the call, then it is
-measured both ways; or by construction, then there is nothing to switch off and the text says where it comes from.
+LLM Inference", 2024). Each is mapped to how this kernel has it: as a knob of `DecodeConfig` or of the launch, then it
+is measured both ways; or by construction, then the text says where it comes from, and what can be counted is counted.
 """
 
 from __future__ import annotations
@@ -12,29 +12,68 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from bench import entry
 from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.formats import Int4Format
+from cute_kernels.attention.schedule import Schedule
+from layouts.banks import wavefronts
+from layouts.kv.tile import WORD_BYTES
+
+LAUNCH_FIELDS = ("num_splits", "cluster_size")
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One optimisation. `off_config` and `off_call` undo it (fields of DecodeConfig; arguments of the call)."""
+    """One optimisation.
+
+    `off` undoes it: fields of DecodeConfig, and num_splits and cluster_size of the launch. `count` says of a
+    configuration what the step does to it, where that is a number and not a time.
+    """
 
     number: int | None
     title: str
     how: str
-    off_config: dict[str, Any] = field(default_factory=dict)
-    off_call: dict[str, Any] = field(default_factory=dict)
+    off: dict[str, Any] = field(default_factory=dict)
+    count: Callable[[DecodeConfig], str] | None = None
 
     @property
-    def switchable(self) -> bool:
-        return bool(self.off_config or self.off_call)
-
-    @property
-    def off(self) -> str:
+    def switch(self) -> str:
         """The switch, in words."""
-        return ", ".join(f"{key}={value}" for key, value in (self.off_config | self.off_call).items())
+        return ", ".join(f"{key}={value}" for key, value in self.off.items())
+
+    def applied(self, schedule: Schedule) -> tuple[DecodeConfig, dict[str, int]]:
+        """Configuration and launch with this step off."""
+        config = {key: value for key, value in self.off.items() if key not in LAUNCH_FIELDS}
+        launch = {"num_splits": schedule.num_splits, "cluster_size": schedule.cluster_size}
+        launch |= {key: value for key, value in self.off.items() if key in LAUNCH_FIELDS}
+        if "num_splits" in self.off:
+            launch["cluster_size"] = 1
+        return dataclasses.replace(schedule.config, **config), launch
+
+
+def bank_counts(config: DecodeConfig) -> str:
+    """Wavefronts of the reader's 32-bit loads: as the tile lays rows out, and with rows in token order, unpadded."""
+    assert isinstance(config.format, Int4Format)
+    tile = config.format.tile(config)
+
+    def most(accesses: list[list[int]]) -> int:
+        return max(wavefronts([WORD_BYTES * word for word in words]) for words in accesses)
+
+    k = most([tile.k_words(j, unit) for j in range(4) for unit in range(config.head_dim // tile.k_unit)])
+    v_units = range(config.head_dim // tile.v_unit)
+    v = most([tile.v_words(j, parity, unit) for j in range(4) for parity in range(2) for unit in v_units])
+    pitch = tile.token_words
+    plain_k = most([[lane // 4 * pitch + lane % 4 * tile.k_unit // 32 for lane in range(32)]])
+    plain_v = most([[lane % 4 * 2 * pitch + lane // 4 * tile.v_unit // 64 for lane in range(32)]])
+    padding = tile.copy_pitch_words - tile.copy_tokens * pitch
+    return (
+        f"wavefronts per load of K {k}, of V {v}, with {padding} words between copies; "
+        f"rows in token order without padding: K {plain_k}, V {plain_v}"
+    )
 
 
 # `number` is the step's number in the original list; None: not in it.
@@ -42,8 +81,8 @@ LADDER = (
     Rung(
         1,
         "Unroll K loads",
-        "bytes in flight come from a ring of tiles filled by asynchronous copies, all stages but one outstanding",
-        off_config={"num_stages": 2},
+        "bytes in flight come from a ring of tiles filled by asynchronous copies; off: one tile in flight per SM",
+        off={"num_stages": 2, "ctas_per_sm": 1},
     ),
     Rung(
         2,
@@ -63,14 +102,13 @@ LADDER = (
     Rung(
         5,
         "Prefetch V",
-        "V travels in the same ring as K, so it is in flight while K is scored",
-        off_config={"num_stages": 2, "ctas_per_sm": 1},
+        "V travels with K in the same stage of the ring, so it is in flight long before K is scored",
     ),
     Rung(
         6,
         "Group-wise INT4 with vector loads",
-        "whole tiles are bulk copies whatever the row's width; off: asynchronous copies of 4 bytes per thread",
-        off_config={"copy": "word"},
+        "whole tiles are bulk copies whatever the row's width; off: asynchronous copies of 4 bytes by one warp",
+        off={"copy": "word"},
     ),
     Rung(
         7,
@@ -80,7 +118,7 @@ LADDER = (
     Rung(
         8,
         "P written to its fragment",
-        "the score accumulator's layout is the operand layout of P V, so P is its own fragment",
+        "the score accumulator's layout is, after one 8x8 transpose in registers, the operand layout of P V",
     ),
     Rung(
         9,
@@ -90,48 +128,77 @@ LADDER = (
     Rung(
         10,
         "Pad shared memory for dequantisation",
-        "packed rows are read where the copy put them; 17- and 20-word rows fall on distinct banks (asserted in tests)",
+        "packed rows are read where the copy put them; token order and padding make every load one wavefront",
+        count=bank_counts,
     ),
     Rung(
         None,
         "Split the sequence",
-        "as many splits as fill every SM, one launch, the last thread block of a row combines",
-        off_call={"num_splits": 1},
+        "as many splits as fill every SM, in the same launch",
+        off={"num_splits": 1},
+    ),
+    Rung(
+        None,
+        "Merge splits in a cluster",
+        "splits of a cluster merge through distributed shared memory; off: all through global memory",
+        off={"cluster_size": 1},
+    ),
+    Rung(
+        None,
+        "First tile before the length",
+        "the first tile is asked for while the request's length is still on its way; off: length, then tile",
+        off={"early_tiles": 0},
     ),
     Rung(
         None,
         "Several thread blocks per SM",
-        "one block's start, merge and end overlap another's loads",
-        off_config={"ctas_per_sm": 1},
+        "one block's start, merge and end overlap another's loads; off: one block with the longer ring",
+        off={"ctas_per_sm": 1, "num_stages": 4},
     ),
 )
 
 
-def measure_ladder(inputs: DecodeInputs, flush: Callable[[], None], protocol: Protocol) -> list[dict[str, Any]]:
-    """Every rung for these inputs: microseconds with everything on, and with that rung off."""
-    base = entry.config_for(inputs)
-    timed: dict[tuple[str, int | None], float] = {}
+def measure_ladder(
+    inputs: DecodeInputs,
+    flush: Callable[[], None],
+    protocol: Protocol,
+    check: Callable[[torch.Tensor], object],
+    ladder: tuple[Rung, ...] = LADDER,
+) -> list[dict[str, Any]]:
+    """Every rung for these inputs: microseconds with everything on, and with that rung off.
 
-    def time_of(config: Any, call: dict[str, Any]) -> float:
-        key = (str(config), call.get("num_splits"))
+    `check` raises if an output is wrong; nothing is timed before it has passed.
+    """
+    schedule = entry.schedule_for(inputs)
+    timed: dict[str, float] = {}
+
+    def time_of(config: DecodeConfig, launch: dict[str, int]) -> float:
+        key = f"{config} {launch}"
         if key not in timed:
-            timed[key] = time_cold(entry.bind_config(config, inputs, **call), flush, protocol).median_us
+            call = entry.bind_config(config, inputs, **launch)
+            check(call())
+            timed[key] = time_cold(call, flush, protocol).median_us
         return timed[key]
 
-    on_us = time_of(base, {})
-    return [_measure_rung(rung, base, on_us, time_of) for rung in LADDER]
+    return [_measure_rung(rung, schedule, time_of) for rung in ladder]
 
 
 def _measure_rung(
-    rung: Rung, base: Any, on_us: float, time_of: Callable[[Any, dict[str, Any]], float]
+    rung: Rung, schedule: Schedule, time_of: Callable[[DecodeConfig, dict[str, int]], float]
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"number": rung.number, "title": rung.title, "how": rung.how}
-    if not rung.switchable:
+    if rung.count is not None:
+        result["counted"] = rung.count(schedule.config)
+    if not rung.off:
         return result
-    result |= {"off": rung.off, "on_us": round(on_us, 3)}
+    result["off"] = rung.switch
+    on = schedule.config, {"num_splits": schedule.num_splits, "cluster_size": schedule.cluster_size}
+    off = rung.applied(schedule)
+    if on == off:
+        return result | {"why_not": "the schedule runs this shape so anyway"}
     try:
-        config = dataclasses.replace(base, **rung.off_config)
-        result["off_us"] = round(time_of(config, rung.off_call), 3)
-    except Exception as error:
+        result["on_us"] = round(time_of(*on), 3)
+        result["off_us"] = round(time_of(*off), 3)
+    except Exception as error:  # one configuration failing leaves the other steps
         result["why_not"] = f"{type(error).__name__}: {error}"
     return result

@@ -84,7 +84,7 @@ def _plot_ratios(rows: Sequence[Record], record: Record, folder: Path) -> Path:
     panel.set_ylim(bottom=0.9)
     panel.legend()
     panel.grid(True, alpha=0.3)
-    return _save(figure, record, folder / "decode_floor_ratio.svg")
+    return _save(figure, record, folder / "decode_ratio.svg")
 
 
 def _plot_shapes(rows: Sequence[Record], record: Record, folder: Path) -> Path:

@@ -103,7 +103,7 @@ def _ladder_cells(ladder: Record) -> list[list[str]]:
     for rung in ladder["rungs"]:
         off, on = rung.get("off_us"), rung.get("on_us")
         gain = off / on if off and on else None
-        why = f"{rung['off']}{': ' + rung['why_not'] if 'why_not' in rung else ''}" if "off" in rung else rung["how"]
+        why = ": ".join(rung[key] for key in ("off", "why_not") if key in rung) or rung.get("counted") or rung["how"]
         step = str(rung["number"] or "+")
         cells.append([step, rung["title"], number(on), number(off), number(gain, 2), why])
     return cells
@@ -146,6 +146,23 @@ def markdown(record: Record, suite: str = "main") -> str:
         f"{record.get('samples')} calls, each with L2 made cold by reading 256 MB."
     )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
+
+
+MARK_END = "<!-- /bench -->"
+
+
+def mark(suite: str) -> str:
+    """The comment after which a document holds a suite's table; `MARK_END` closes it."""
+    return "<!-- bench:decode -->" if suite == "main" else f"<!-- bench:decode-{suite} -->"
+
+
+def filled(text: str, begin: str, table: str) -> str:
+    """`text` with `table` between `begin` and the next `MARK_END`, in place of what was there."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(MARK_END)
+    if not (found and closed):
+        raise ValueError(f"text: got no {begin} ... {MARK_END}, want exactly these marks around the table")
+    return f"{before}{begin}\n{table}{MARK_END}{after}"
 
 
 def _shape_cell(row: Record, suite: str) -> str:

@@ -102,9 +102,7 @@ def _measure_own(bench: Bench, inputs: DecodeInputs, rows: torch.Tensor, want: t
     out = torch.full_like(inputs.q, torch.nan)  # poisoned: whatever is not written shows
     call = entry.bind(inputs, out=out)
     call()
-    error = relative_error(out[rows], want)
-    if not (error <= TOLERANCE and bool(torch.isfinite(out).all())):
-        raise WrongOutput(f"relative error {error:.2e} (at most {TOLERANCE:g}), NaN or inf: {not out.isfinite().all()}")
+    error = _check(out, rows, want)
     timing = time_cold(call, bench.flush, bench.protocol)
     result: dict[str, Any] = {"us": timing.as_dict(), "error": error}
     if inputs.shape.batch <= 64:
@@ -113,6 +111,15 @@ def _measure_own(bench: Bench, inputs: DecodeInputs, rows: torch.Tensor, want: t
         except Exception as failure:  # the eager time stands
             bench.recorder.add_failure(f"graph of {inputs.kv_format} {inputs.shape.name}", failure)
     return result
+
+
+def _check(out: torch.Tensor, rows: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error of the sampled requests; WrongOutput if that is too large or any output is not finite."""
+    error = relative_error(out[rows], want)
+    finite = bool(torch.isfinite(out).all())
+    if not (error <= TOLERANCE and finite):
+        raise WrongOutput(f"relative error {error:.2e} (at most {TOLERANCE:g}), NaN or inf: {not finite}")
+    return error
 
 
 def reference_rows(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +153,8 @@ def run_ladder(
     def work(batch: int, kv_format: str) -> None:
         shape = DecodeShape(batch)
         inputs = make_inputs(shape, kv_format)
-        rungs = measure_ladder(inputs, bench.flush, bench.protocol)
+        rows, want = reference_rows(inputs)
+        rungs = measure_ladder(inputs, bench.flush, bench.protocol, lambda out: _check(out, rows, want))
         ladders.append({"name": shape.name, "shape": shape.as_dict(), "kv_format": kv_format, "rungs": rungs})
         bench.recorder.set("ladder", ladders)
 

@@ -5,6 +5,8 @@ Read on in `reference` (what it means), `formats`, `config`, `schedule`, `kernel
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from cute_kernels.attention import ops
@@ -12,6 +14,51 @@ from cute_kernels.attention.checks import check_call, check_lengths, check_out, 
 from cute_kernels.attention.reference import decode_attention_splits_reference
 
 __all__ = ["decode_attention", "decode_attention_splits"]
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    num_splits: int | None = ...,
+    return_lse: Literal[False] = ...,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    num_splits: int | None = ...,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    num_splits: int | None = ...,
+    return_lse: bool = ...,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def decode_attention(
@@ -50,8 +97,8 @@ def decode_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths are
-            not looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. Set
-            CUTE_KERNELS_DEBUG=1 to check them on every call. On the CPU they are always checked.
+            not looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. With
+            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always.
         UnsupportedGPUError: the GPU is none that the kernels are compiled for.
 
     CPU tensors are served by the reference implementation.
@@ -67,7 +114,10 @@ def decode_attention(
         result, lse = ops.launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out)
     else:
         result, lse = ops.reference(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out)
-    return (result, lse) if return_lse else result
+    if not return_lse:
+        return result
+    assert lse is not None
+    return result, lse
 
 
 def decode_attention_splits(

@@ -16,8 +16,8 @@ class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
     The function takes (q, k_cache, v_cache, seq_lens, out, lse, partial_out, partial_stats, counters, softmax_scale,
-    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them, torch tensors as they are, and runs on
-    torch's current stream.
+    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them: torch tensors as they are, then
+    addresses and numbers. It runs on torch's current stream.
     """
 
     config: DecodeConfig
@@ -32,7 +32,7 @@ class DecodeSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """The configurations that bundles hold and the gates compile: what common head layouts use. Others compile on demand."""
+    """What bundles hold and the gates compile: configurations of common head layouts. Others compile on demand."""
     problems = [
         Problem(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
         for head_dim in (64, 128, 256)
@@ -69,16 +69,13 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     row = config.format.row_elements(config.head_dim)
     caches = [tensor(cache_type, (batch, tokens, kv_heads, row), aligned) for _ in range(2)]
     queries = [tensor(float_type[config.q_dtype], (batch, 1, q_heads, config.head_dim), 16) for _ in range(2)]
-    vectors = [tensor(cutlass.Float32, (cute.sym_int(),), 16) for _ in range(2)]
     return cute.compile(
         DecodeKernel(config),
         queries[0],
         *caches,
         tensor(cutlass.Int32, (batch,), 4),
         queries[1],
-        tensor(cutlass.Float32, (cute.sym_int(), 1, cute.sym_int()), 4),
-        *vectors,
-        tensor(cutlass.Int32, (cute.sym_int(),), 4),
+        *[cutlass.Int64(0)] * 4,
         cutlass.Float32(1.0),
         cutlass.Int32(1),
         cutlass.Int32(1),

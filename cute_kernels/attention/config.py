@@ -19,8 +19,9 @@ PAIR_BYTES = 8  # a softmax maximum and sum
 class DecodeConfig:
     """One compiled variant.
 
-    A CTA holds ``num_heads * num_query_blocks * num_slices`` warps. All of them read the same ring of ``num_stages`` tiles
-    of K and V; a warp takes one KV head of the tile, one block of up to 8 of its query heads, and one slice of its tokens.
+    A CTA holds ``num_heads * num_query_blocks * num_slices`` warps. All of them read the same ring of ``num_stages``
+    tiles of K and V; a warp takes one KV head of the tile, one block of up to 8 of its query heads, and one slice of
+    its tokens.
 
     Attributes:
         kv_format: name of the cache format, see :mod:`cute_kernels.attention.formats`.
@@ -31,8 +32,8 @@ class DecodeConfig:
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring; all but one are in flight.
-        early_tiles: tiles asked for before the request's length is known (0 to num_stages - 1); what lies past the length
-            is read for nothing.
+        early_tiles: tiles asked for before the request's length is known (0 to num_stages - 1); what lies past the
+            length is read for nothing.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
         copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for

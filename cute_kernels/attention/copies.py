@@ -74,9 +74,7 @@ class BulkCopier(RowCopier):
             step = self.num_issuers * tile.copy_tokens
             for i in cutlass.range(warp * tile.copy_tokens, tokens, step, unroll=1):
                 size = cutlass.min(tokens - i, tile.copy_tokens) * token_bytes
-                target = self.stage_address(tiles, stage) + i // tile.copy_tokens * (
-                    tile.copy_pitch_words * WORD_BYTES
-                )
+                target = self.stage_address(tiles, stage) + i // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
                 offset = Int64(token + i) * tiles.token_bytes
                 for operand in cutlass.range_constexpr(2):
                     ptx.bulk_copy_to_shared(
@@ -113,7 +111,7 @@ class WordCopier(RowCopier):
 
 
 class TensorMapCopier:
-    """cp.async.bulk.tensor with the 128-byte swizzle, one tile of one KV head at a time; rows past the cache read as zero."""
+    """cp.async.bulk.tensor with the 128-byte swizzle, a tile of a KV head at a time; rows past the cache read as 0."""
 
     arrivals = 1
     num_issuers = 1
@@ -148,9 +146,7 @@ class TensorMapCopier:
         k_atom, k_tensor, v_atom, v_tensor = source
         # Stage, then K or V, then head: the order in which tiles lie in the ring.
         layout = self._tile_layout(config.num_heads, 2, config.num_stages)
-        shared = cute.make_tensor(
-            cute.recast_ptr(ring, layout.inner, dtype=self.element_type), layout.outer
-        )
+        shared = cute.make_tensor(cute.recast_ptr(ring, layout.inner, dtype=self.element_type), layout.outer)
         parts = []
         for operand, (atom, tensor) in enumerate(((k_atom, k_tensor), (v_atom, v_tensor))):
             tiles = cute.local_tile(

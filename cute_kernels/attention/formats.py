@@ -1,4 +1,4 @@
-"""KV cache formats of decode attention. A format is one object: its bytes, its shared-memory tile, how it may be copied.
+"""KV cache formats of decode attention. A format is one object: its bytes, its shared-memory tile, how it is copied.
 
 Adding a format is adding an object here and its reader (:mod:`cute_kernels.attention.readers`).
 """

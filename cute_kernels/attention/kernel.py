@@ -1,12 +1,13 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring of K and V
-tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and its slice of the tokens,
-and keeps scores, probabilities and output in registers (:mod:`reader_int4`, :mod:`reader_dense`). There is no CTA barrier in
-the loop. At the end the warps merge in shared memory; with more than one split, partial results go to a workspace and
-the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring
+of K and V tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and
+its slice of the tokens, and keeps scores, probabilities and output in registers (:mod:`reader_int4`,
+:mod:`reader_dense`). There is no CTA barrier in the loop. At the end the warps merge in shared memory; with more than
+one split, partial results go to a workspace and the CTA that finishes a row last adds them up in a fixed order, so the
+output is bitwise reproducible.
 
-The split-KV scheme is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum is FlashAttention-4's (Zadouri et al. 2026).
+Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
 
 from dataclasses import dataclass
@@ -43,10 +44,10 @@ class DecodeKernel:
         v_cache: cute.Tensor,
         seq_lens: cute.Tensor,
         out: cute.Tensor,
-        lse: cute.Tensor,
-        partial_out: cute.Tensor,
-        partial_stats: cute.Tensor,
-        counters: cute.Tensor,
+        lse: Int64,
+        partial_out: Int64,
+        partial_stats: Int64,
+        counters: Int64,
         softmax_scale: Float32,
         num_splits: Int32,
         cluster_size: Int32,
@@ -55,15 +56,18 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32 [batch];
-        lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partial_out fp32 [>= batch * num_q_heads * num_splits
-        * head_dim / cluster_size] and partial_stats fp32 [.. * 2]: workspace; counters int32 [>= batch * gridDim.y *
-        cluster_size], zero before and after; num_splits is a multiple of cluster_size; bit 1 of ``mode``: write partial
-        results even where there is nothing to combine.
+        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32
+        [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
+        written if bit 0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads,
+        clusters, head_dim] and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum);
+        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``: write partial results even where there is
+        nothing to combine.
         """
         config = self.config
-        batch, num_kv_heads = k_cache.shape[0], k_cache.shape[2]
-        group = q.shape[2] // num_kv_heads
+        cache_shape: Any = k_cache.shape
+        q_shape: Any = q.shape
+        batch, max_seq_len, num_kv_heads, _ = cache_shape
+        group = q_shape[2] // num_kv_heads
         query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
         source = self.copier.make_source(k_cache, v_cache)
         self.kernel(
@@ -76,9 +80,10 @@ class DecodeKernel:
             partial_stats,
             counters,
             softmax_scale,
-            k_cache.shape[1],
+            max_seq_len,
             num_kv_heads,
             group,
+            query_groups,
             cluster_size,
             mode,
         ).launch(
@@ -97,59 +102,63 @@ class DecodeKernel:
         source,
         seq_lens: cute.Tensor,
         out: cute.Tensor,
-        lse: cute.Tensor,
-        partial_out: cute.Tensor,
-        partial_stats: cute.Tensor,
-        counters: cute.Tensor,
+        lse: Int64,
+        partial_out: Int64,
+        partial_stats: Int64,
+        counters: Int64,
         softmax_scale: Float32,
         max_seq_len: Int32,
         num_kv_heads: Int32,
         group: Int32,
+        query_groups: Int32,
         cluster_size: Int32,
         mode: Int32,
     ):
         config = self.config
         split, head_block, batch = cute.arch.block_idx()
         num_splits, head_blocks, _ = cute.arch.grid_dim()
-        query_groups = head_blocks * config.num_heads // num_kv_heads
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         flag = smem.allocate_tensor(Int32, cute.make_layout(1))
+        # A division takes over 100 cycles, so there is none on the usual way to the first copy.
+        head_part, query_part = head_block, Int32(0)
+        if query_groups > 1:
+            head_part = head_block // query_groups
+            query_part = head_block % query_groups
         place = Place(
             batch=batch,
             split=split,
             num_splits=num_splits,
-            first_head=head_block // query_groups * config.num_heads,
-            first_query=head_block % query_groups * (config.num_query_blocks * HEADS_PER_WARP),
+            first_head=head_part * config.num_heads,
+            first_query=query_part * (config.num_query_blocks * HEADS_PER_WARP),
             group=group,
             num_kv_heads=num_kv_heads,
             max_seq_len=max_seq_len,
+            cluster=cute.arch.cluster_idx()[0],
+            cluster_rank=cute.arch.block_in_cluster_idx()[0],
             cluster_size=cluster_size,
-            counter=(batch * head_blocks + head_block) * cluster_size + split % cluster_size,
+            cluster_log2=(cluster_size >> 1) - (cluster_size >> 3),  # of 1, 2, 4 or 8
+            counter=(batch * head_blocks + head_block) * cluster_size + cute.arch.block_in_cluster_idx()[0],
         )
         roles = self.roles(warp, place.first_query)
         tiles = self.copier.open(source, ring, barriers, place)
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
         # first whatever the length turns out to be.
-        length = ptx.load_global_words(seq_lens.iterator.toint() + Int64(batch) * 4, 0, 1)[0].to(Int32)
-        q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
-        query = self.reader.fetch_query(q.iterator.toint(), q_rows, roles.first_query, group, lane)
+        length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
         self.start(place, tiles, barriers, warp, lane)
+        q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
+        query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
         num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
         active_splits = cutlass.min(num_tiles, num_splits)
-        work = Work(
-            place=place,
-            length=length,
-            count=(cutlass.max(num_tiles - split, 0) + num_splits - 1) // num_splits,
-            active_clusters=(active_splits + cluster_size - 1) // cluster_size,
-        )
+        active_clusters = (active_splits + cluster_size - 1) >> place.cluster_log2
+        work = Work(place=place, length=length, active_clusters=active_clusters)
         results = Results(out, lse, partial_out, partial_stats, counters, mode)
-        if split // cluster_size < work.active_clusters:
+        if place.cluster < active_clusters:
             # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
             self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, flag, warp, lane)
         else:
@@ -197,7 +206,8 @@ class DecodeKernel:
         """Waits for early tiles that turned out to lie past the request's end: nobody may leave before they land."""
         cute.arch.sync_threads()  # the barriers are initialised
         for i in cutlass.range_constexpr(self.config.early_tiles):
-            if (i >= work.count) & (self.tile_token(work.place, i) < work.place.max_seq_len):
+            token = self.tile_token(work.place, i)
+            if (token >= work.length) & (token < work.place.max_seq_len):
                 cute.arch.mbarrier_wait(barriers + i, 0)
 
     # -- main loop ------------------------------------------------------------------------------------------------
@@ -209,8 +219,9 @@ class DecodeKernel:
         place = work.place
         full, empty = barriers, barriers + config.num_stages
         if warp < self.copier.num_issuers:
-            for i in cutlass.range(config.early_tiles, cutlass.min(work.count, config.num_stages - 1), unroll=1):
-                self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
+            for i in cutlass.range(config.early_tiles, config.num_stages - 1, unroll=1):
+                if self.tile_token(place, i) < work.length:
+                    self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)
         self.reader.take_query(state, query, softmax_scale)
         softmax = _Softmax()
@@ -218,24 +229,24 @@ class DecodeKernel:
 
         stage, phase = Int32(0), Int32(0)
         refill_stage, refill_phase = Int32(config.num_stages - 1), Int32(1)
-        for i in cutlass.range(work.count, unroll=1):
+        token, stride = self.tile_token(place, 0), place.num_splits * config.tile_tokens
+        while token < work.length:
             # Pinned, or the compiler makes two copies of the loop, one for the issuing warps.
             if ptx.pinned(warp) < self.copier.num_issuers:
-                ahead = i + (config.num_stages - 1)
-                if ahead < work.count:
+                ahead = token + (config.num_stages - 1) * stride
+                if ahead < work.length:
                     # The tile that last lay there was consumed one step ago; nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, place, self.tile_token(place, ahead), work.length, refill_stage, warp, lane
-                    )
+                    self.copier.copy_tile(tiles, place, ahead, work.length, refill_stage, warp, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
-            first_token = self.tile_token(place, i) + roles.slice_index * config.slice_tokens
+            first_token = token + roles.slice_index * config.slice_tokens
             address = self.copier.stage_address(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, softmax, address, block, first_token, work.length)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
+            token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         self.drain(work, barriers)
@@ -283,7 +294,7 @@ class DecodeKernel:
             self.raise_maximum(state, softmax, block_max)
 
     def bound(self, state, score, headers, j):
-        """log2 of what a token adds to the operand of P V: its score, plus the scale of its row of V if there is one."""
+        """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
         log_scale = self.reader.log_scale(headers, j)
         return score * state.score_scale if log_scale is None else ptx.fma(score, state.score_scale, log_scale)
 
@@ -306,9 +317,9 @@ class DecodeKernel:
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
         cluster_size = work.place.cluster_size
-        share = (self.num_vectors + cluster_size - 1) // cluster_size
+        share = self.num_vectors >> work.place.cluster_log2  # the CTA's heads are a multiple of 8
         first = work.place.cluster_rank * share
-        last = cutlass.min(first + share, self.num_vectors)
+        last = first + share
         self.publish_warp(state, softmax, address, warp, lane, slice_index)
         cute.arch.sync_threads()
         if cluster_size > 1:
@@ -343,7 +354,8 @@ class DecodeKernel:
             else:
                 maximum, total, value = self.read_cluster(address, index, MAX_CLUSTER, cluster_size)
                 self.store_result(work, results, index, maximum, total, value)
-        cute.arch.cluster_arrive()  # this CTA has read its peers' memory
+        # This CTA has read its peers' memory. Relaxed: releasing would wait for the stores of the results.
+        cute.arch.cluster_arrive_relaxed()
 
     def read_cluster(self, address, index, most: int, cluster_size):
         """One vector added up over the cluster's CTAs, with the loads of up to ``most`` of them in flight at a time."""
@@ -406,14 +418,14 @@ class DecodeKernel:
         return _merge(pairs, values)
 
     def publish_cta(self, address, index, maximum, total, value):
-        """Leaves a merged vector in place of the first slice's; the statistics behind the slices', which others still read."""
+        """Leaves a merged vector in place of the first slice's; the statistics behind those that others still read."""
         place, stats = self._place(address, index)
         ptx.store_shared(place, 0, value)
         ptx.store_shared(stats, self.config.num_slices * self.num_rows * PAIR_BYTES, [maximum, total])
 
     @cute.jit
     def store_result(self, work, results, index, maximum, total, value):
-        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else into the workspace."""
+        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else as a partial."""
         row, d = self._vector(index)
         head, valid = work.query_head(self.config, row)
         if valid:
@@ -424,21 +436,20 @@ class DecodeKernel:
 
     @cute.jit
     def store_output(self, work, results, head, d, maximum, total, value):
-        lse = results.lse
         scale = ptx.reciprocal(total)
         pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
         words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
         element = work.output_row(head) * self.config.head_dim + d
         ptx.store_global(results.out.iterator.toint() + element * 2, words)
         if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-            lse[work.place.batch, 0, head] = (maximum + ptx.log2(total)) * ptx.LN_2
+            ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
 
     @cute.jit
     def store_partial(self, work, results, head, d, maximum, total, value):
         place = work.partial_head(head) + work.place.cluster
-        ptx.store_global(results.partial_out.iterator.toint() + (place * self.config.head_dim + d) * 4, value)
+        ptx.store_global(results.partial_out + (place * self.config.head_dim + d) * 4, value)
         if d == 0:
-            ptx.store_global(results.partial_stats.iterator.toint() + place * 8, [maximum, total])
+            ptx.store_global(results.partial_stats + place * 8, [maximum, total])
 
     @cute.jit
     def combine_if_last(self, work, results, flag, tid, first, last):
@@ -446,7 +457,7 @@ class DecodeKernel:
         cute.arch.sync_threads()
         if tid == 0:
             # Acquire-release: publishes what the barrier above has gathered, and sees what the others published.
-            counter = (results.counters.iterator + work.place.counter).toint()
+            counter = results.counters + Int64(work.place.counter) * 4
             flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
         cute.arch.sync_threads()
         if flag[0] == work.active_clusters - 1:
@@ -460,8 +471,8 @@ class DecodeKernel:
         head, valid = work.query_head(self.config, row)
         if valid:
             place = work.partial_head(head)
-            stats = (results.partial_stats.iterator + place * 2).toint()
-            source = (results.partial_out.iterator + (place * self.config.head_dim + d)).toint()
+            stats = results.partial_stats + place * 8
+            source = results.partial_out + (place * self.config.head_dim + d) * 4
             maximum, total = Float32(LOWEST), Float32(0.0)
             value = cute.make_rmem_tensor(4, Float32)
             value.fill(0.0)
@@ -483,7 +494,7 @@ class DecodeKernel:
     @cute.jit
     def write_empty(self, work, results):
         """A request without tokens: output 0, LSE -inf."""
-        out, lse = results.out, results.lse
+        out = results.out
         tid, _, _ = cute.arch.thread_idx()
         for index in cutlass.range(tid, self.num_rows * self.config.head_dim, self.config.num_threads, unroll=1):
             d = index % self.config.head_dim
@@ -491,7 +502,7 @@ class DecodeKernel:
             if valid:
                 out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
                 if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                    lse[work.place.batch, 0, head] = Float32(-Float32.inf)
+                    ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
 
     def _vector(self, index):
         """(row, first column) of a vector of the CTA's outputs."""
@@ -530,17 +541,11 @@ class Place:
     group: Any  # query heads per KV head
     num_kv_heads: Any
     max_seq_len: Any
+    cluster: Any  # of the row's clusters
+    cluster_rank: Any
     cluster_size: Any
+    cluster_log2: Any
     counter: Any
-
-    @property
-    def cluster(self):
-        """Cluster of the row that this CTA belongs to."""
-        return self.split // self.cluster_size
-
-    @property
-    def cluster_rank(self):
-        return self.split % self.cluster_size
 
 
 @dataclass(frozen=True)
@@ -549,7 +554,6 @@ class Work:
 
     place: Any
     length: Any
-    count: Any  # tiles of this split
     active_clusters: Any  # clusters of this row that have tokens
 
     def query_head(self, config: DecodeConfig, r):
@@ -566,12 +570,12 @@ class Work:
 
     def partial_head(self, head):
         """Row of the workspace where the clusters of a query head begin."""
-        return self.output_row(head) * (self.place.num_splits // self.place.cluster_size)
+        return self.output_row(head) * (self.place.num_splits >> self.place.cluster_log2)
 
 
 @dataclass(frozen=True)
 class Results:
-    """The tensors a CTA writes."""
+    """What a CTA writes: the output tensor, and addresses."""
 
     out: Any
     lse: Any

@@ -19,7 +19,8 @@ from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
 
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the kernel's mode
-DEBUG_VARIABLE = "CUTE_KERNELS_DEBUG"
+# Read once: looking at the environment would cost a call 0.7 us.
+DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 _BYTES = 16  # alignment of bulk copies and tensor maps
 _MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
 
@@ -30,14 +31,14 @@ class Plan:
 
     function: Callable[..., Any]
     schedule: Schedule
+    device_index: int
     softmax_scale: float
-    partial_values: int  # fp32 of partial outputs
-    num_values: int  # fp32 of workspace: partial outputs and statistics
+    partial_bytes: int  # of the partial outputs, which come before the statistics
+    num_values: int  # fp32 of workspace, 0 if there is nothing to combine
     num_counters: int
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_no_lse: dict[torch.device, torch.Tensor] = {}
 
 
 def launch(
@@ -50,8 +51,8 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention on CUDA tensors: (out, lse); lse is a placeholder unless ``return_lse``.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Decode attention on CUDA tensors: (out, lse or None).
 
     The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
     the launch.
@@ -66,22 +67,24 @@ def launch(
         k_cache.dtype,
         v_cache.dtype,
         seq_lens.dtype,
-        q.device,
-        k_cache.device,
-        v_cache.device,
-        seq_lens.device,
+        q.get_device(),
+        k_cache.get_device(),
+        v_cache.get_device(),
+        seq_lens.get_device(),
         kv_format,
         num_splits,
         cache_offset,
         q.data_ptr() % _BYTES,
     )
     plan = _plans.get(key)
-    if softmax_scale is not None:
-        check_scale(softmax_scale)
-    if plan is None or out is not None or _unusual(q, k_cache, v_cache, seq_lens):
+    # Strides are what the key does not show.
+    plain = q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and seq_lens.is_contiguous()
+    if plan is None or not plain or out is not None:
         check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
         _check_alignment(q, k_cache, v_cache, out)
-    if _debug():
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
+    if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
     if plan is None:
         if not k_cache.numel():
@@ -91,45 +94,43 @@ def launch(
         plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not cache_offset)
     if out is None:
         out = torch.empty_like(q)
-    lse = _new_lse(q) if return_lse else _placeholder(q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
-    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, WRITE_LSE if return_lse else 0)
+    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
     return out, lse
-
-
-def _unusual(*tensors: torch.Tensor) -> bool:
-    """Whether a tensor is strided in a way that the plan's key does not show."""
-    return not all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The result for an empty batch or an empty cache, which no kernel is launched for."""
-    return torch.zeros_like(q) if out is None else out.zero_(), _new_lse(q).fill_(float("-inf"))
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+    return torch.zeros_like(q) if out is None else out.zero_(), lse
 
 
-def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse, scale: float, mode: int) -> None:
-    index = q.device.index
+def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float) -> None:
+    index = plan.device_index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, mode)
+            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
         return
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    workspace = POOL.get(q.device, stream, plan.num_values, plan.num_counters)
-    values = workspace.values
+    values = counters = 0
+    if plan.num_values:
+        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_values, plan.num_counters)
+        values, counters = workspace.values, workspace.counters
+    schedule = plan.schedule
     plan.function(
         q,
         k_cache,
         v_cache,
         seq_lens,
         out,
-        lse,
+        lse.data_ptr() if lse is not None else 0,
         values,
-        values[plan.partial_values :] if plan.partial_values else values,
-        workspace.counters,
+        values + plan.partial_bytes,
+        counters,
         scale,
-        plan.schedule.num_splits,
-        plan.schedule.cluster_size,
-        mode,
+        schedule.num_splits,
+        schedule.cluster_size,
+        WRITE_LSE if lse is not None else 0,
     )
 
 
@@ -141,13 +142,13 @@ def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_split
 def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan:
     clusters = schedule.num_splits // schedule.cluster_size
     rows = problem.batch * problem.num_q_heads * clusters
-    partial_values = rows * problem.head_dim if clusters > 1 else 0
     return Plan(
         function=load(DecodeSpec(schedule.config), arch_of(device.index)),
         schedule=schedule,
+        device_index=device.index,
         softmax_scale=problem.head_dim**-0.5,
-        partial_values=partial_values,
-        num_values=partial_values + 2 * rows if clusters > 1 else 0,
+        partial_bytes=4 * rows * problem.head_dim,
+        num_values=rows * (problem.head_dim + 2) if clusters > 1 else 0,
         num_counters=problem.batch * schedule.head_blocks * schedule.cluster_size if clusters > 1 else 0,
     )
 
@@ -187,31 +188,15 @@ def _check_alignment(q, k_cache, v_cache, out) -> None:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of 4 bytes, want it to")
 
 
-def _new_lse(q: torch.Tensor) -> torch.Tensor:
-    return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-
-
-def _placeholder(device: torch.device) -> torch.Tensor:
-    """A tensor to pass where no LSE is wanted."""
-    tensor = _no_lse.get(device)
-    if tensor is None:
-        tensor = _no_lse[device] = torch.empty((1, 1, 1), dtype=torch.float32, device=device)
-    return tensor
-
-
-def _debug() -> bool:
-    return DEBUG_VARIABLE in os.environ and os.environ[DEBUG_VARIABLE] not in ("", "0")
-
-
 # -- other ways in -----------------------------------------------------------------------------------------------------
 
 
-def config_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> DecodeConfig:
-    """The configuration that a call with these tensors uses."""
-    return make_schedule(problem_of(q, k_cache, kv_format)).config
+def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:
+    """The configuration, splits and clusters that a call with these tensors uses."""
+    return make_schedule(problem_of(q, k_cache, kv_format))
 
 
-def run_config(
+def bind_config(
     config: DecodeConfig,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -220,17 +205,25 @@ def run_config(
     *,
     out: torch.Tensor,
     num_splits: int | None = None,
-    cluster_size: int = 1,
-) -> torch.Tensor:
-    """One launch of a given configuration, for experiments; the tensors are taken to be right."""
+    cluster_size: int | None = None,
+) -> Callable[[], torch.Tensor]:
+    """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
+
+    Splits and clusters are those that the schedule chooses for these tensors; a given ``num_splits`` comes without
+    clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
+    """
     problem = problem_of(q, k_cache, config.kv_format)
-    schedule = Schedule(config, num_splits or 1, cluster_size, head_blocks(problem, config))
     if num_splits is None:
         chosen = make_schedule(problem)
-        schedule = Schedule(config, chosen.num_splits, chosen.cluster_size, head_blocks(problem, config))
+        num_splits, cluster_size = chosen.num_splits, cluster_size or chosen.cluster_size
+    schedule = Schedule(config, num_splits, cluster_size or 1, head_blocks(problem, config))
     plan = _plan_of(schedule, problem, q.device)
-    _run(plan, q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), plan.softmax_scale, 0)
-    return out
+
+    def launch_again() -> torch.Tensor:
+        _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
+        return out
+
+    return launch_again
 
 
 def launch_splits(
@@ -246,7 +239,7 @@ def launch_splits(
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
     check_scale(softmax_scale)
     _check_alignment(q, k_cache, v_cache, None)
-    if _debug():
+    if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
     batch, _, heads, head_dim = q.shape
     if not k_cache.numel():
@@ -263,9 +256,20 @@ def launch_splits(
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device(q.device):
         plan.function(
-            q, k_cache, v_cache, seq_lens, out, _placeholder(q.device), partial.view(-1), stats.view(-1), counters,
-            scale, num_splits, 1, KEEP_PARTIALS,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            seq_lens,
+            out,
+            0,
+            partial.data_ptr(),
+            stats.data_ptr(),
+            counters.data_ptr(),
+            scale,
+            num_splits,
+            1,
+            KEEP_PARTIALS,
+        )
     maximum, total = stats.unbind(-1)
     normalised = partial / torch.where(total > 0, total, 1.0).unsqueeze(-1)
     ln2 = 0.6931471805599453  # the kernel's maxima are in powers of two
@@ -293,7 +297,7 @@ def reference(
     return (result if out is None else out.copy_(result)), lse.float()
 
 
-# -- the operator ------------------------------------------------------------------------------------------------------
+# -- the operator -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(
@@ -323,7 +327,8 @@ def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        return not (q.is_cuda or q.is_cpu)
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
-    return True
+    if not type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+        if not {type(tensor) for tensor in (q, k_cache, v_cache, seq_lens)} <= {torch.Tensor, torch.nn.Parameter}:
+            return True
+    return not (q.is_cuda or q.is_cpu)

@@ -1,5 +1,7 @@
 """bf16 and fp16 rows to MMA operands: ldmatrix from swizzled tiles, nothing to decode."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -34,15 +36,16 @@ class DenseReader:
         state = _State()
         base = Int32(head * self.tile.head_bytes) + slice_index * (self.config.slice_tokens * ROW_BYTES)
         state.base, state.lane, state.g, state.t = base, lane, lane // 4, lane % 4
-        k_token, k_chunk = self.tile.k_row(lane)
-        v_token, v_chunk = self.tile.v_row(lane)
+        place: Any = lane  # the tile's rules take Python ints and run-time ones alike
+        k_token, k_chunk = self.tile.k_row(place)
+        v_token, v_chunk = self.tile.v_row(place)
         state.k_lane = self._lane_offsets(base, k_token, k_chunk)
         state.v_lane = self._lane_offsets(base, v_token, v_chunk)
         state.accumulators = cute.make_rmem_tensor(self.num_accumulators, Float32)
         state.accumulators.fill(0.0)
         return state
 
-    def _lane_offsets(self, base: Int32, token: Int32, chunk: Int32):
+    def _lane_offsets(self, base: Int32, token: Any, chunk: Any):
         """A lane's ldmatrix address per MMA step of a panel; the swizzle makes it more than a sum."""
         return [
             ptx.pinned(base + token * ROW_BYTES + ((chunk + CHUNKS_PER_STEP * step) ^ (token % MATRIX)) * CHUNK_BYTES)
@@ -52,8 +55,8 @@ class DenseReader:
     def fetch_query(self, q: Int64, row: Int32, first_query: Int32, group: Int32, lane: Int32):
         """Starts loading the lane's B operands of its query head: one word per register.
 
-        q: address of the queries; row: first query head of the KV head among all of them. Lanes past the last query head
-        take that one: their results are never stored.
+        q: address of the queries; row: first query head of the KV head among all of them. Lanes past the last query
+        head take that one: their results are never stored.
         """
         head = row + cutlass.min(first_query + lane // 4, group - 1)
         address = q + (Int64(head) * self.config.head_dim + 2 * (lane % 4)) * 2
@@ -94,7 +97,6 @@ class DenseReader:
 
     def load_value_scales(self, state, tile_address: Int32, block_offset: int):
         """16-bit rows have no scales."""
-        return None
 
     def log_scale(self, headers, j: int):
         return None
@@ -142,4 +144,14 @@ class DenseReader:
 
 
 class _State:
-    """Registers of one warp; a plain namespace filled by :meth:`DenseReader.make_state`."""
+    """Registers of one warp; a plain namespace filled by :meth:`DenseReader.make_state` and ``take_query``."""
+
+    base: Any
+    lane: Any
+    g: Any
+    t: Any
+    k_lane: list[Any]
+    v_lane: list[Any]
+    accumulators: Any
+    score_scale: Any
+    query: list[Any]

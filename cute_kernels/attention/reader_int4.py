@@ -1,10 +1,10 @@
 """INT4 rows to MMA operands: what one warp does with 32 tokens of one KV head.
 
-Nibbles become fp16 operands without an arithmetic instruction: a nibble masked out of a word at bit 0 or 4 of a 16-bit half *is*
-an fp16 subnormal, q * 2**-24 or q * 2**-20, which tensor cores multiply exactly and at full speed. The factor 16 between the
-two positions is taken into Q (exact) and into the output rows. So 8 elements of K cost one shift and four masks; V, whose
-pairs run along tokens, costs two byte permutes more per 16 elements. The usual magic-number decode (Kim et al. 2022, "Who
-says elephants can't run", FasterTransformer) needs an exact subtraction per pair on top.
+Nibbles become fp16 operands without an arithmetic instruction: a nibble masked out of a word at bit 0 or 4 of a 16-bit
+half *is* an fp16 subnormal, q * 2**-24 or q * 2**-20, which tensor cores multiply exactly and at full speed. The factor
+16 between the two positions is taken into Q (exact) and into the output rows. So 8 elements of K cost one shift and
+four masks; V, whose pairs run along tokens, costs two byte permutes more per 16 elements. The usual magic-number decode
+(Kim et al. 2022, "Who says elephants can't run", FasterTransformer) needs an exact subtraction per pair on top.
 
 Scale and shift stay out of the elements: with x = q * scale + shift,
     S = scale_t * (q_t . Q) + shift_t * sum(Q)            per group of columns
@@ -12,6 +12,8 @@ Scale and shift stay out of the elements: with x = q * scale + shift,
 so they touch the score and probability fragments only. P scale is what goes through the MMA as fp16; to bound it by
 a constant the softmax reference is the maximum of s + log2(scale of V) instead of the maximum of s.
 """
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,7 +29,9 @@ HIGH_NIBBLES = 0x00F000F0
 LOW_NIBBLE_UNIT = 2.0**24  # 1 / value of the fp16 subnormal that stands for nibble 1 at bit 0
 HIGH_NIBBLE_UNIT = 2.0**20
 MIN_SCALE = 2.0**-24  # the least positive fp16, so that log2 of a zero scale stays finite
-QUERY_EXPONENT = 14  # queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16
+QUERY_EXPONENT = (
+    14  # queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16
+)
 
 
 class Int4Reader:
@@ -85,8 +89,8 @@ class Int4Reader:
     def fetch_query(self, q: Int64, row: Int32, first_query: Int32, group: Int32, lane: Int32):
         """Starts loading the lane's part of its query head; returns raw words per unit of columns.
 
-        q: address of the queries; row: first query head of the KV head among all of them. Lanes past the last query head
-        take that one: their results are never stored.
+        q: address of the queries; row: first query head of the KV head among all of them. Lanes past the last query
+        head take that one: their results are never stored.
         """
         t = lane % 4
         head = row + cutlass.min(first_query + lane // 4, group - 1)
@@ -110,7 +114,7 @@ class Int4Reader:
         return [ptx.prmt(words[i], words[i + half], select) for i in range(half) for select in (low, high)]
 
     def take_query(self, state, words, softmax_scale: Float32):
-        """Makes B operands of the queries, scaled by a power of two into fp16, and their sums over each group of columns."""
+        """Makes B operands of the queries, scaled by a power of two into fp16, and their sums per group of columns."""
         pairs = [
             (unit, i, pair)
             for unit in range(self.k_units)
@@ -142,8 +146,8 @@ class Int4Reader:
             state.query_sums += [cute.arch.shuffle_sync(total, 8 * state.t + 4 * column) for column in range(2)]
 
     def _query_scale(self, largest: Float32):
-        """(2**k, 2**-k) that bring the largest query into [2**14, 2**15); k is bounded so that both are normal numbers."""
-        exponent = cutlass.max((largest.bitcast(Int32) >> 23) - 127, -100)
+        """(2**k, 2**-k) that bring the largest query into [2**14, 2**15); k is bounded so that both are normal."""
+        exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
         to_fp16 = ((127 + QUERY_EXPONENT - exponent) << 23).bitcast(Float32)
         from_fp16 = ((127 - QUERY_EXPONENT + exponent) << 23).bitcast(Float32)
         return to_fp16, from_fp16
@@ -151,7 +155,7 @@ class Int4Reader:
     # -- scores ---------------------------------------------------------------------------------------------------
 
     def scores(self, state, tile_address: Int32, block_offset: int):
-        """Scores of 32 tokens x 8 heads, to be multiplied by ``state.score_scale``: [j][column], token (g, j), head 2t + column."""
+        """Scores of 32 tokens x 8 heads without ``state.score_scale``: [j][column], token (g, j), head 2t + column."""
         result = []
         for pair in range(2):
             rows = (2 * pair, 2 * pair + 1)
@@ -209,9 +213,7 @@ class Int4Reader:
             pairs = [(low_row >> state.k_shift, high_row >> state.k_shift)]
         if const_expr(self.tile.k_unit == 8):
             return [[low & LOW_NIBBLES, high & LOW_NIBBLES] for low, high in pairs]
-        return [
-            [low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs
-        ]
+        return [[low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs]
 
     def _multiply_query(self, state, accumulator, operand, unit: int, mma: int):
         if const_expr(self.tile.k_unit == 8):
@@ -357,7 +359,22 @@ class Int4Reader:
 
 
 class _State:
-    """Registers of one warp; a plain namespace filled by :meth:`Int4Reader.make_state`."""
+    """Registers of one warp; a plain namespace filled by :meth:`Int4Reader.make_state` and ``take_query``."""
+
+    header: Any
+    k_lane: Any
+    v_lane: Any
+    lane: Any
+    g: Any
+    t: Any
+    k_shift: Any
+    v_select: Any
+    v_shift: Any
+    accumulators: Any
+    shift_sums: Any
+    score_scale: Any
+    query: list[Any]
+    query_sums: list[Any]
 
 
 def _lane_max(value: Float32, offsets) -> Float32:

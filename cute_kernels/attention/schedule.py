@@ -1,8 +1,8 @@
 """Which configuration serves a call, and into how many splits and clusters its rows are cut. Plain Python, no GPU.
 
-Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus what the
-schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up these terms; its
-constants were measured on an H200 (docs/design/decode_attention.md says how).
+Decode attention reads every byte of the cache once, so its time is what those bytes take at the memory's rate, plus
+what the schedule adds to it: SMs that are given less than others, and the merge of the splits. The model below adds up
+these terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
 from dataclasses import dataclass
@@ -72,8 +72,8 @@ class Schedule:
 def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
-    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does not
-    depend on the rest of the batch.
+    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does
+    not depend on the rest of the batch.
     """
     configs = candidate_configs(problem)
     if num_splits is not None:
@@ -136,7 +136,7 @@ def _merge_us(num_splits: int, cluster_size: int) -> float:
     return inside + outside
 
 
-# -- configurations ------------------------------------------------------------------------------------------------------
+# -- configurations ---------------------------------------------------------------------------------------------------
 
 
 def candidate_configs(problem: Problem) -> list[DecodeConfig]:
@@ -194,7 +194,7 @@ def int4_config(
     copy: str = "bulk",
     ctas_per_sm: int,
 ) -> DecodeConfig:
-    """An INT4 configuration of 8 warps with a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
+    """An INT4 configuration of 8 warps and a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows.
     """
@@ -235,7 +235,7 @@ def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, ctas_p
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
-    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as its share of the shared memory allows."""
+    """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
     fields = base.to_dict() | {"ctas_per_sm": ctas_per_sm}
     fields["blocks_per_slice"] = 2 if 4 * base.tile_bytes <= STAGE_BYTES else 1
     tile_bytes = DecodeConfig(**fields).tile_bytes  # type: ignore[arg-type]

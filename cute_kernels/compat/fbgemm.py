@@ -16,18 +16,24 @@ is all that a caller does. How the meanings map:
 
 So, as with FBGEMM, O = sum_s w_s out_s / sum_s w_s sum_s with w_s = exp(max_s - max over splits).
 
-What differs, and is only more: any number of KV heads, of tokens and of groups that `decode_attention` takes, CPU
-tensors (through the reference), and splits without tokens, which FBGEMM leaves uninitialised, hold out 0, max -inf and
-sum 0. On a GPU a split's share of the row is rounded up to the kernel's tile, so the second and third output may cut
-the row elsewhere than FBGEMM does (ceil(length / num_split_ks) tokens, which is also what CPU tensors get).
+What is more than FBGEMM's: any number of KV heads, of tokens and of groups that `decode_attention` takes, CPU tensors
+(through the reference), and splits without tokens, which FBGEMM leaves uninitialised, hold out 0, max -inf and sum 0.
+
+What differs on a GPU, in the second and third output alone (O and the combination above are the same):
+
+* Splits take turns tile by tile instead of owning one stretch of ceil(length / num_split_ks) tokens each, so a split's
+  output stands for other tokens than FBGEMM's. CPU tensors are cut as FBGEMM cuts them.
+* `max` is the exponent that the split's exponentials were taken against, not always the greatest scaled score: it may
+  lag behind by a few units, and with INT4 rows the logarithm of V's scales is part of it. `sum` and the split's output
+  are relative to it.
 """
 
 from __future__ import annotations
 
 import torch
 
+from cute_kernels.attention import decode_attention_splits
 from cute_kernels.attention.formats import format_of
-from cute_kernels.attention.reference import decode_attention_splits_reference
 
 LOGICAL_BF16, LOGICAL_FP8, LOGICAL_INT4 = 0, 1, 2
 
@@ -51,7 +57,7 @@ def gqa_attn_splitk(
     2 (INT4); FP8 (1) is not supported.
 
     use_tensor_cores=True returns O [B, 1, HQ, D] in XQ's dtype, per-split outputs fp32 [B, num_split_ks, HQ, D] and
-    metadata fp32 [B, 2, num_split_ks, HQ] (see the module's table).
+    metadata fp32 [B, 2, num_split_ks, HQ] (see the module's text for both).
     use_tensor_cores=False returns what FBGEMM returns there: O, the probabilities fp32 [B, HQ, MAX_T] and the unscaled
     scores q . k fp32 [B, HQ, MAX_T], both 0 beyond the length. These are whole matrices, made by PyTorch: for study,
     not for speed.
@@ -60,7 +66,7 @@ def gqa_attn_splitk(
     """
     kv_format = _kv_format(cache_K, kv_cache_quant_num_groups, cache_logical_dtype_int)
     seq_lens = seq_positions + 1
-    out, split_out, split_max, split_sum = _splits(
+    out, split_out, split_max, split_sum = decode_attention_splits(
         XQ, cache_K, cache_V, seq_lens, kv_format=kv_format, softmax_scale=qk_scale, num_splits=num_split_ks
     )
     if not use_tensor_cores:
@@ -81,28 +87,6 @@ def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> str:
     if num_groups not in (1, 2, 4, 8):
         raise ValueError(f"kv_cache_quant_num_groups: got {num_groups}, want 1, 2, 4 or 8")
     return f"int4_g{num_groups}"
-
-
-def _splits(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    kv_format: str,
-    softmax_scale: float,
-    num_splits: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if q.is_cuda:
-        from cute_kernels.attention import decode_attention_splits
-
-        return decode_attention_splits(
-            q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale, num_splits=num_splits
-        )
-    out, *splits = decode_attention_splits_reference(
-        q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale, num_splits=num_splits
-    )
-    return out.to(q.dtype), splits[0], splits[1], splits[2]
 
 
 def _score_matrices(

@@ -15,12 +15,15 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
+def address(tensor) -> Int64:
+    """Address of a tensor's first element."""
+    return tensor.iterator.toint()
+
+
 def _pure(result, operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None):
     """One side-effect-free instruction with one result of DSL type ``result``."""
     values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
-    return result(
-        llvm.inline_asm(result.mlir_type, values, asm, constraints, has_side_effects=False, loc=loc, ip=ip)
-    )
+    return result(llvm.inline_asm(result.mlir_type, values, asm, constraints, has_side_effects=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -66,7 +69,9 @@ def exp2(x: Float32, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
     """a * b + c, rounded once."""
-    return _pure(Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip)
+    return _pure(
+        Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip
+    )
 
 
 @dsl_user_op
@@ -141,10 +146,15 @@ def transpose_8x8(x: Uint32, *, loc=None, ip=None) -> Uint32:
     )
 
 
+def _struct(element, count: int):
+    """What an instruction with several results returns."""
+    return llvm.StructType.get_literal([element] * count)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _mma(asm: str, c: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32], *, loc=None, ip=None):
     """Emits an mma.sync with four fp32 accumulators; returns the four results."""
     f32 = Float32.mlir_type
-    result_type = llvm.StructType.get_literal([f32] * 4)
+    result_type = _struct(f32, 4)
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)]
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
     constraints = ",".join(["=f"] * 4 + ["r"] * (len(a) + len(b)) + ["f"] * 4)
@@ -186,7 +196,7 @@ def load_matrix_x4(address: Int32, offset: int, *, transpose: bool, loc=None, ip
     ``offset`` bytes, known at compile time, are added to every address.
     """
     u32 = Uint32.mlir_type
-    result_type = llvm.StructType.get_literal([u32] * 4)
+    result_type = _struct(u32, 4)
     trans = ".trans" if transpose else ""
     struct = llvm.inline_asm(
         result_type,
@@ -204,7 +214,13 @@ def _effect(operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None
     """One instruction with side effects on memory and no result."""
     values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
     llvm.inline_asm(
-        None, values, asm, constraints + ("," if constraints else "") + "~{memory}", has_side_effects=True, loc=loc, ip=ip
+        None,
+        values,
+        asm,
+        constraints + ("," if constraints else "") + "~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
     )
 
 
@@ -240,7 +256,6 @@ def atomic_inc_wrap(address: Int64, last: Int32, *, loc=None, ip=None) -> Int32:
     )
 
 
-
 @dsl_user_op
 def load_shared(address: Int32, offset: int, *, loc=None, ip=None) -> Uint32:
     """One 32-bit word of shared memory at ``address + offset`` bytes, ``offset`` known at compile time."""
@@ -265,7 +280,7 @@ def load_shared_vector(address: Int32, offset: int, num_words: int, *, loc=None,
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([u32] * num_words),
+        _struct(u32, num_words),
         [Int32(address).ir_value(loc=loc, ip=ip)],
         f"ld.shared.v{num_words}.u32 {{{outputs}}}, [${num_words} + {offset}];",
         ",".join(["=r"] * num_words) + ",r,~{memory}",
@@ -296,9 +311,7 @@ def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> No
 @dsl_user_op
 def map_to_cta(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
     """The shared::cluster address of a shared-memory address in the CTA of ``rank`` of this cluster."""
-    return _pure(
-        Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip
-    )
+    return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -307,7 +320,7 @@ def load_cluster(address: Int32, offset: int, num_values: int, *, loc=None, ip=N
     f32 = Float32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_values))
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * num_values),
+        _struct(f32, num_values),
         [Int32(address).ir_value(loc=loc, ip=ip)],
         f"ld.shared::cluster.v{num_values}.f32 {{{outputs}}}, [${num_values} + {offset}];",
         ",".join(["=f"] * num_values) + ",r,~{memory}",
@@ -324,7 +337,7 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     target = f".v{num_words}.u32 {{{outputs}}}" if num_words > 1 else ".u32 $0"
-    result_type = llvm.StructType.get_literal([u32] * num_words) if num_words > 1 else u32
+    result_type = _struct(u32, num_words) if num_words > 1 else u32
     result = llvm.inline_asm(
         result_type,
         [Int64(address).ir_value(loc=loc, ip=ip)],
@@ -341,10 +354,14 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
 
 @dsl_user_op
 def store_global(address: Int64, values: Sequence, *, loc=None, ip=None) -> None:
-    """2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
+    """1, 2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
     kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
     inputs = ", ".join(f"${i + 1}" for i in range(len(values)))
-    asm = f"st.global.v{len(values)}.{kind} [$0], {{{inputs}}};"
+    asm = (
+        f"st.global.{kind} [$0], {inputs};"
+        if len(values) == 1
+        else f"st.global.v{len(values)}.{kind} [$0], {{{inputs}}};"
+    )
     _effect([Int64(address), *values], asm, ",".join(["l"] + [letter] * len(values)), loc=loc, ip=ip)
 
 
@@ -354,7 +371,7 @@ def load_global(address: Int64, num_values: int, *, loc=None, ip=None) -> list[F
     f32 = Float32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_values))
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * num_values),
+        _struct(f32, num_values),
         [Int64(address).ir_value(loc=loc, ip=ip)],
         f"ld.global.cg.v{num_values}.f32 {{{outputs}}}, [${num_values}];",
         ",".join(["=f"] * num_values) + ",l,~{memory}",

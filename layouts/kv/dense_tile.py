@@ -1,9 +1,9 @@
 """How a warp of the decode kernel reads 16-bit KV rows out of shared memory: swizzled tiles and ldmatrix addresses.
 
-A tensor-map copy writes each KV head's tile as ``head_dim / 64`` *panels* of [tokens][64 elements], 128 bytes a row, with
-the 128-byte swizzle: 16-byte chunk c of row r lies at chunk ``c ^ (r % 8)``. ``ldmatrix`` then finds the 8 rows of every 8 x 8
-matrix in 8 different bank groups. K (tokens x columns) is read as it lies, V transposed (``.trans``), so both become the
-A operand of ``mma.sync.m16n8k16`` with the query heads as its N.
+A tensor-map copy writes each KV head's tile as ``head_dim / 64`` *panels* of [tokens][64 elements], 128 bytes a row,
+with the 128-byte swizzle: 16-byte chunk c of row r lies at chunk ``c ^ (r % 8)``. ``ldmatrix`` then finds the 8 rows of
+every 8 x 8 matrix in 8 different bank groups. K (tokens x columns) is read as it lies, V transposed (``.trans``), so
+both become the A operand of ``mma.sync.m16n8k16`` with the query heads as its N.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class DenseTile:
         return panel * self.panel_bytes + token * ROW_BYTES + (place ^ token % MATRIX) * CHUNK_BYTES
 
     def k_row(self, lane: int) -> tuple[int, int]:
-        """(token, chunk) within a 16 x 16 tile whose address a lane gives to ldmatrix for K: matrices in the order of A's registers."""
+        """(token, chunk) of a 16 x 16 tile that a lane addresses for ldmatrix of K: matrices in A's register order."""
         return lane % 8 + 8 * (lane // 8 % 2), lane // 16
 
     def v_row(self, lane: int) -> tuple[int, int]:

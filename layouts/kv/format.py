@@ -62,7 +62,11 @@ class KvFormat(abc.ABC):
 
     @abc.abstractmethod
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Floating [..., head_dim] to uint8 rows [..., row_bytes]."""
+        """Floating [..., head_dim] to uint8 rows [..., row_bytes].
+
+        NaN counts as 0 and what is out of range saturates, so that rows are finite whatever the input. Formats whose
+        scale lies outside the row take it as a further argument ``scale``.
+        """
 
     @abc.abstractmethod
     def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -131,6 +135,21 @@ class KvFormat(abc.ABC):
             raise TypeError(f"dtype is {dtype}; want one of {', '.join(map(str, FLOATING))}")
 
 
+def check_leading(**parts: torch.Tensor) -> None:
+    """Raise unless all parts have the same dimensions before the last."""
+    if len({part.shape[:-1] for part in parts.values()}) > 1:
+        shapes = [tuple(part.shape) for part in parts.values()]
+        raise ValueError(f"{', '.join(parts)} have shapes {shapes}; want equal leading dimensions")
+
+
+def check_positive_int(name: str, value: int) -> None:
+    """Raise unless value is an int above 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; want an int")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; want a positive int")
+
+
 def check_part(part: torch.Tensor, name: str, dtype: torch.dtype, width: int) -> None:
     """Raise unless ``part`` is a tensor of ``dtype`` whose last dimension is ``width``."""
     if not isinstance(part, torch.Tensor):
@@ -149,12 +168,25 @@ def check_range(codes: torch.Tensor, low: int, high: int) -> None:
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The memory of the last dimension of x as uint8 (little endian, as the GPU's)."""
-    return x.contiguous().view(torch.uint8)
+    return reinterpret(x, torch.uint8)
+
+
+def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of the last dimension of x as another dtype; copies where strides or alignment do not allow a view."""
+    aligned = x.storage_offset() * x.element_size() % dtype.itemsize == 0
+    if not x.is_contiguous() or x.stride(-1) != 1 or not aligned:
+        x = x.new_empty(x.shape).copy_(x)
+    return x.view(dtype)
 
 
 def working_precision(x: torch.Tensor) -> torch.Tensor:
     """x in the precision quantisers compute in: float32, or float64 when x is float64."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def finite(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """x in working precision with NaN as 0 and everything else clamped to +-limit."""
+    return working_precision(x).nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
 
 
 def adversarial_rows(head_dim: int) -> torch.Tensor:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from layouts.kv.format import Field, KvFormat, bytes_of, check_part, check_range, working_precision
+from layouts.kv.format import (
+    Field,
+    KvFormat,
+    bytes_of,
+    check_leading,
+    check_part,
+    check_positive_int,
+    check_range,
+    finite,
+    reinterpret,
+)
 
 FP16_MAX = 65504.0
 MAX_CODE = 15
@@ -45,11 +55,8 @@ class Int4Row(KvFormat):
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        for field, value in (("head_dim", self.head_dim), ("num_groups", self.num_groups)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{field} is {value!r}; want an int")
-            if value < 1:
-                raise ValueError(f"{field} is {value}; want a positive int")
+        check_positive_int("head_dim", self.head_dim)
+        check_positive_int("num_groups", self.num_groups)
         if self.head_dim % (2 * self.num_groups):
             raise ValueError(
                 f"head_dim {self.head_dim} does not split into {self.num_groups} groups of an even size; "
@@ -90,8 +97,7 @@ class Int4Row(KvFormat):
             ValueError: the last dimension of x is not head_dim.
         """
         self.check_input(x)
-        groups = working_precision(x).unflatten(-1, (self.num_groups, self.group_size))
-        groups = groups.nan_to_num(nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX).clamp(-FP16_MAX, FP16_MAX)
+        groups = finite(x, FP16_MAX).unflatten(-1, (self.num_groups, self.group_size))
         low, high = torch.aminmax(groups, dim=-1)
         shift = low.half()
         scale = ((high - low) / MAX_CODE).half()
@@ -130,9 +136,7 @@ class Int4Row(KvFormat):
         check_part(codes, "codes", torch.uint8, self.head_dim)
         check_part(scale, "scale", torch.float16, self.num_groups)
         check_part(shift, "shift", torch.float16, self.num_groups)
-        if not codes.shape[:-1] == scale.shape[:-1] == shift.shape[:-1]:
-            shapes = [tuple(part.shape) for part in parts]
-            raise ValueError(f"codes, scale, shift have shapes {shapes}; want equal leading dimensions")
+        check_leading(codes=codes, scale=scale, shift=shift)
         check_range(codes, 0, MAX_CODE)
         return self._join(codes, scale, shift)
 
@@ -144,7 +148,7 @@ class Int4Row(KvFormat):
             ValueError: the last dimension of rows is not row_bytes.
         """
         self.check_rows(rows)
-        header = rows[..., : self.header_bytes].contiguous().view(torch.float16)
+        header = reinterpret(rows[..., : self.header_bytes], torch.float16)
         scale, shift = header.unflatten(-1, (self.num_groups, 2)).unbind(-1)
         data = rows[..., self.header_bytes :]
         codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)

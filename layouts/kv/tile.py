@@ -1,13 +1,14 @@
 """How a warp of the decode kernel reads INT4 rows out of shared memory: addresses, bank conflicts, element order.
 
-The kernel copies raw rows (the bytes of :class:`layouts.kv.int4.Int4Row`) into shared memory and lets each lane read, with
-32-bit loads, exactly the words whose nibbles are its operands of ``mma.sync.m16n8k16``. The contraction orders of Q K^T
-(head_dim) and of P V (tokens) are free, so nothing is ever permuted or stored back: :class:`Int4Tile` chooses which token
-stands in which row of the MMA tile, and the padding between bulk copies, so that those loads touch all 32 banks.
+The kernel copies raw rows (the bytes of :class:`layouts.kv.int4.Int4Row`) into shared memory and lets each lane read,
+with 32-bit loads, exactly the words whose nibbles are its operands of ``mma.sync.m16n8k16``. The contraction orders of
+Q K^T (head_dim) and of P V (tokens) are free, so nothing is ever permuted or stored back: :class:`Int4Tile` chooses
+which token stands in which row of the MMA tile, and the padding between bulk copies, so that those loads touch all 32
+banks.
 
-Terms: a *block* is 32 tokens of one KV head, the unit a warp works on: two MMA tiles of 16 rows, each with rows ``g`` and
-``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's place in an MMA fragment; ``j`` in 0..3 numbers
-the four row halves (tile ``j // 2``, half ``j % 2``). A *word* is 4 bytes.
+Terms: a *block* is 32 tokens of one KV head, the unit a warp works on: two MMA tiles of 16 rows, each with rows ``g``
+and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's place in an MMA fragment; ``j`` in
+0..3 numbers the four row halves (tile ``j // 2``, half ``j % 2``). A *word* is 4 bytes.
 """
 
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Int4Tile:
 
     @property
     def k_unit(self) -> int:
-        """Columns contracted per (lane, word): all 8 nibbles of lane t's word (32 columns a unit) unless a group is narrower."""
+        """Columns of one step through K: 32, which are the words of four lanes, unless a group is narrower."""
         return min(self.group_width, 32)
 
     @property
@@ -74,7 +75,7 @@ class Int4Tile:
         return min(self.group_width, 64)
 
     def k_column(self, unit: int, t: int, mma: int, register: int, half: int) -> int:
-        """Column of head_dim at slot (mma, register, half) of lane t's A operand: nibbles n and n + 4 make one packed pair."""
+        """Column at slot (mma, register, half) of lane t's A operand: nibbles n and n + 4 make one packed pair."""
         nibble = {32: 0, 16: 2 * (t % 2), 8: t}[self.k_unit] + 2 * mma + register + 4 * half
         word = t * self.k_unit // 32
         return self.k_unit * unit + NIBBLES_PER_WORD * word + nibble
@@ -87,7 +88,7 @@ class Int4Tile:
 
     @property
     def token_bits(self) -> tuple[int, ...]:
-        """Bit b of (g, j) (three bits of g, then two of j) is bit ``token_bits[b]`` of the token's place in its block."""
+        """Bit b of (g, j) (three bits of g, two of j) is bit ``token_bits[b]`` of the token's place in its block."""
         return self._plan[0]
 
     @property

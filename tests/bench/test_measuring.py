@@ -9,6 +9,7 @@ from bench.peers import Peer, Variant, measure_peer
 from bench.timing import Protocol, Timing, time_host
 from bench.workloads import DecodeShape, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.attention.schedule import Problem, make_schedule
 
 PROTOCOL = Protocol(samples=3, warmup=0)
 
@@ -192,33 +193,91 @@ def test_one_shape_failing_does_not_stop_the_suite(bench, monkeypatch):
     assert bench.recorder.data["failures"][0]["error"] == "MemoryError: too large"
 
 
-def test_the_ladder_switches_each_switchable_step_off(bench, monkeypatch):
-    from dataclasses import dataclass
+def problem(batch, kv_format="int4_g1"):
+    return Problem(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
-    @dataclass(frozen=True)
-    class Config:
-        num_stages: int = 4
-        copy: str = "bulk"
-        ctas_per_sm: int = 2
 
-    def bind_config(config, inputs, num_splits=None):
-        if config.copy != "bulk":
-            raise ValueError("copy: cannot")
-        call = timed(None, 100.0 if num_splits is None else 400.0)
-        call.us += 50.0 * (config.num_stages == 2)
-        return call
-
-    monkeypatch.setattr(entry, "config_for", lambda inputs: Config())
-    monkeypatch.setattr(entry, "bind_config", bind_config)
+def fake_kernels(monkeypatch, batch, us_of):
+    """The schedule of the main table's shape at `batch`; configurations give the reference output and take `us_of`."""
+    monkeypatch.setattr(entry, "schedule_for", lambda inputs: make_schedule(problem(batch, inputs.kv_format)))
     monkeypatch.setattr(suites, "DecodeShape", lambda batch: SMALL)
-    suites.run_ladder(bench, [3], ["int4_g1"])
+
+    def bind_config(config, inputs, **launch):
+        return timed(exact(inputs), us_of(config, launch))
+
+    monkeypatch.setattr(entry, "bind_config", bind_config)
+
+
+def rungs_of(bench):
     (found,) = bench.recorder.data["ladder"]
-    rungs = {rung["title"]: rung for rung in found["rungs"]}
     assert [rung["number"] for rung in found["rungs"]][:10] == list(range(1, 11))
-    assert rungs["Unroll K loads"]["off_us"] == 150.0 and rungs["Unroll K loads"]["on_us"] == 100.0
-    assert rungs["Split the sequence"]["off_us"] == 400.0
-    assert "cannot" in rungs["Group-wise INT4 with vector loads"]["why_not"]
+    return {rung["title"]: rung for rung in found["rungs"]}
+
+
+def test_the_ladder_switches_each_switchable_step_off(bench, monkeypatch):
+    def us_of(config, launch):
+        return 100.0 + 50.0 * (config.num_stages == 2) + 25.0 * (config.copy == "word") + 5.0 * (not config.early_tiles)
+
+    fake_kernels(monkeypatch, 32, us_of)
+    suites.run_ladder(bench, [32], ["int4_g1"])
+    rungs = rungs_of(bench)
+    off = {title: rung["off_us"] for title, rung in rungs.items() if "off_us" in rung}
+    assert off["Unroll K loads"] == 150.0 and rungs["Unroll K loads"]["on_us"] == 100.0
+    assert off["Group-wise INT4 with vector loads"] == 125.0
+    assert off["First tile before the length"] == 105.0
     assert "off_us" not in rungs["Swizzle P in shared memory"] and rungs["Swizzle P in shared memory"]["how"]
+
+
+def test_a_step_that_the_schedule_leaves_off_is_not_timed_against_itself(bench, monkeypatch):
+    fake_kernels(monkeypatch, 512, lambda config, launch: 100.0)
+    suites.run_ladder(bench, [512], ["int4_g1"])
+    split = rungs_of(bench)["Split the sequence"]  # 512 requests fill the GPU without splits
+    assert "off_us" not in split and split["why_not"] == "the schedule runs this shape so anyway"
+
+
+def test_a_configuration_that_is_wrong_has_no_time_and_stops_no_other(bench, monkeypatch):
+    fake_kernels(monkeypatch, 32, lambda config, launch: 100.0)
+    right = entry.bind_config
+
+    def bind_config(config, inputs, **launch):
+        if config.copy == "word":
+            return timed(exact(inputs) * 1.1, 1.0)
+        if launch["num_splits"] == 1:
+            raise RuntimeError("no such launch")
+        return right(config, inputs, **launch)
+
+    monkeypatch.setattr(entry, "bind_config", bind_config)
+    suites.run_ladder(bench, [32], ["int4_g1"])
+    rungs = rungs_of(bench)
+    word, split = rungs["Group-wise INT4 with vector loads"], rungs["Split the sequence"]
+    assert "off_us" not in word and word["on_us"] == 100.0 and "WrongOutput: relative error 1.00e-01" in word["why_not"]
+    assert split["why_not"] == "RuntimeError: no such launch"
+    assert rungs["First tile before the length"]["off_us"] == 100.0
+
+
+@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
+def test_every_switch_of_the_ladder_can_be_compiled_and_matters_at_some_batch(kv_format):
+    schedules = [make_schedule(problem(batch, kv_format)) for batch in (1, 32, 64, 512)]
+    for rung in ladder.LADDER:
+        changes = []
+        for schedule in schedules:
+            config, launch = rung.applied(schedule)
+            assert config.can_implement() is None, rung.title
+            assert launch["num_splits"] % launch["cluster_size"] == 0
+            on = schedule.config, schedule.num_splits, schedule.cluster_size
+            changes.append((config, launch["num_splits"], launch["cluster_size"]) != on)
+        assert any(changes) == bool(rung.off), f"{rung.title}: the switch changes nothing"
+
+
+def test_padding_and_token_order_are_counted_in_wavefronts():
+    rung = next(rung for rung in ladder.LADDER if rung.number == 10)
+    assert rung.count is not None
+    one_head = rung.count(make_schedule(problem(512)).config)
+    assert one_head.startswith("wavefronts per load of K 1, of V 1, with 0 words between copies")
+    assert one_head.endswith("without padding: K 2, V 4")
+    eight_heads = rung.count(make_schedule(Problem(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
+    assert eight_heads.startswith("wavefronts per load of K 1, of V 1, with 4 words between copies")
+    assert eight_heads.endswith("without padding: K 8, V 4")
 
 
 def test_without_triton_the_floor_says_what_it_is(monkeypatch, clock):
@@ -229,17 +288,3 @@ def test_without_triton_the_floor_says_what_it_is(monkeypatch, clock):
 
 def test_the_default_protocol_takes_at_least_fifteen_samples():
     assert timing.DEFAULT_PROTOCOL.samples >= 15
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
-def test_every_switch_of_the_ladder_is_a_configuration_that_exists(kv_format):
-    import dataclasses
-
-    from cute_kernels.attention.config import DecodeConfig
-
-    base = DecodeConfig(kv_format, "bf16", 128, ctas_per_sm=2)
-    assert base.can_implement() is None
-    for rung in ladder.LADDER:
-        off = dataclasses.replace(base, **rung.off_config)
-        assert off.can_implement() is None, rung.title
-        assert (off != base) == bool(rung.off_config), f"{rung.title}: the switch changes nothing"

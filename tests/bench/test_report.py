@@ -40,6 +40,17 @@ def test_the_markdown_table_has_one_line_per_measured_row_and_says_where_from(re
     assert "Test GPU, driver 1.0, torch 2.13.0, commit 0123456789, 2026-01-02" in lines[-1]
 
 
+def test_a_table_takes_its_place_in_a_document_and_leaves_the_rest(record):
+    begin = report.mark("main")
+    text = f"# Title\n\n{begin}\nearlier\n{report.MARK_END}\n\nbelow <!-- bench:decode-shapes -->x{report.MARK_END}\n"
+    once = report.filled(text, begin, report.markdown(record))
+    assert once.startswith(f"# Title\n\n{begin}\n| KV cache |") and "earlier" not in once
+    assert once.endswith(f"{report.MARK_END}\n\nbelow <!-- bench:decode-shapes -->x{report.MARK_END}\n")
+    assert report.filled(once, begin, report.markdown(record)) == once
+    with pytest.raises(ValueError, match="text: got no <!-- bench:decode-ladder -->"):
+        report.filled(text, report.mark("ladder"), "table")
+
+
 def test_a_suite_that_was_not_run_is_named(record):
     with pytest.raises(ValueError, match="suite: got 'ladder'"):
         report.markdown(record, "ladder")
@@ -67,7 +78,7 @@ def test_figures_are_drawn_from_what_is_there(record, tmp_path):
     files = plots.plot(record, tmp_path)
     assert [path.name for path in files] == [
         "decode_time.svg",
-        "decode_floor_ratio.svg",
+        "decode_ratio.svg",
         "decode_shapes.svg",
         "decode_ladder.svg",
     ]

@@ -1,0 +1,313 @@
+"""Fast conversions of packed 8- and 4-bit numbers to fp16 and bf16: what they compute and in which order.
+
+Each conversion is an instruction sequence on one 32-bit register, executed bit by bit by `layouts.isa`. It has two
+phases. *Extraction* (prmt, lop3, shift) moves bits and mixes in constants: it is an affine map over F2, so its matrix,
+read off 32 unit vectors, says for all 2**32 registers which output lane depends on which input field. *Arithmetic* then
+acts on each lane alone, so that trying all 256 or 16 codes of a field proves the value. The order in which elements
+must be stored for the lanes to come out in order is derived from that matrix, not tabulated.
+
+The sequences are those of FasterTransformer's interleaved converters (magic numbers 0x6400, 0x4300, 0x4B000000), their
+signed variants, and plain bit placement for FP8.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from layouts.algebra import Layout
+from layouts.bitlinear import BitMap
+from layouts.isa import BF16, F16, FloatFormat, Machine, lanes, splat
+from layouts.proofs import Proof, prove
+
+AND_OR = (0xF0 & 0xCC) | 0xAA
+AND_XOR = (0xF0 & 0xCC) ^ 0xAA
+AND = 0xF0 & 0xCC
+XOR = 0xF0 ^ 0xCC
+NIBBLES_LOW, NIBBLES_HIGH = 0x000F000F, 0x00F000F0
+
+Words = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One register of ``32 / bits`` codes to as many 16-bit floats.
+
+    Args:
+        name: unique identifier.
+        bits: width of a code.
+        target: floating format of the result.
+        lane_bits: width of a lane after extraction (32 where arithmetic runs in fp32).
+        extract: register -> words of lanes; bit moves and constants only.
+        finish: those words -> words of two 16-bit results; arithmetic on each lane alone.
+        value: code -> the number it stands for; NaN where the code has none that the sequence keeps.
+        note: what to know.
+    """
+
+    name: str
+    bits: int
+    target: FloatFormat
+    lane_bits: int
+    extract: Callable[[Machine, np.ndarray], Words]
+    finish: Callable[[Machine, Words], Words]
+    value: Callable[[np.ndarray], np.ndarray]
+    note: str = ""
+
+    @property
+    def count(self) -> int:
+        """Codes per register."""
+        return 32 // self.bits
+
+    def run(self, registers: np.ndarray, machine: Machine | None = None) -> np.ndarray:
+        """Result lanes in order, uint16 [..., count], of uint32 registers [...]."""
+        machine = machine or Machine()
+        registers = np.asarray(registers, dtype=np.uint32)
+        words = self.finish(machine, self.extract(machine, registers))
+        return np.stack([half for word in words for half in lanes(word)], axis=-1)
+
+    def instructions(self) -> Counter[str]:
+        """Instructions per register."""
+        machine = Machine()
+        self.run(np.zeros(1, dtype=np.uint32), machine)
+        return machine.counts
+
+    def extraction(self) -> tuple[BitMap, np.ndarray]:
+        """Matrix over F2 and constant of the extraction: output bit j of lane n is bit ``n * lane_bits + j``."""
+        units = np.concatenate(([0], 1 << np.arange(32, dtype=np.uint64))).astype(np.uint32)
+        words = self.extract(Machine(), units)
+        constant = np.array([word[0] for word in words])
+        columns = [sum(int(word[i + 1] ^ word[0]) << 32 * place for place, word in enumerate(words)) for i in range(32)]
+        return BitMap(tuple(columns), 32 * len(words)), constant
+
+    def lane_of_field(self) -> tuple[int, ...]:
+        """Lane that each field of the register, lowest first, comes out in.
+
+        Raises:
+            ValueError: a field reaches no lane or several.
+        """
+        matrix, _ = self.extraction()
+        found = []
+        for field in range(self.count):
+            bits = 0
+            for column in matrix.columns[field * self.bits : (field + 1) * self.bits]:
+                bits |= column
+            reached = [n for n in range(self.count) if bits >> n * self.lane_bits & ((1 << self.lane_bits) - 1)]
+            if len(reached) != 1:
+                raise ValueError(f"{self.name}: field {field} reaches lanes {reached}; want one")
+            found.append(reached[0])
+        return tuple(found)
+
+    def stored_order(self) -> tuple[int, ...]:
+        """Element to store in each field, lowest first, for the results to come out in order."""
+        return self.lane_of_field()
+
+    def register_layout(self) -> Layout:
+        """`stored_order` as a layout from field to element."""
+        columns = [self.stored_order()[1 << i] for i in range(self.count.bit_length() - 1)]
+        layout = BitMap(tuple(columns), self.count.bit_length() - 1).to_layout()
+        if tuple(layout(i) for i in range(self.count)) != self.stored_order():
+            raise ValueError(f"{self.name}: stored order {self.stored_order()} is no layout")
+        return layout
+
+    def describe(self) -> str:
+        """Name, instruction count and stored order."""
+        counts = ", ".join(f"{n} {op}" for op, n in sorted(self.instructions().items()))
+        order = ",".join(map(str, self.stored_order()))
+        return f"{self.name}: {counts} per {self.count} codes; stored order {order}. {self.note}".rstrip()
+
+    def verify(self) -> tuple[Proof, ...]:
+        """Prove order and value; raises `ProofError` where they do not hold."""
+        return (self._verify_affine(), self._verify_independence(), self._verify_values())
+
+    def _verify_affine(self) -> Proof:
+        """Coefficients of degree 2 and 3 of the algebraic normal form: XOR of f over all subsets of a few unit bits.
+
+        Each sequence joins at most two words that vary, so its degree is at most 2 and the test is complete.
+        """
+        groups = [*itertools.combinations(range(32), 2), *itertools.combinations(range(32), 3)]
+        affine = True
+        for size in (2, 3):
+            chosen = np.array([group for group in groups if len(group) == size], dtype=np.uint64)
+            coefficient: Words | None = None
+            for subset in itertools.product((0, 1), repeat=size):
+                x = ((np.uint64(1) << chosen) * np.array(subset, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
+                words = self.extract(Machine(), x)
+                coefficient = words if coefficient is None else [c ^ w for c, w in zip(coefficient, words, strict=True)]
+            affine = affine and coefficient is not None and not any(word.any() for word in coefficient)
+        return prove(affine, "extraction is affine over F2: no term of degree 2 or 3", "exhaustive", len(groups))
+
+    def _verify_independence(self) -> Proof:
+        lanes_found = self.lane_of_field()
+        holds = sorted(lanes_found) == list(range(self.count))
+        return prove(holds, "every lane depends on one field alone, for all 2**32 registers", "matrix", 32)
+
+    def _verify_values(self) -> Proof:
+        codes = np.arange(1 << self.bits, dtype=np.uint32)
+        expected = self.value(codes)
+        kept = ~np.isnan(expected)
+        holds = True
+        for field, lane in enumerate(self.lane_of_field()):
+            got = self.target.decode(self.run(codes << np.uint32(field * self.bits))[:, lane])
+            holds = holds and bool(np.array_equal(got[kept], expected[kept]))
+        return prove(holds, "every code of every field comes out as its value", "exhaustive", self.count * codes.size)
+
+
+# ------------------------------------------------------------------------------------------------- 8-bit integers
+
+
+def _bytes_to_f16(machine: Machine, x: np.ndarray) -> Words:
+    return [machine.prmt(x, 0x64646464, selector) for selector in (0x5250, 0x5351)]
+
+
+def _bytes_to_f32(machine: Machine, x: np.ndarray) -> Words:
+    return [machine.prmt(x, 0x4B000000, selector) for selector in (0x7650, 0x7652, 0x7651, 0x7653)]
+
+
+def _flip_signs(extract: Callable[[Machine, np.ndarray], Words]) -> Callable[[Machine, np.ndarray], Words]:
+    return lambda machine, x: extract(machine, machine.lop3(x, 0x80808080, 0, XOR))
+
+
+def _subtract_1152(machine: Machine, words: Words) -> Words:
+    return [machine.sub2(word, 0x6480, F16) for word in words]
+
+
+def _subtract_in_f32(machine: Machine, words: Words) -> Words:
+    a, b, c, d = (machine.sub_f32(word, 8388736.0) for word in words)
+    return [machine.prmt(a, b, 0x7632), machine.prmt(c, d, 0x7632)]
+
+
+# ------------------------------------------------------------------------------------------------- 4-bit integers
+
+
+def _nibbles_to_f16(table: int, low: int, high: int) -> Callable[[Machine, np.ndarray], Words]:
+    def extract(machine: Machine, x: np.ndarray) -> Words:
+        top = machine.shr(x, 8)
+        return [
+            machine.lop3(word, mask, splat(magic), table)
+            for word in (x, top)
+            for mask, magic in ((NIBBLES_LOW, low), (NIBBLES_HIGH, high))
+        ]
+
+    return extract
+
+
+def _subtract_1032_or_72(machine: Machine, words: Words) -> Words:
+    sixteenth, minus_72, bias = 0x2C00, 0xD480, 0x6408
+    return [
+        machine.sub2(word, bias, F16) if i % 2 == 0 else machine.fma2(word, sixteenth, minus_72, F16)
+        for i, word in enumerate(words)
+    ]
+
+
+def _nibbles_to_bf16(table: int, magic: int) -> Callable[[Machine, np.ndarray], Words]:
+    def extract(machine: Machine, x: np.ndarray) -> Words:
+        shifted = [x, *(machine.shr(x, 4 * i) for i in (1, 2, 3))]
+        return [machine.lop3(word, NIBBLES_LOW, splat(magic), table) for word in shifted]
+
+    return extract
+
+
+def _subtract_136(machine: Machine, words: Words) -> Words:
+    one, minus_136 = 0x3F80, 0xC308
+    return [machine.fma2(word, one, minus_136, BF16) for word in words]
+
+
+# ------------------------------------------------------------------------------------------------------------- FP8
+
+
+def _e4m3_to_bf16(machine: Machine, x: np.ndarray) -> Words:
+    """Sign to bit 15, exponent and mantissa to bits 10-4, of bytes (0, 2) and (1, 3)."""
+    high = machine.shl(x, 8)
+    pairs = [(high, machine.shl(x, 4)), (x, machine.shr(x, 4))]
+    signs, rest = splat(0x8000), splat(0x07F0)
+    return [machine.lop3(sign, signs, machine.lop3(body, rest, 0, AND), AND_OR) for sign, body in pairs]
+
+
+def _times_two_to_120(machine: Machine, words: Words) -> Words:
+    return [machine.mul2(word, 0x7B80, BF16) for word in words]
+
+
+def _e5m2_to_f16(machine: Machine, x: np.ndarray) -> Words:
+    return [machine.prmt(x, 0, selector) for selector in (0x1404, 0x3424)]
+
+
+def _unchanged(_: Machine, words: Words) -> Words:
+    return words
+
+
+# ---------------------------------------------------------------------------------------------------------- values
+
+
+def biased_value(bits: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Unsigned codes that stand for ``code - 2**(bits - 1)``."""
+    return lambda code: code.astype(np.float64) - (1 << (bits - 1))
+
+
+def signed_value(bits: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Two's complement codes."""
+    return lambda code: ((code.astype(np.int64) ^ (1 << (bits - 1))) - (1 << (bits - 1))).astype(np.float64)
+
+
+def e4m3_value(code: np.ndarray) -> np.ndarray:
+    """FP8 E4M3 (finite, NaN at 0x7F and 0xFF)."""
+    code = code.astype(np.int64)
+    exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float64)
+    magnitude = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    magnitude = np.where(code & 0x7F == 0x7F, np.nan, magnitude)
+    return np.where(code & 0x80, -magnitude, magnitude)
+
+
+def e5m2_value(code: np.ndarray) -> np.ndarray:
+    """FP8 E5M2: the high byte of an fp16."""
+    return (code.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    c.name: c
+    for c in (
+        Conversion("u8_f16", 8, F16, 16, _bytes_to_f16, _subtract_1152, biased_value(8), "Codes hold value + 128."),
+        Conversion("u8_bf16", 8, BF16, 32, _bytes_to_f32, _subtract_in_f32, biased_value(8), "Codes hold value + 128."),
+        Conversion("s8_f16", 8, F16, 16, _flip_signs(_bytes_to_f16), _subtract_1152, signed_value(8)),
+        Conversion("s8_bf16", 8, BF16, 32, _flip_signs(_bytes_to_f32), _subtract_in_f32, signed_value(8)),
+        Conversion(
+            "u4_f16",
+            4,
+            F16,
+            16,
+            _nibbles_to_f16(AND_OR, 0x6400, 0x6400),
+            _subtract_1032_or_72,
+            biased_value(4),
+            "Codes hold value + 8.",
+        ),
+        Conversion(
+            "u4_bf16",
+            4,
+            BF16,
+            16,
+            _nibbles_to_bf16(AND_OR, 0x4300),
+            _subtract_136,
+            biased_value(4),
+            "Codes hold value + 8.",
+        ),
+        Conversion(
+            "s4_f16", 4, F16, 16, _nibbles_to_f16(AND_XOR, 0x6408, 0x6480), _subtract_1032_or_72, signed_value(4)
+        ),
+        Conversion("s4_bf16", 4, BF16, 16, _nibbles_to_bf16(AND_XOR, 0x4308), _subtract_136, signed_value(4)),
+        Conversion(
+            "e4m3_bf16",
+            8,
+            BF16,
+            16,
+            _e4m3_to_bf16,
+            _times_two_to_120,
+            e4m3_value,
+            "A scale multiplies into the 2**120 factor; NaN codes come out as +-480.",
+        ),
+        Conversion("e5m2_f16", 8, F16, 16, _e5m2_to_f16, _unchanged, e5m2_value, "Inf and NaN are kept."),
+    )
+}
+"""All conversions, by name."""

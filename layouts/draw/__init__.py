@@ -1,0 +1,10 @@
+"""Layouts as pictures: value grids, thread-value maps, bank heat maps, permutations, registers bit by bit, byte maps.
+
+`layouts.draw.figures` turns an object of this package into a `Figure` (plain data); `save` writes it as SVG or as a
+self-contained HTML page whose cells tell coordinate, thread, value, bank and byte on hover.
+"""
+
+from layouts.draw.figure import Cell, Figure, Panel
+from layouts.draw.render import save, to_html, to_svg
+
+__all__ = ["Cell", "Figure", "Panel", "save", "to_html", "to_svg"]

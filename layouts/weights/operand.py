@@ -1,0 +1,72 @@
+"""What the row permutation S1 is for: proofs that ldmatrix deals out fragments of narrow weights.
+
+ldmatrix moves 16-bit elements: thread t gets the 32 bits at columns ``2 * (t % 4)`` of row ``t // 4``. Narrow weights
+put 4 or 8 consecutive rows of K into those 32 bits, while the MMA wants pairs of rows 8 apart. Permuting rows offline
+by S1 makes the two agree. Both sides are linear maps over F2 from (thread, value) to (k, n), so the agreement is an
+identity of two matrices.
+"""
+
+from __future__ import annotations
+
+from layouts.algebra import Layout, as_modes, size
+from layouts.bitlinear import BitMap, bits_of
+from layouts.fragments import FRAGMENTS, Fragment, ldmatrix
+from layouts.proofs import Proof, prove
+from layouts.weights import fastertransformer
+
+_MMA_COLUMNS = 8
+
+
+def delivered(bits: int, rows: Layout) -> BitMap:
+    """(thread, value) -> n + 8 * k that ldmatrix delivers from column-major weights whose rows were permuted.
+
+    Args:
+        bits: element width, 4 or 8.
+        rows: layout from stored row to original row, over the 16 bytes of one ldmatrix row.
+    """
+    split = bits_of(16 // bits)
+    one = ldmatrix(1).bit_map()
+    threads, pair = one.columns[:5], one.columns[5:]
+    inside = tuple(1 << i for i in range(split))
+    widened = (*(c << split for c in threads), *inside, *(c << split for c in pair))
+    stored = BitMap(widened, one.out_bits + split)
+    original = BitMap.from_layout(rows).stacked(BitMap.identity(bits_of(_MMA_COLUMNS)))
+    n_bits, k_bits = bits_of(_MMA_COLUMNS), bits_of(size(rows))
+    n_first = BitMap.permutation([*range(n_bits, n_bits + k_bits), *range(n_bits)])
+    return n_first @ original @ stored
+
+
+def wanted(fragment: Fragment, k: int) -> BitMap:
+    """(thread, value) -> n + 8 * k that consecutive MMA steps along K take, over ``k`` rows."""
+    one = fragment.bit_map()
+    steps = k // fragment.tile[1]
+    further = tuple(1 << one.out_bits + i for i in range(bits_of(steps)))
+    return BitMap(one.columns + further, one.out_bits + len(further))
+
+
+def prove_row_permutation(bits: int, activation_bits: int = 16) -> Proof:
+    """S1, then ldmatrix, gives each thread exactly its B fragments of the following MMA steps.
+
+    Raises:
+        ProofError: it does not.
+    """
+    fragment = FRAGMENTS["mma_b_m16n8k16" if activation_bits == 16 else "mma_b_m16n8k32"]
+    order = fastertransformer.row_order(bits, activation_bits)
+    got = delivered(bits, order)
+    claim = f"S1 of {bits}-bit weights + ldmatrix = fragments of {fragment.name}"
+    return prove(got == wanted(fragment, size(order)), claim, "matrix", 1 << got.in_bits)
+
+
+def prove_volta_needs_none() -> Proof:
+    """On Volta each thread's B fragment is a run of neighbours in row-major weights, so no row needs to move.
+
+    One aligned load of four neighbouring elements, whatever their width, fills the fragment of m8n8k4.
+
+    Raises:
+        ProofError: it is not.
+    """
+    fragment = FRAGMENTS["volta_b_row_m8n8k4"]
+    threads, values = (as_modes(mode) for mode in fragment.modes())
+    aligned = all(stride % 4 == 0 for _, stride in threads)
+    claim = "a Volta B fragment is four aligned neighbours of row-major weights"
+    return prove(values == ((4, 1),) and aligned, claim, "symbolic", size(fragment.layout))
