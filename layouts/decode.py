@@ -46,6 +46,7 @@ class Conversion:
         finish: those words -> words of two 16-bit results; arithmetic on each lane alone.
         value: code -> the number it stands for; NaN where the code has none that the sequence keeps.
         note: what to know.
+        lane_exponents: lane n comes out as value * 2**lane_exponents[n], for factors taken in elsewhere; default none.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Conversion:
     finish: Callable[[Machine, Words], Words]
     value: Callable[[np.ndarray], np.ndarray]
     note: str = ""
+    lane_exponents: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -68,6 +70,12 @@ class Conversion:
         registers = np.asarray(registers, dtype=np.uint32)
         words = self.finish(machine, self.extract(machine, registers))
         return np.stack([half for word in words for half in lanes(word)], axis=-1)
+
+    def values(self, registers: np.ndarray) -> np.ndarray:
+        """The numbers that registers [...] stand for, in order, float64 [..., count]: lanes without their factors."""
+        lanes_found = self.target.decode(self.run(registers))
+        with np.errstate(invalid="ignore"):
+            return np.ldexp(lanes_found, [-exponent for exponent in self.lane_exponents or (0,)])
 
     def instructions(self) -> Counter[str]:
         """Instructions per register."""
@@ -151,7 +159,7 @@ class Conversion:
         kept = ~np.isnan(expected)
         holds = True
         for field, lane in enumerate(self.lane_of_field()):
-            got = self.target.decode(self.run(codes << np.uint32(field * self.bits))[:, lane])
+            got = self.values(codes << np.uint32(field * self.bits))[:, lane]
             holds = holds and bool(np.array_equal(got[kept], expected[kept]))
         return prove(holds, "every code of every field comes out as its value", "exhaustive", self.count * codes.size)
 
@@ -214,6 +222,11 @@ def _nibbles_to_bf16(table: int, magic: int) -> Callable[[Machine, np.ndarray], 
 def _subtract_136(machine: Machine, words: Words) -> Words:
     one, minus_136 = 0x3F80, 0xC308
     return [machine.fma2(word, one, minus_136, BF16) for word in words]
+
+
+def _nibbles_to_subnormals(machine: Machine, x: np.ndarray) -> Words:
+    top = machine.shr(x, 8)
+    return [machine.lop3(word, mask, 0, AND) for word in (x, top) for mask in (NIBBLES_LOW, NIBBLES_HIGH)]
 
 
 # ------------------------------------------------------------------------------------------------------------- FP8
@@ -292,6 +305,17 @@ CONVERSIONS: dict[str, Conversion] = {
             _subtract_136,
             biased_value(4),
             "Codes hold value + 8.",
+        ),
+        Conversion(
+            "u4_f16_subnormal",
+            4,
+            F16,
+            16,
+            _nibbles_to_subnormals,
+            _unchanged,
+            lambda code: code.astype(np.float64),
+            "No arithmetic: a masked nibble is an fp16 subnormal; the MMA's other operand takes in 2**24 or 2**20.",
+            (-24, -24, -20, -20) * 2,
         ),
         Conversion(
             "s4_f16", 4, F16, 16, _nibbles_to_f16(AND_XOR, 0x6408, 0x6480), _subtract_1032_or_72, signed_value(4)

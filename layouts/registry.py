@@ -27,6 +27,7 @@ class Entry:
     Args:
         name: unique.
         kind: heading it is listed under.
+        subject: the object itself.
         summary: one line.
         verify: establishes its claims or raises `ProofError`.
         figure: its picture.
@@ -34,6 +35,7 @@ class Entry:
 
     name: str
     kind: str
+    subject: object
     summary: str
     verify: Callable[[], tuple[Proof, ...]]
     figure: Callable[[], Figure]
@@ -57,6 +59,7 @@ def _swizzles() -> Iterator[Entry]:
         yield Entry(
             name,
             "swizzles",
+            swizzle,
             f"{algebra.notation(swizzle)}, rows of {row * 2} bytes of 16-bit elements",
             partial(_verify_swizzle, swizzle, row),
             partial(figures.value_grid, _swizzled_rows(swizzle, row), name),
@@ -136,6 +139,7 @@ def _transform_entry(
     return Entry(
         proved.name,
         "weight transforms",
+        proved,
         summary,
         lambda: (*proved.verify(), *(proof() for proof in further)),
         partial(figures.permutation, drawn, line, lines),
@@ -165,7 +169,7 @@ def _plain(
     subject: Conversion | Fragment | KvFormat,
     draw: Callable[..., Figure],
 ) -> Entry:
-    return Entry(name, kind, summary, subject.verify, partial(draw, subject))
+    return Entry(name, kind, subject, summary, subject.verify, partial(draw, subject))
 
 
 PUBLISHED_BANKS = {
@@ -187,6 +191,7 @@ def _accesses() -> Iterator[Entry]:
         yield Entry(
             name,
             "shared-memory accesses",
+            access,
             summary,
             partial(_verify_access, access),
             partial(figures.bank_map, access),

@@ -155,9 +155,20 @@ def execute(plan: Plan, data: torch.Tensor, size: int, flip: int = 0) -> torch.T
     flip_word = _lane_mask(plan, list(range(plan.word_bits // plan.element_bits)), flip)
     for index in _chunks(source, {axis + 1 for axis, _ in plan.exchanges}):
         part = out[index]
-        _copy(part, source[index])
+        staged = _stage(source[index])
+        later = []
         for axis, place in plan.exchanges:
-            _exchange(part, axis + 1, place, plan)
+            # Either side of the copy will do: prefer the one where the axis is slow, or pairs of words are neighbours.
+            early = staged is not None and (
+                staged.stride(axis + 1) == 1 or staged.stride(axis + 1) > part.stride(axis + 1)
+            )
+            if staged is not None and early:
+                _exchange(staged, axis + 1, place, plan)
+            else:
+                later.append((axis + 1, place))
+        part.copy_(source[index] if staged is None else staged)
+        for axis, place in later:
+            _exchange(part, axis, place, plan)
         for low, high in plan.swaps:
             _swap(part, min(low, high), max(low, high), plan)
         if flip:
@@ -165,18 +176,17 @@ def execute(plan: Plan, data: torch.Tensor, size: int, flip: int = 0) -> torch.T
     return out.view(-1).view(torch.uint8)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)``; on a CPU by way of a buffer that takes whole cache lines of the source.
+def _stage(source: torch.Tensor) -> torch.Tensor | None:
+    """On a CPU, a copy of ``source`` in a buffer that keeps whole cache lines of it together, or None for no need.
 
     Read in the order of the target, a transposed source costs one cache miss per word.
     """
     run = _source_run(source)
     if source.device.type != "cpu" or not run or run[-1] == source.ndim - 1:
-        target.copy_(source)
-        return
+        return None
     order = [axis for axis in range(source.ndim) if axis not in run] + run
     back = [order.index(axis) for axis in range(source.ndim)]
-    target.copy_(source.permute(order).contiguous().permute(back))
+    return source.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def _source_run(source: torch.Tensor) -> list[int]:
@@ -232,7 +242,12 @@ def _exchange(words: torch.Tensor, axis: int, place: int, plan: Plan) -> None:
     """Trade the binary digit of ``axis`` with digit ``place`` inside the word, in place."""
     per_word = plan.word_bits // plan.element_bits
     shift = (1 << place) * plan.element_bits
-    mask = _lane_mask(plan, [i for i in range(per_word) if not i >> place & 1])
+    low_places = [i for i in range(per_word) if not i >> place & 1]
+    pairs = _word_pairs(words, axis)
+    if pairs is not None:
+        _delta_swap(pairs, 32 - shift, _lane_mask(plan, [i + (1 << place) for i in low_places]) & 0xFFFFFFFF)
+        return
+    mask = _lane_mask(plan, low_places)
     low, high = words.select(axis, 0), words.select(axis, 1)
     moved = low >> shift
     moved ^= high
@@ -242,11 +257,26 @@ def _exchange(words: torch.Tensor, axis: int, place: int, plan: Plan) -> None:
     low ^= moved
 
 
+def _word_pairs(words: torch.Tensor, axis: int) -> torch.Tensor | None:
+    """The two words of ``axis`` as one 64-bit number, low word first, where they are neighbours in memory."""
+    others = [words.stride(i) for i in range(words.ndim) if i != axis and words.shape[i] > 1]
+    odd = any(stride % 2 for stride in others) or words.storage_offset() % 2
+    if words.dtype != torch.int32 or words.stride(axis) != 1 or odd:
+        return None
+    moved = words.movedim(axis, -1)
+    return moved.as_strided(moved.shape, (*(s + s % 2 for s in moved.stride()[:-1]), 1)).view(torch.int64)
+
+
 def _swap(words: torch.Tensor, low: int, high: int, plan: Plan) -> None:
     """Trade digits ``low`` and ``high`` inside the word, in place."""
     per_word = plan.word_bits // plan.element_bits
     shift = ((1 << high) - (1 << low)) * plan.element_bits
-    mask = _lane_mask(plan, [i for i in range(per_word) if i >> low & 1 and not i >> high & 1])
+    places = [i for i in range(per_word) if i >> low & 1 and not i >> high & 1]
+    _delta_swap(words, shift, _lane_mask(plan, places))
+
+
+def _delta_swap(words: torch.Tensor, shift: int, mask: int) -> None:
+    """Trade the bits of ``mask`` with those ``shift`` above, in place."""
     moved = words >> shift
     moved ^= words
     moved &= mask

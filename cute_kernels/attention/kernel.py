@@ -60,8 +60,8 @@ class DecodeKernel:
         [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
         written if bit 0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads,
         clusters, head_dim] and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum);
-        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``: write partial results even where there is
-        nothing to combine.
+        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``:
+        write partial results even where there is nothing to combine.
         """
         config = self.config
         cache_shape: Any = k_cache.shape
@@ -219,7 +219,7 @@ class DecodeKernel:
         place = work.place
         full, empty = barriers, barriers + config.num_stages
         if warp < self.copier.num_issuers:
-            for i in cutlass.range(config.early_tiles, config.num_stages - 1, unroll=1):
+            for i in cutlass.range(config.early_tiles, config.num_stages - 1, 1, unroll=1):
                 if self.tile_token(place, i) < work.length:
                     self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
         state = self.reader.make_state(lane, roles.head, roles.slice_index)

@@ -51,53 +51,43 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, Any]:
     """Decode attention on CUDA tensors: (out, lse or None).
 
-    The checks and the schedule of a call are kept by shape, dtype, device and alignment, so that a repeated call costs
-    the launch.
+    A call's schedule is kept by what decides it. The checks that a repeated call has passed before are left to the
+    compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
+    compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
     """
-    cache_offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
-    key = (
-        q.shape,
-        k_cache.shape,
-        v_cache.shape,
-        seq_lens.shape,
-        q.dtype,
-        k_cache.dtype,
-        v_cache.dtype,
-        seq_lens.dtype,
-        q.get_device(),
-        k_cache.get_device(),
-        v_cache.get_device(),
-        seq_lens.get_device(),
-        kv_format,
-        num_splits,
-        cache_offset,
-        q.data_ptr() % _BYTES,
-    )
+    offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
+    key = (q.shape, k_cache.shape, q.dtype, q.get_device(), kv_format, num_splits, offset)
     plan = _plans.get(key)
-    # Strides are what the key does not show.
-    plain = q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and seq_lens.is_contiguous()
-    if plan is None or not plain or out is not None:
-        check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-        _check_alignment(q, k_cache, v_cache, out)
     if softmax_scale is not None:
         check_scale(softmax_scale)
-    if DEBUG:
-        check_lengths(seq_lens, k_cache.shape[1])
-    if plan is None:
-        if not k_cache.numel():
-            return _without_tokens(q, out)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not cache_offset)
-    if out is None:
-        out = torch.empty_like(q)
+    if plan is None or DEBUG:
+        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+        if plan is None:
+            if not k_cache.numel():
+                return _without_tokens(q, out)
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not offset)
+    result = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
-    _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
-    return out, lse
+    try:
+        _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
+    except (TypeError, ValueError, RuntimeError):
+        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+        raise
+    return result, lse
+
+
+def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out) -> None:
+    """Everything that can be said of a call without waiting for the device, and in debug mode the lengths."""
+    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+    _check_alignment(q, k_cache, v_cache, out)
+    if DEBUG:
+        check_lengths(seq_lens, k_cache.shape[1])
 
 
 def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +178,7 @@ def _check_alignment(q, k_cache, v_cache, out) -> None:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of 4 bytes, want it to")
 
 
-# -- other ways in -----------------------------------------------------------------------------------------------------
+# -- other ways in ----------------------------------------------------------------------------------------------------
 
 
 def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:
@@ -213,17 +203,19 @@ def bind_config(
     clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
     """
     problem = problem_of(q, k_cache, config.kv_format)
-    if num_splits is None:
-        chosen = make_schedule(problem)
-        num_splits, cluster_size = chosen.num_splits, cluster_size or chosen.cluster_size
-    schedule = Schedule(config, num_splits, cluster_size or 1, head_blocks(problem, config))
-    plan = _plan_of(schedule, problem, q.device)
+    chosen = make_schedule(problem)
+    if cluster_size is None:
+        cluster_size = chosen.cluster_size if num_splits is None else 1
+    splits = chosen.num_splits if num_splits is None else num_splits
+    if splits % cluster_size:
+        raise ValueError(f"num_splits: got {splits}, want a multiple of cluster_size {cluster_size}")
+    plan = _plan_of(Schedule(config, splits, cluster_size, head_blocks(problem, config)), problem, q.device)
 
-    def launch_again() -> torch.Tensor:
+    def call() -> torch.Tensor:
         _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
         return out
 
-    return launch_again
+    return call
 
 
 def launch_splits(
@@ -327,8 +319,7 @@ def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    if not type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
-        if not {type(tensor) for tensor in (q, k_cache, v_cache, seq_lens)} <= {torch.Tensor, torch.nn.Parameter}:
-            return True
-    return not (q.is_cuda or q.is_cpu)
+    if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
+        return not (q.is_cuda or q.is_cpu)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    return True

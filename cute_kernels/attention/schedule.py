@@ -17,11 +17,12 @@ SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share
 CLUSTER_MERGE_US = 0.9  # merge of a cluster through distributed shared memory
 GLOBAL_MERGE_US = 1.6  # merge of clusters through memory: store, count, load
 GLOBAL_MERGE_PER_PARTIAL_US = 0.05
+LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 TARGET_WARPS = 8
-STAGE_BYTES = 32 * 1024  # a tile of K and V should be about this large
+STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int, cluster
     per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
     kind = "dense" if isinstance(form, DenseFormat) else "int4"
     sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * SM_RATE_ADVANTAGE[kind]
-    busiest = per_sm * cta_bytes / sm_rate
+    busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
     if config.ctas_per_sm == 4:
@@ -194,7 +195,7 @@ def int4_config(
     copy: str = "bulk",
     ctas_per_sm: int,
 ) -> DecodeConfig:
-    """An INT4 configuration of 8 warps and a ring of 3 tiles, or for more CTAs to an SM, a shorter ring and fewer warps.
+    """An INT4 configuration of 8 warps and a ring of 3 tiles; for more CTAs to an SM, a shorter ring and fewer warps.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows.
     """

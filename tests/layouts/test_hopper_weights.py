@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layouts.algebra import offsets
 from layouts.banks import report
 from layouts.decode import CONVERSIONS
 from layouts.fragments import wgmma_a
@@ -37,8 +38,7 @@ def test_simulated_kernel_reads_its_weights(bits, conversion):
     for tile_n, tile_k in ((0, 0), (1, 1)):
         for thread in (0, 5, 37, 127):
             load = blob[tile_n, tile_k, 16 * thread : 16 * thread + 16].view(np.uint32)
-            lanes = CONVERSIONS[conversion].run(load)
-            got = CONVERSIONS[conversion].target.decode(lanes).reshape(hopper.steps_per_load(bits), -1)
+            got = CONVERSIONS[conversion].values(load).reshape(hopper.steps_per_load(bits), -1)
             for step, row in enumerate(got):
                 m, kk = fragment[thread].T
                 wanted = values[tile_n * 64 + m, tile_k * hopper.tile_k(bits) + 16 * step + kk]
@@ -55,6 +55,15 @@ def test_tiles():
 def test_the_load_takes_no_bank_conflict():
     found = report(lambda lane: 16 * lane, 16, "ld")
     assert (found.wavefronts, found.conflicts) == (4, 0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_matrices_beyond_the_cache_move_as_the_layout_says(bits):
+    q = codes(512, 4096, bits)
+    whole = hopper.transform(512, 4096, bits)
+    wanted = unpack(q.flatten(), bits)[torch.from_numpy(offsets(whole.source))]
+    assert torch.equal(unpack(whole(q).flatten(), bits), wanted)
+    assert torch.equal(whole.inverse()(whole(q)), q)
 
 
 @settings(max_examples=40)

@@ -1,14 +1,19 @@
 """The command line and its registry: everything listed is proved and can be drawn."""
 
+import random
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
+from layouts import dsl
 from layouts.__main__ import main
 from layouts.draw import save, to_html, to_svg
 from layouts.draw.figure import Cell, Figure, Panel, heat, hue
 from layouts.proofs import METHODS, ProofError
 from layouts.registry import Entry, entries
+from layouts.transform import Transform, unpack
+from tests.layouts.dsl_oracle import traced
 
 ENTRIES = entries()
 SVG = "{http://www.w3.org/2000/svg}"
@@ -36,6 +41,21 @@ def test_every_entry_is_drawn(entry):
             <= width
         )
         assert float(rectangle.attrib["y"]) + float(rectangle.attrib["height"]) <= height
+
+
+def test_every_transform_is_what_the_dsl_makes_of_its_layout():
+    """The DSL evaluates each source layout on the CPU; the bytes then move accordingly (and come back)."""
+    transforms = [entry.subject for entry in ENTRIES.values() if isinstance(entry.subject, Transform)]
+    samples = [random.Random(transform.name).sample(range(transform.size), 128) for transform in transforms]
+
+    def body():
+        layouts = [dsl.to_dsl(transform.source) for transform in transforms]
+        return [[int(layout(i)) for i in chosen] for layout, chosen in zip(layouts, samples, strict=True)]
+
+    for transform, chosen, wanted in zip(transforms, samples, traced(body), strict=True):
+        x = torch.randint(0, 256, transform.storage_shape(transform.in_shape), dtype=torch.uint8)
+        moved = unpack(transform(x).flatten(), transform.bits)
+        assert torch.equal(moved[chosen], unpack(x.flatten(), transform.bits)[wanted] ^ transform.flip), transform.name
 
 
 def test_the_registry_covers_every_kind():
@@ -91,7 +111,7 @@ def test_a_false_claim_fails_the_command(capsys, monkeypatch):
     def wrong():
         raise ProofError("not so: two is three")
 
-    broken = Entry("broken", "swizzles", "", wrong, lambda: Figure("", []))
+    broken = Entry("broken", "swizzles", None, "", wrong, lambda: Figure("", []))
     monkeypatch.setattr("layouts.__main__.entries", lambda: {"broken": broken})
     assert main(["verify"]) == 1
     assert "broken: NOT PROVED: not so: two is three" in capsys.readouterr().out
