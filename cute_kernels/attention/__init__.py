@@ -110,7 +110,7 @@ def decode_attention(
         if out is not None:
             check_out(out, q)
             result = out.copy_(result)
-    elif isinstance(q, torch.Tensor) and q.is_cuda:
+    elif q.is_cuda:
         result, lse = ops.launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out)
     else:
         result, lse = ops.reference(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out)

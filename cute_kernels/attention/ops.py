@@ -61,8 +61,10 @@ def launch(
     offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     key = (q.shape, k_cache.shape, q.dtype, q.get_device(), kv_format, num_splits, offset)
     plan = _plans.get(key)
-    if plan is None or softmax_scale is not None or DEBUG:
-        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, softmax_scale, out)
+    if softmax_scale is not None:
+        check_scale(softmax_scale)
+    if plan is None or DEBUG:
+        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
         if plan is None:
             if not k_cache.numel():
                 return _without_tokens(q, out)
@@ -75,15 +77,14 @@ def launch(
     try:
         _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
     except (TypeError, ValueError, RuntimeError):
-        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, softmax_scale, out)
+        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
         raise
     return result, lse
 
 
-def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, softmax_scale, out) -> None:
+def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out) -> None:
     """Everything that can be said of a call without waiting for the device, and in debug mode the lengths."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-    check_scale(softmax_scale)
     _check_alignment(q, k_cache, v_cache, out)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
