@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -216,7 +217,7 @@ class TestGraphsAndStreams:
     def test_one_graph_serves_changing_lengths_between_eager_calls(self, kv_format, batch):
         calls = [make_call(batch, 4096, 1, 8, 128, kv_format, seed=i) for i in range(2)]
         seq_lens = lengths_on_gpu([4096] * batch)
-        run = [lambda c=c: cute_kernels.decode_attention(*c, seq_lens, kv_format=kv_format) for c in calls]
+        run = [partial(cute_kernels.decode_attention, *call, seq_lens, kv_format=kv_format) for call in calls]
         run[0]()
         graphs, outputs = [], []
         for f in run:
