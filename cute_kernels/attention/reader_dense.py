@@ -119,6 +119,9 @@ class DenseReader:
             for column in range(2):
                 state.accumulators[i + column] = state.accumulators[i + column] * factors[column]
 
+    def recentre(self, state, total, tile_address: Int32):
+        """Values of both signs need no centring."""
+
     def accumulate(self, state, tile_address: Int32, block_offset: int, probabilities, headers):
         """Adds P V of 32 tokens; probabilities [j][column] in fp32."""
         operand = [ptx.transpose_8x8(self.pack(*row)) for row in probabilities]

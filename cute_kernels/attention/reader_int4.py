@@ -29,9 +29,9 @@ HIGH_NIBBLES = 0x00F000F0
 LOW_NIBBLE_UNIT = 2.0**24  # 1 / value of the fp16 subnormal that stands for nibble 1 at bit 0
 HIGH_NIBBLE_UNIT = 2.0**20
 MIN_SCALE = 2.0**-24  # the least positive fp16, so that log2 of a zero scale stays finite
-QUERY_EXPONENT = (
-    14  # queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16
-)
+MIDDLE_CODE = 7.5
+# Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
+QUERY_EXPONENT = 14
 
 
 class Int4Reader:
@@ -63,8 +63,8 @@ class Int4Reader:
         base = head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
         k_word = t * self.tile.k_unit // 32
         v_word = g * self.tile.v_unit // 64
-        state.header = ptx.pinned(Int32(WORD_BYTES * (base + row_k)))
         state.k_lane = ptx.pinned(Int32(WORD_BYTES * (base + row_k + k_word)))
+        state.header = state.k_lane - WORD_BYTES * k_word  # cheaper to compute again than to keep
         state.v_lane = ptx.pinned(Int32(WORD_BYTES * (base + row_v + v_word)))
         state.lane = lane
         state.g, state.t = g, t
@@ -75,6 +75,8 @@ class Int4Reader:
         state.shift_sums = cute.make_rmem_tensor(2 * self.num_groups, Float32)
         state.accumulators.fill(0.0)
         state.shift_sums.fill(0.0)
+        state.centred = cute.make_rmem_tensor(2, Float32)
+        state.centred.fill(0.0)
         return state
 
     def _v_selector(self, g: Int32):
@@ -263,10 +265,44 @@ class Int4Reader:
         for i in range(0, self.num_accumulators, 2):
             for column in range(2):
                 state.accumulators[i + column] = state.accumulators[i + column] * factors[column]
+        for column in range(2):
+            state.centred[column] = state.centred[column] * factors[column]
+            for group in range(self.num_groups):
+                index = 2 * group + column
+                state.shift_sums[index] = state.shift_sums[index] * factors[column]
+
+    def recentre(self, state, total, tile_address: Int32):
+        """Moves what the accumulators have gained, on average, over to the shift sums.
+
+        Codes are positive, so the accumulators grow with every token, and tensor cores round sums toward zero: over
+        100,000 tokens the bias would outgrow the output, in which shift and codes cancel. Taking off the code's middle
+        times the probabilities since the last time keeps the accumulators near zero; being taken off here and added
+        there, the amount need only be about right: it uses the scales of one row of the tile at hand.
+
+        total: the lane's running sums of probabilities.
+        """
+        gained = []
+        for column in range(2):
+            gained.append(_lane_sum(total[column] - state.centred[column], (4, 8, 16)) * MIDDLE_CODE)
+            state.centred[column] = total[column]
+        header = self._load_header(state.header + tile_address, 0, 0)
+        scales = [cute.arch.shuffle_sync(ptx.half2_low_to_float(word), 0) for word in header]
+        amounts = [[scale * part for part in gained] for scale in scales]
+        for unit in range(self.v_units):
+            group = unit * self.tile.v_unit // self.tile.group_width
+            for nibble in range(self.v_rows):
+                worth = -1.0 / (HIGH_NIBBLE_UNIT if nibble % 2 else LOW_NIBBLE_UNIT)
+                for column in range(2):
+                    index = 4 * (unit * self.v_mmas + nibble // 2) + 2 * (nibble % 2) + column
+                    state.accumulators[index] = ptx.fma(
+                        amounts[group][column], Float32(worth), state.accumulators[index]
+                    )
         for group in range(self.num_groups):
             for column in range(2):
                 index = 2 * group + column
-                state.shift_sums[index] = state.shift_sums[index] * factors[column]
+                # The shift sums are added up over lanes at the end: one lane takes the amount.
+                amount = cutlass.select_(state.g == 0, amounts[group][column], Float32(0.0))
+                state.shift_sums[index] = state.shift_sums[index] + amount
 
     def accumulate(self, state, tile_address: Int32, block_offset: int, probabilities, headers):
         """Adds P V of 32 tokens; probabilities [j][column] in fp32, headers as :meth:`load_value_scales` gives them."""
