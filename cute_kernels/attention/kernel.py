@@ -244,8 +244,8 @@ class DecodeKernel:
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, softmax, address, block, first_token, work.length)
             # Every other time round the ring: often enough, and without a counter of its own.
-            if (stage + phase == 0) & (token + config.tile_tokens <= work.length):
-                self.reader.recentre(state, softmax.total, address + config.tile_bytes)
+            if stage + phase == 0:
+                self.reader.recentre(state)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)

@@ -119,7 +119,7 @@ class DenseReader:
             for column in range(2):
                 state.accumulators[i + column] = state.accumulators[i + column] * factors[column]
 
-    def recentre(self, state, total, tile_address: Int32):
+    def recentre(self, state):
         """Values of both signs need no centring."""
 
     def accumulate(self, state, tile_address: Int32, block_offset: int, probabilities, headers):

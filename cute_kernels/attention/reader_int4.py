@@ -29,7 +29,6 @@ HIGH_NIBBLES = 0x00F000F0
 LOW_NIBBLE_UNIT = 2.0**24  # 1 / value of the fp16 subnormal that stands for nibble 1 at bit 0
 HIGH_NIBBLE_UNIT = 2.0**20
 MIN_SCALE = 2.0**-24  # the least positive fp16, so that log2 of a zero scale stays finite
-MIDDLE_CODE = 7.5
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14
 
@@ -75,8 +74,6 @@ class Int4Reader:
         state.shift_sums = cute.make_rmem_tensor(2 * self.num_groups, Float32)
         state.accumulators.fill(0.0)
         state.shift_sums.fill(0.0)
-        state.centred = cute.make_rmem_tensor(2, Float32)
-        state.centred.fill(0.0)
         return state
 
     def _v_selector(self, g: Int32):
@@ -265,44 +262,44 @@ class Int4Reader:
         for i in range(0, self.num_accumulators, 2):
             for column in range(2):
                 state.accumulators[i + column] = state.accumulators[i + column] * factors[column]
-        for column in range(2):
-            state.centred[column] = state.centred[column] * factors[column]
-            for group in range(self.num_groups):
-                index = 2 * group + column
-                state.shift_sums[index] = state.shift_sums[index] * factors[column]
-
-    def recentre(self, state, total, tile_address: Int32):
-        """Moves what the accumulators have gained, on average, over to the shift sums.
-
-        Codes are positive, so the accumulators grow with every token, and tensor cores round sums toward zero: over
-        100,000 tokens the bias would outgrow the output, in which shift and codes cancel. Taking off the code's middle
-        times the probabilities since the last time keeps the accumulators near zero; being taken off here and added
-        there, the amount need only be about right: it uses the scales of one row of the tile at hand.
-
-        total: the lane's running sums of probabilities.
-        """
-        gained = []
-        for column in range(2):
-            gained.append(_lane_sum(total[column] - state.centred[column], (4, 8, 16)) * MIDDLE_CODE)
-            state.centred[column] = total[column]
-        header = self._load_header(state.header + tile_address, 0, 0)
-        scales = [cute.arch.shuffle_sync(ptx.half2_low_to_float(word), 0) for word in header]
-        amounts = [[scale * part for part in gained] for scale in scales]
-        for unit in range(self.v_units):
-            group = unit * self.tile.v_unit // self.tile.group_width
-            for nibble in range(self.v_rows):
-                worth = -1.0 / (HIGH_NIBBLE_UNIT if nibble % 2 else LOW_NIBBLE_UNIT)
-                for column in range(2):
-                    index = 4 * (unit * self.v_mmas + nibble // 2) + 2 * (nibble % 2) + column
-                    state.accumulators[index] = ptx.fma(
-                        amounts[group][column], Float32(worth), state.accumulators[index]
-                    )
         for group in range(self.num_groups):
             for column in range(2):
                 index = 2 * group + column
+                state.shift_sums[index] = state.shift_sums[index] * factors[column]
+
+    def recentre(self, state):
+        """Moves the mean of the accumulators of each group over to its shift sum.
+
+        Codes are positive, so the accumulators grow with every token, and tensor cores round sums toward zero: over
+        100,000 tokens the bias would outgrow the output, in which shift and codes cancel. Since the mean is no larger
+        than the largest accumulator, moving it costs no more than rounding, whatever the rows' scales are.
+        """
+        for group in range(self.num_groups):
+            units = [unit for unit in range(self.v_units) if self._group_of(unit) == group]
+            places = [(unit, nibble) for unit in units for nibble in range(self.v_rows)]
+            for column in range(2):
+                total = Float32(0.0)
+                for unit, nibble in places:
+                    value = state.accumulators[self._accumulator(unit, nibble, column)]
+                    total = ptx.fma(value, Float32(_unit_of(nibble)), total)
+                mean = _lane_sum(total, (4, 8, 16)) * (1.0 / (8 * len(places)))
+                for unit, nibble in places:
+                    index = self._accumulator(unit, nibble, column)
+                    state.accumulators[index] = ptx.fma(
+                        mean, Float32(-1.0 / _unit_of(nibble)), state.accumulators[index]
+                    )
                 # The shift sums are added up over lanes at the end: one lane takes the amount.
-                amount = cutlass.select_(state.g == 0, amounts[group][column], Float32(0.0))
+                index = 2 * group + column
+                amount = cutlass.select_(state.g == 0, mean, Float32(0.0))
                 state.shift_sums[index] = state.shift_sums[index] + amount
+
+    def _group_of(self, unit: int) -> int:
+        """Group of the columns of a unit of the output."""
+        return unit * self.tile.v_unit // self.tile.group_width
+
+    def _accumulator(self, unit: int, nibble: int, column: int) -> int:
+        """Accumulator of a lane's ``nibble``-th output row of a unit, head 2t + column."""
+        return 4 * (unit * self.v_mmas + nibble // 2) + 2 * (nibble % 2) + column
 
     def accumulate(self, state, tile_address: Int32, block_offset: int, probabilities, headers):
         """Adds P V of 32 tokens; probabilities [j][column] in fp32, headers as :meth:`load_value_scales` gives them."""
@@ -318,8 +315,7 @@ class Int4Reader:
                     ]
                     for half in range(2)
                 ]
-                group = unit * self.tile.v_unit // self.tile.group_width
-                self._accumulate_unit(state, unit, words, operands[pair][group])
+                self._accumulate_unit(state, unit, words, operands[pair][self._group_of(unit)])
 
     def _probability_operands(self, state, probabilities, headers):
         """B operands [pair][group] of P * scale, tokens along the contraction; adds P * shift to its own sums."""
@@ -382,14 +378,13 @@ class Int4Reader:
         shifts = [_lane_sum(state.shift_sums[i], (4, 8, 16)) for i in range(2 * self.num_groups)]
         result = []
         for unit in range(self.v_units):
-            group = unit * self.tile.v_unit // self.tile.group_width
+            group = self._group_of(unit)
             first_column = self.tile.v_column(unit, 0, 0) + state.g * self.v_rows
             for column in range(2):
                 values = []
                 for nibble in range(self.v_rows):
-                    factor = HIGH_NIBBLE_UNIT if nibble % 2 else LOW_NIBBLE_UNIT
-                    index = 4 * (unit * self.v_mmas + nibble // 2) + 2 * (nibble % 2) + column
-                    values.append(state.accumulators[index] * factor + shifts[2 * group + column])
+                    value = state.accumulators[self._accumulator(unit, nibble, column)]
+                    values.append(value * _unit_of(nibble) + shifts[2 * group + column])
                 result.append((column, first_column, values))
         return result
 
@@ -412,6 +407,11 @@ class _State:
     score_scale: Any
     query: list[Any]
     query_sums: list[Any]
+
+
+def _unit_of(nibble: int) -> float:
+    """What an accumulator of 1 stands for, by the place that its nibbles have in their byte."""
+    return HIGH_NIBBLE_UNIT if nibble % 2 else LOW_NIBBLE_UNIT
 
 
 def _lane_max(value: Float32, offsets) -> Float32:

@@ -333,3 +333,28 @@ def test_blocks_add_up_and_rescaling_scales_all_of_it(case: Case, monkeypatch):
     head_factors = np.tile([0.5, 0.25], 4)[:, None]
     np.testing.assert_allclose(rig.outputs(), once * head_factors, rtol=1e-6)
     np.testing.assert_allclose(rig.weighted_values(p), once * (1 + head_factors), rtol=1e-5, atol=1e-5)
+
+
+@every_int4_case
+@pytest.mark.parametrize("outlier", [0, 10], ids=["rows alike", "one large row"])
+def test_int4_recentring_moves_sums_without_losing_any(case: Case, outlier: int, monkeypatch):
+    """What is taken off the accumulators is kept elsewhere, exactly enough even where one row's scale says too much.
+
+    With an outlier, the block's first row has a scale 2**20 times that of the others and a probability as much smaller:
+    all tokens contribute alike, as they do when the likeliest token's row of V is small.
+    """
+    rows = random_int4_rows(case.config, (-outlier, 1 - outlier), 1)
+    p = random_probabilities(2) * 2.0**outlier
+    if outlier:
+        first = random_int4_rows(case.config, (outlier, outlier + 1), 3)[0]
+        rows[0] = first
+        p[0] *= 4.0**-outlier
+    rig = make_rig(monkeypatch, case, rows, rows)
+    once = rig.weighted_values(p)
+    rig.reader.recentre(rig.state)
+    form = case.config.format
+    assert isinstance(form, Int4Format)
+    _, scale, shift = form.row(case.config.head_dim).unpack(rows)
+    largest = np.repeat((15 * scale + shift.abs()).double().numpy(), rig.reader.tile.group_width, axis=1)
+    error = np.abs(rig.outputs() - once) / (p.T @ largest)
+    assert error.max() <= ROUNDING, f"off by {error.max():.1e} of the terms"

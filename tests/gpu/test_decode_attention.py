@@ -1,378 +1,313 @@
-"""Decode attention on a GPU against fp64 on the dequantised cache, and everything a CPU cannot show of it."""
+"""Decode attention on a GPU is attention: every kernel against fp64 on the dequantised cache, and where it could break.
 
-import math
-import os
-import subprocess
-import sys
-import time
-from functools import partial
-from typing import Any
+What a call does besides computing (graphs, streams, devices, errors, costs) is in `test_decode_calls`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cute_kernels
-from cute_kernels.attention import decode_attention_splits
-from cute_kernels.attention.formats import format_of
-from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.attention import decode_attention_splits, ops
+from cute_kernels.attention.reference import combine
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
+from tests.attention.cases import FORMATS, Call, assert_close, make_call, poison_past_lengths, store
+from tests.gpu.layout_table import LAYOUTS, HeadLayout
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
-INT4_FORMATS = ("int4_g1", "int4_g2", "int4_g4", "int4_g8")
-DTYPES = {"bf16": (torch.bfloat16,), "fp16": (torch.float16,)}
+CUDA = "cuda"
+EDGES = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513)  # of blocks and tiles
+FP32_STEPS = 2.0**-20  # how far an LSE of large scores may be off, relative to it: 8 steps of fp32
 
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
-def make_cache(values: torch.Tensor, kv_format: str) -> torch.Tensor:
-    form = format_of(kv_format)
-    if form.cache_dtype != torch.uint8:
-        return values.to(form.cache_dtype)
-    return form.row(values.shape[-1]).quantize(values)  # type: ignore[attr-defined]
-
-
-Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k_cache, v_cache
+every_format = pytest.mark.parametrize("kv_format", FORMATS)
 
 
-def make_call(
-    batch, tokens, kv_heads, group, head_dim, kv_format, dtype=torch.bfloat16, *, seed=0, k=None, v=None
-) -> Call:
-    """Random tensors of a call; ``k``, ``v`` replace the Gaussian cache values [batch, tokens, kv_heads, head_dim]."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-
-    def gaussian(*shape):
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    dtype = DTYPES.get(kv_format, (dtype,))[0]
-    q = gaussian(batch, 1, kv_heads * group, head_dim).to(dtype)
-    shape = (batch, tokens, kv_heads, head_dim)
-    k, v = (make_cache(gaussian(*shape) if x is None else x, kv_format) for x in (k, v))
-    return q, k, v
-
-
-def poison(cache: torch.Tensor, lengths: list[int]) -> None:
-    """What lies past a request's end may be anything: NaN, or bytes that make NaN scales."""
-    for row, length in zip(cache, lengths, strict=True):
-        row[length:] = 0xFF if cache.dtype == torch.uint8 else float("nan")
-
-
-def lengths_on_gpu(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor(lengths, dtype=torch.int32, device="cuda")
-
-
-def check(q, k, v, lengths: list[int], kv_format: str, **options) -> torch.Tensor:
-    """Runs a call into a poisoned output, compares output and LSE with fp64, returns the output."""
-    poison(k, lengths)
-    poison(v, lengths)
-    seq_lens = lengths_on_gpu(lengths)
-    out = torch.full_like(q, float("nan"))
-    result, lse = cute_kernels.decode_attention(
-        q, k, v, seq_lens, kv_format=kv_format, return_lse=True, out=out, **options
-    )
+def check(call: Call, *, lse_slack: float = 0.0, **options) -> torch.Tensor:
+    """Runs the public call into an output full of NaN and compares with fp64; returns the output."""
+    out = torch.full_like(call.q, torch.nan)
+    result, lse = call.run(out=out, return_lse=True, **options)
     assert result is out
-    scale = options.get("softmax_scale")
-    want, want_lse = decode_attention_reference(
-        q, k, v, seq_lens, kv_format=kv_format, softmax_scale=scale, compute_dtype=torch.float64
-    )
-    error = (out.double() - want).norm() / want.norm().clamp_min(1e-30)
-    assert error <= TOLERANCE[q.dtype], f"relative error {error:.2e}"
-    empty = want_lse.isinf()
-    assert torch.equal(lse.isinf(), empty)
-    assert not out.squeeze(1)[[length == 0 for length in lengths]].any()
-    if not empty.all():
-        torch.testing.assert_close(lse[~empty].double(), want_lse[~empty], rtol=1e-5, atol=1e-4)
+    assert_close(call, out, lse, softmax_scale=options.get("softmax_scale"), lse_slack=lse_slack)
     return out
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kv_format", ["bf16", "fp16", *INT4_FORMATS])
-def test_every_format_and_head_dim_over_ragged_lengths(kv_format, head_dim):
-    lengths = [0, 1, 31, 32, 33, 255, 256, 257, 1000, 1024]
-    check(*make_call(len(lengths), 1024, 1, 8, head_dim, kv_format), lengths, kv_format)
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "bf16"])
-@pytest.mark.parametrize(
-    ("kv_heads", "group"),
-    [(1, 1), (1, 16), (1, 24), (1, 64), (1, 80), (3, 5), (8, 8), (10, 4), (12, 1), (32, 1), (16, 16)],
-)
-def test_head_layouts_from_mha_to_mqa(kv_heads, group, kv_format):
-    check(*make_call(3, 520, kv_heads, group, 128, kv_format), [520, 77, 1], kv_format)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.data())
-def test_random_shapes(data):
-    kv_format = data.draw(st.sampled_from(["bf16", "fp16", *INT4_FORMATS]))
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
-    batch, tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3000))
-    kv_heads = data.draw(st.sampled_from([1, 2, 8]))
-    group = data.draw(st.integers(1, 8))
-    lengths = data.draw(st.lists(st.integers(0, tokens), min_size=batch, max_size=batch))
-    splits = data.draw(st.sampled_from([None, 1, 3, 17]))
-    call = make_call(batch, tokens, kv_heads, group, 128, kv_format, dtype, seed=data.draw(st.integers(0, 1 << 30)))
-    check(*call, lengths, kv_format, num_splits=splits)
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4", "bf16"])
-def test_a_request_of_131072_tokens(kv_format):
-    check(*make_call(1, 131072, 1, 8, 128, kv_format), [131072], kv_format)
-    check(*make_call(1, 131072, 1, 8, 128, kv_format, torch.float16), [131070], kv_format, num_splits=1)
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g8", "bf16", "fp16"])
-class TestValues:
-    def values(self, scale=1.0):
-        return torch.randn(4, 2000, 1, 128, device="cuda") * scale
-
-    def test_extreme_logits(self, kv_format):
-        q, k, v = make_call(4, 2000, 1, 8, 128, kv_format)
-        check(q * 60, k, v, [2000, 1999, 500, 1], kv_format)
-
-    def test_one_dominating_token(self, kv_format):
-        k = self.values(0.01)
-        q, *_ = make_call(4, 2000, 1, 8, 128, kv_format)
-        k[:, 1234, 0] = 30 * q[:, 0, 0].float() / q[:, 0, 0].float().norm(dim=-1, keepdim=True)
-        q, k, v = q, make_cache(k, kv_format), make_cache(self.values(), kv_format)
-        check(q, k, v, [2000] * 4, kv_format)
-
-    def test_constant_rows(self, kv_format):
-        k, v = self.values(), self.values()
-        k[:, ::3], v[:, ::2] = 0.5, -1.25
-        check(*make_call(4, 2000, 1, 8, 128, kv_format, k=k, v=v), [2000, 999, 2, 1], kv_format)
-
-    def test_only_constant_rows(self, kv_format):
-        ones = torch.ones(4, 2000, 1, 128, device="cuda")
-        check(*make_call(4, 2000, 1, 8, 128, kv_format, k=ones, v=2 * ones), [2000, 999, 2, 1], kv_format)
-
-    def test_rows_of_mixed_magnitude(self, kv_format):
-        k, v = self.values(), self.values()
-        v *= 10 ** torch.empty(4, 2000, 1, 1, device="cuda").uniform_(-4, 4)
-        check(*make_call(4, 2000, 1, 8, 128, kv_format, k=k, v=v), [2000, 1500, 64, 3], kv_format)
-
-    def test_tiny_queries(self, kv_format):
-        q, k, v = make_call(4, 2000, 1, 8, 128, kv_format)
-        check((q.float() * 1e-3).to(q.dtype), k, v, [2000, 1, 2, 3], kv_format)
-
-    def test_softmax_scale(self, kv_format):
-        check(*make_call(2, 500, 1, 8, 128, kv_format), [500, 20], kv_format, softmax_scale=0.3)
-
-
-def test_caches_that_no_bulk_copy_can_address_take_word_copies():
-    """517 tokens of 68 bytes are no multiple of 16; and a cache may start on any multiple of 4."""
-    check(*make_call(3, 517, 1, 8, 128, "int4_g1"), [517, 516, 1], "int4_g1")
-    q, k, v = make_call(2, 512, 1, 8, 128, "int4_g1")
-    shifted = torch.empty(k.numel() + 4, dtype=torch.uint8, device="cuda")[4:].view_as(k).copy_(k)
-    check(q, shifted, v, [512, 300], "int4_g1")
-
-
-def test_offsets_beyond_two_to_the_31():
-    """Requests that begin past 2**31 elements and bytes; only the rows that are read are filled."""
-    for kv_format, batch in (("int4_g1", 80), ("bf16", 40)):
-        form = format_of(kv_format)
-        tokens, kv_heads = (131072, 8) if kv_format == "bf16" else (65536, 8)
-        shape = (batch, tokens, kv_heads, form.row_elements(128))
-        assert math.prod(shape) > 2**31
-        q, small_k, small_v = make_call(batch, 64, kv_heads, 1, 128, kv_format)
-        caches = []
-        for small in (small_k, small_v):
-            cache = torch.empty(shape, dtype=form.cache_dtype, device="cuda")
-            cache[:, :64] = small
-            caches.append(cache)
-        seq_lens = lengths_on_gpu([64] * batch)
-        got = cute_kernels.decode_attention(q, caches[0], caches[1], seq_lens, kv_format=kv_format)
-        want, _ = decode_attention_reference(q, small_k, small_v, seq_lens, kv_format=kv_format)
-        error = (got.float() - want).norm() / want.norm()
-        assert error <= 4e-3
-        del caches, cache
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g4", "bf16"])
-class TestReproducible:
-    def test_equal_inputs_give_bitwise_equal_outputs(self, kv_format):
-        q, k, v = make_call(5, 4000, 1, 8, 128, kv_format)
-        seq_lens = lengths_on_gpu([4000, 1, 999, 0, 2048])
-        for splits in (None, 7):
-            first = cute_kernels.decode_attention(q, k, v, seq_lens, kv_format=kv_format, num_splits=splits)
-            for _ in range(20):
-                again = cute_kernels.decode_attention(q, k, v, seq_lens, kv_format=kv_format, num_splits=splits)
-                assert torch.equal(first, again)
-
-    def test_with_fixed_splits_a_row_does_not_depend_on_its_batch(self, kv_format):
-        q, k, v = make_call(6, 3000, 1, 8, 128, kv_format)
-        seq_lens = lengths_on_gpu([3000, 17, 1111, 0, 2999, 256])
-        together = cute_kernels.decode_attention(q, k, v, seq_lens, kv_format=kv_format, num_splits=5)
-        for i in range(6):
-            one = slice(i, i + 1)
-            alone = cute_kernels.decode_attention(
-                q[one], k[one].clone(), v[one].clone(), seq_lens[one].clone(), kv_format=kv_format, num_splits=5
-            )
-            assert torch.equal(alone[0], together[i])
-
-
-@pytest.mark.parametrize(("kv_format", "batch"), [("int4_g1", 4), ("bf16", 3), ("int4_g4", 40)])
-class TestGraphsAndStreams:
-    def test_one_graph_serves_changing_lengths_between_eager_calls(self, kv_format, batch):
-        calls = [make_call(batch, 4096, 1, 8, 128, kv_format, seed=i) for i in range(2)]
-        seq_lens = lengths_on_gpu([4096] * batch)
-        run = [partial(cute_kernels.decode_attention, *call, seq_lens, kv_format=kv_format) for call in calls]
-        run[0]()
-        graphs, outputs = [], []
-        for f in run:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs.append(f())
-            graphs.append(graph)
-        for lengths in ([4096] * batch, [1] * batch, list(range(batch)), [4096 - 7 * i for i in range(batch)]):
-            seq_lens.copy_(lengths_on_gpu(lengths))
-            wanted = [f() for f in run]
-            for output in outputs:
-                output.fill_(float("nan"))
-            for graph in graphs:
-                graph.replay()
-            run[0]()
-            torch.cuda.synchronize()
-            for output, want in zip(outputs, wanted, strict=True):
-                assert torch.equal(output, want)
-
-    def test_two_streams_at_once(self, kv_format, batch):
-        calls = [make_call(batch, 4096, 1, 8, 128, kv_format, seed=i) for i in range(2)]
-        seq_lens = lengths_on_gpu([4096 - i for i in range(batch)])
-        want = [cute_kernels.decode_attention(*c, seq_lens, kv_format=kv_format) for c in calls]
-        torch.cuda.synchronize()
-        streams = [torch.cuda.Stream() for _ in calls]
-        got = [[], []]
-        for _ in range(50):
-            for i, stream in enumerate(streams):
-                with torch.cuda.stream(stream):
-                    got[i].append(cute_kernels.decode_attention(*calls[i], seq_lens, kv_format=kv_format))
-        torch.cuda.synchronize()
-        assert all(torch.equal(x, want[i]) for i in range(2) for x in got[i])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_a_second_device():
-    q, k, v = (x.to("cuda:1") for x in make_call(3, 1000, 1, 8, 128, "int4_g4"))
-    seq_lens = torch.tensor([1000, 3, 500], dtype=torch.int32, device="cuda:1")
-    got = cute_kernels.decode_attention(q, k, v, seq_lens, kv_format="int4_g4")
-    want, _ = decode_attention_reference(q, k, v, seq_lens, kv_format="int4_g4")
-    assert got.device.index == 1
-    assert (got.float() - want).norm() / want.norm() < 4e-3
-
-
-def test_lengths_past_the_cache_are_clamped():
-    q, k, v = make_call(3, 256, 1, 8, 128, "int4_g4")
-    full = cute_kernels.decode_attention(q, k, v, lengths_on_gpu([256] * 3), kv_format="int4_g4")
-    past = cute_kernels.decode_attention(q, k, v, lengths_on_gpu([257, 2**31 - 1, 256]), kv_format="int4_g4")
-    assert torch.equal(full, past)
-    negative = cute_kernels.decode_attention(q, k, v, lengths_on_gpu([-1, -(2**31), 0]), kv_format="int4_g4")
-    assert not negative.any()
-
-
-def test_debug_mode_reports_lengths_past_the_cache():
-    script = (
-        "import torch, cute_kernels\n"
-        "q = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16, device='cuda')\n"
-        "k = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16, device='cuda')\n"
-        "n = torch.tensor([65], dtype=torch.int32, device='cuda')\n"
-        "cute_kernels.decode_attention(q, k, k, n, kv_format='bf16')\n"
+def call_for(layout: HeadLayout, group: int, lengths: list[int], max_seq_len: int, seed: int = 0) -> Call:
+    return make_call(
+        layout.kv_format,
+        lengths,
+        num_kv_heads=layout.num_kv_heads,
+        group=group,
+        head_dim=layout.head_dim,
+        max_seq_len=layout.tokens(max_seq_len),
+        q_dtype=layout.q_dtype,
+        device=CUDA,
+        seed=seed,
     )
-    environment = os.environ | {"CUTE_KERNELS_DEBUG": "1"}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode != 0
-    assert "seq_lens: got lengths from 65 to 65, want 0 to 64" in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda a: a | {"q": a["q"].cpu()}, "k_cache"),
-        (lambda a: a | {"k_cache": a["k_cache"].cpu()}, "k_cache"),
-        (lambda a: a | {"v_cache": a["v_cache"].cpu()}, "v_cache"),
-        (lambda a: a | {"seq_lens": a["seq_lens"].cpu()}, "seq_lens"),
-        (lambda a: a | {"seq_lens": a["seq_lens"].long()}, "seq_lens"),
-        (lambda a: a | {"seq_lens": a["seq_lens"][:1]}, "seq_lens"),
-        (lambda a: a | {"v_cache": a["v_cache"][:, :100].contiguous()}, "v_cache"),
-        (lambda a: a | {"k_cache": a["k_cache"].transpose(1, 2).contiguous().transpose(1, 2)}, "k_cache"),
-        (lambda a: a | {"q": a["q"].float()}, "q"),
-        (lambda a: a | {"q": a["q"][..., :64]}, "q"),
-        (lambda a: a | {"out": torch.empty_like(a["q"]).half()}, "out"),
-        (lambda a: a | {"out": torch.empty_like(a["q"]).cpu()}, "out"),
-        (lambda a: a | {"kv_format": "int4_g2"}, "k_cache"),
-        (lambda a: a | {"softmax_scale": -1.0}, "softmax_scale"),
-        (lambda a: a | {"num_splits": 0}, "num_splits"),
-    ],
-)
-@pytest.mark.parametrize("seen", [False, True])
-def test_bad_input_is_refused_by_name_whether_the_shape_was_seen_before_or_not(change, error, seen):
-    q, k, v = make_call(2, 128, 2, 4, 128, "int4_g4")
-    good: dict[str, Any] = {
-        "q": q,
-        "k_cache": k,
-        "v_cache": v,
-        "seq_lens": lengths_on_gpu([128, 5]),
-        "kv_format": "int4_g4",
-    }
-    if seen:
-        cute_kernels.decode_attention(**good)
-    with pytest.raises((TypeError, ValueError), match=f"^{error}: "):
-        cute_kernels.decode_attention(**change(good))
-    torch.cuda.synchronize()
+# -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-def test_compiled_graphs_call_the_operator():
-    q, k, v = make_call(3, 700, 1, 8, 128, "int4_g4")
-    seq_lens = lengths_on_gpu([700, 0, 3])
-
-    def step(q, k, v, seq_lens):
-        return cute_kernels.decode_attention(q * 2, k, v, seq_lens, kv_format="int4_g4") + 1
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v, seq_lens), step(q, k, v, seq_lens))
-    arguments = (q, k, v, seq_lens, "int4_g4", None, None)
-    torch.library.opcheck(torch.ops.cute_kernels.decode_attention.default, arguments)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_kernel_with_every_kind_of_split(layout: HeadLayout):
+    """All candidates of the schedule, also those that it would not choose here; merges of warps, clusters and rows."""
+    call = call_for(layout, layout.groups[-1], [0, 1, 33, 256, 513, 1200], 1200)
+    for config in layout.configs():
+        for num_splits, cluster_size in ((None, None), (1, 1), (5, 1), (6, 2), (8, 8), (32, 8)):
+            out = torch.full_like(call.q, torch.nan)
+            run = ops.bind_config(config, *call.tensors, out=out, num_splits=num_splits, cluster_size=cluster_size)
+            assert_close(call, run())
 
 
-def test_splits_combine_to_the_output():
-    q, k, v = make_call(3, 3000, 1, 8, 128, "int4_g4")
-    seq_lens = lengths_on_gpu([3000, 0, 300])
-    out, split_out, split_max, split_sum = decode_attention_splits(q, k, v, seq_lens, kv_format="int4_g4", num_splits=6)
-    weight = split_sum * (split_max - split_max.amax(1, keepdim=True).clamp_min(-1e30)).exp()
-    total = weight.sum(1).clamp_min(1e-30)
-    combined = (split_out * weight.unsqueeze(-1)).sum(1) / total.unsqueeze(-1)
-    torch.testing.assert_close(combined, out.squeeze(1).float(), rtol=1e-2, atol=4e-3)
+@st.composite
+def calls(draw) -> tuple[Call, int | None]:
+    layout = draw(st.sampled_from(LAYOUTS))
+    tokens = draw(st.one_of(st.integers(1, 600), st.integers(1, 2000)))
+    length = st.one_of(st.integers(0, tokens), st.sampled_from([edge for edge in EDGES if edge <= tokens]))
+    lengths = draw(st.lists(length, min_size=1, max_size=8))
+    if layout.q_dtype == "fp16":
+        lengths.append(tokens)  # see `assert_close`: one request of few tokens alone says little
+    num_splits = draw(st.sampled_from([None, None, 1, 3, 17]))
+    group = draw(st.sampled_from(layout.groups))
+    return call_for(layout, group, lengths, tokens, seed=draw(st.integers(0, 2**31))), num_splits
 
 
-def test_fbgemm_interface():
-    q, k, v = make_call(3, 1024, 1, 8, 128, "int4_g4")
-    positions = lengths_on_gpu([1023, 0, 99])
-    out, _, _ = gqa_attn_splitk(q, k, v, positions, 128**-0.5, 8, kv_cache_quant_num_groups=4)
-    want, _ = decode_attention_reference(q, k, v, positions + 1, kv_format="int4_g4", compute_dtype=torch.float64)
-    assert (out.double() - want).norm() / want.norm() < 4e-3
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(calls())
+def test_random_shapes(drawn: tuple[Call, int | None]):
+    call, num_splits = drawn
+    check(call, num_splits=num_splits)
 
 
-def test_host_cost_of_a_call(record_property):
-    """Microseconds of an eager call with an output to write to, without waiting for the GPU."""
-    q, k, v = make_call(1, 256, 1, 8, 128, "int4_g1")
-    seq_lens, out = lengths_on_gpu([256]), torch.empty_like(q)
+@every_format
+@pytest.mark.parametrize("group", [8, 1])
+def test_lengths_at_every_edge_of_a_tile(kv_format, group):
+    check(make_call(kv_format, [*EDGES, 1000, 1024], group=group, max_seq_len=1024, device=CUDA))
 
-    def cost(call, count=200):
-        for _ in range(count):
-            call()
-        times = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            times.append((time.perf_counter() - start) / count * 1e6)
-        return sorted(times)[len(times) // 2]
 
-    ours = cost(lambda: cute_kernels.decode_attention(q, k, v, seq_lens, kv_format="int4_g1", out=out))
-    allocating = cost(lambda: cute_kernels.decode_attention(q, k, v, seq_lens, kv_format="int4_g1"))
-    torch_add = cost(lambda: torch.add(q, q, out=out))
-    record_property("host_us", (ours, allocating, torch_add))
-    print(f"\nhost us per call: {ours:.2f} with out, {allocating:.2f} without, torch.add {torch_add:.2f}")
-    assert ours < 2 * torch_add + 2
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4"])
+@pytest.mark.parametrize("batch", [100, 300, 1000])
+def test_many_short_requests(kv_format, batch):
+    """More rows than SMs: one split each, several CTAs to an SM, more than one wave."""
+    check(make_call(kv_format, [(37 * i) % 301 for i in range(batch)], max_seq_len=304, device=CUDA))
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4"])
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_a_request_of_131072_tokens(kv_format, num_splits):
+    check(make_call(kv_format, [131072], device=CUDA), num_splits=num_splits)
+    check(make_call(kv_format, [131070, 1], max_seq_len=131072, device=CUDA), num_splits=num_splits)
+
+
+@every_format
+def test_more_splits_than_tiles(kv_format):
+    check(make_call(kv_format, [0, 1, 40, 300], max_seq_len=512, device=CUDA), num_splits=100)
+
+
+@every_format
+def test_a_scale_that_is_given(kv_format):
+    call = make_call(kv_format, [500, 20, 0], device=CUDA)
+    for scale in (0.3, 1, 1e-3):
+        check(call, softmax_scale=scale)
+
+
+@every_format
+def test_nothing_to_attend_to(kv_format):
+    for call in (
+        make_call(kv_format, [0, 0, 0], max_seq_len=64, device=CUDA),
+        make_call(kv_format, [0, 0], max_seq_len=0, device=CUDA),
+        make_call(kv_format, [], max_seq_len=64, device=CUDA),
+    ):
+        out, lse = call.run(return_lse=True, out=torch.full_like(call.q, torch.nan))
+        assert not out.any() and torch.all(lse == -torch.inf)
+        splits = decode_attention_splits(*call.tensors, kv_format=kv_format, num_splits=3)
+        assert not splits[0].any() and not splits[1].any() and not splits[3].any()
+        assert torch.all(splits[2] == -torch.inf)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_int4_caches_may_start_on_any_word_and_hold_any_number_of_tokens():
+    """Neither 517 rows of 68 bytes nor a start 4 bytes past a multiple of 16 suit bulk copies."""
+    check(make_call("int4_g1", [517, 516, 1], max_seq_len=517, device=CUDA))
+    call = make_call("int4_g1", [512, 300, 0], max_seq_len=512, device=CUDA)
+    for cache in ("k_cache", "v_cache"):
+        rows = getattr(call, cache)
+        shifted = torch.empty(rows.numel() + 4, dtype=torch.uint8, device=CUDA)[4:].view_as(rows).copy_(rows)
+        check(dataclasses.replace(call, **{cache: shifted}))
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4"])
+def test_a_batch_of_one_may_be_a_slice_of_longer_tensors(kv_format):
+    """Contiguous to PyTorch, since a dimension of 1 has no stride to speak of; the strides say otherwise."""
+    call = make_call(kv_format, [400], num_kv_heads=2, group=4, max_seq_len=512, device=CUDA)
+    queries = call.q.repeat(1, 3, 1, 1)
+    part = dataclasses.replace(call, q=queries[:, 1:2], k_cache=call.k_cache[:, :404], v_cache=call.v_cache[:, :404])
+    assert part.q.is_contiguous() and part.q.stride(0) != call.q.stride(0)
+    assert part.k_cache.is_contiguous() and part.k_cache.stride(0) == call.k_cache.stride(0)
+    check(part)
+
+
+@pytest.mark.parametrize(("kv_format", "batch", "tokens"), [("int4_g1", 80, 65536), ("bf16", 40, 65536)])
+def test_requests_that_begin_beyond_two_to_the_31(kv_format, batch, tokens):
+    """Only the first and the last rows of the caches are filled, and the rest is never looked at."""
+    lengths = [0] * (batch - 2) + [300, 64]
+    small = make_call(kv_format, lengths, num_kv_heads=8, group=2, max_seq_len=320, device=CUDA)
+    caches = []
+    for rows in (small.k_cache, small.v_cache):
+        cache = torch.empty(batch, tokens, *rows.shape[2:], dtype=rows.dtype, device=CUDA)
+        assert cache.numel() > 2**31
+        cache[:, :320] = rows
+        caches.append(cache)
+    out, lse = dataclasses.replace(small, k_cache=caches[0], v_cache=caches[1]).run(return_lse=True)
+    assert_close(small, out, lse)
+
+
+@pytest.mark.parametrize(("kv_format", "tokens"), [("int4_g1", 4_200_000), ("bf16", 2_200_000)])
+def test_tokens_that_lie_beyond_two_to_the_31_within_a_request(kv_format, tokens):
+    """All rows are zero but the last 64, whose scores make up for their small number."""
+    heads, tail = 8, 64
+    last = make_call(kv_format, [tail], num_kv_heads=heads, group=1, device=CUDA)
+    direction = last.q.float() / last.q.float().square().sum(-1, keepdim=True)  # q . direction = 1
+    noise = torch.randn(1, tail, heads, 128, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
+    last = dataclasses.replace(last, k_cache=store(12 * 128**0.5 * direction + 0.3 * noise, kv_format))
+    caches = []
+    for rows in (last.k_cache, last.v_cache):
+        cache = torch.zeros(1, tokens, *rows.shape[2:], dtype=rows.dtype, device=CUDA)
+        assert cache.numel() > 2**31
+        cache[:, -tail:] = rows
+        caches.append(cache)
+    lengths = torch.tensor([tokens], dtype=torch.int32, device=CUDA)
+    out, lse = Call(last.q, caches[0], caches[1], lengths, kv_format).run(return_lse=True)
+
+    part, part_lse = last.reference()
+    zero_rows = torch.tensor(tokens - tail, dtype=torch.float64, device=CUDA).log()  # each weighs exp(0)
+    want_lse = torch.logaddexp(part_lse, zero_rows)
+    want = part * (part_lse - want_lse).exp().unsqueeze(-1)
+    assert 0.1 < float((part_lse - want_lse).exp().min()) < 0.9, "both parts should matter"
+    assert float((out.double() - want).norm() / want.norm()) <= 4e-3
+    assert float((lse.double() - want_lse).abs().max()) <= 1e-4
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(seed))
+
+
+def powers_of_ten(low: float, high: float, *shape: int, seed: int = 8) -> torch.Tensor:
+    uniform = torch.rand(shape, device=CUDA, generator=torch.Generator(CUDA).manual_seed(seed))
+    return 10 ** (low + (high - low) * uniform)
+
+
+def call_with(kv_format: str, k: torch.Tensor, v: torch.Tensor, q_factor: float = 1.0, group: int = 8) -> Call:
+    """Requests of ragged lengths over cache values [4, tokens, 1, head_dim]."""
+    tokens, head_dim = k.shape[1], k.shape[3]
+    lengths = [tokens, tokens - 1, tokens // 2 + 3, 65]
+    call = make_call(kv_format, lengths, group=group, head_dim=head_dim, max_seq_len=tokens, device=CUDA)
+    q = (call.q.float() * q_factor).to(call.q.dtype)
+    call = dataclasses.replace(call, q=q, k_cache=store(k, kv_format), v_cache=store(v, kv_format))
+    poison_past_lengths(call)
+    return call
+
+
+SHAPE = (4, 2000, 1, 128)
+
+
+@every_format
+@pytest.mark.parametrize("factor", [60.0, 1e-3, 1e-6])
+def test_extreme_and_vanishing_logits(kv_format, factor):
+    check(call_with(kv_format, normal(*SHAPE), normal(*SHAPE, seed=9), q_factor=factor), lse_slack=FP32_STEPS)
+
+
+@every_format
+@pytest.mark.parametrize("place", [0, 64, 1002])
+def test_one_dominating_token(kv_format, place):
+    """Its weight is 1: what comes out is its row of V. Wherever it stands, all that was summed before must shrink."""
+    direction = normal(128)
+    k = 0.1 * normal(*SHAPE)
+    k[:, place] = 4 * direction
+    call = call_with(kv_format, k, normal(*SHAPE, seed=9))
+    q = (direction + 0.1 * call.q.float()).to(call.q.dtype)
+    check(dataclasses.replace(call, q=q), lse_slack=FP32_STEPS)
+
+
+@every_format
+def test_scores_that_rise_all_the_way(kv_format):
+    """The running maximum moves in every tile, by more than the kernel lets probabilities grow."""
+    direction = normal(128) / 128**0.5
+    k = 0.1 * normal(*SHAPE) + torch.linspace(0, 200, 2000, device=CUDA)[:, None, None] * direction
+    call = call_with(kv_format, k, normal(*SHAPE, seed=9))
+    q = (10 * direction + 0.1 * call.q.float()).to(call.q.dtype)
+    check(dataclasses.replace(call, q=q), lse_slack=FP32_STEPS)
+
+
+@every_format
+def test_constant_rows_have_scale_zero(kv_format):
+    k, v = normal(*SHAPE), normal(*SHAPE, seed=9)
+    k[:, ::3], v[:, ::2] = 0.5, -1.25
+    check(call_with(kv_format, k, v))
+    check(call_with(kv_format, torch.ones(SHAPE, device=CUDA), torch.full(SHAPE, 2.0, device=CUDA)))
+    check(call_with(kv_format, normal(*SHAPE), torch.full(SHAPE, -3.0, device=CUDA)))
+
+
+@every_format
+def test_rows_of_v_from_a_ten_thousandth_to_ten_thousand(kv_format):
+    v = (normal(*SHAPE, seed=9) * powers_of_ten(-4, 4, 4, 2000, 1, 1)).clamp(-6e4, 6e4)
+    check(call_with(kv_format, normal(*SHAPE), v))
+
+
+@every_format
+def test_rows_of_k_from_a_ten_thousandth_to_ten_thousand(kv_format):
+    k = (normal(*SHAPE) * powers_of_ten(-4, 4, 4, 2000, 1, 1)).clamp(-6e4, 6e4)
+    check(call_with(kv_format, k, normal(*SHAPE, seed=9), q_factor=1e-3), lse_slack=FP32_STEPS)
+
+
+# fp16 probabilities below 6e-5 lose bits, which shows where a row of V 1e8 times larger than the likeliest token's has
+# one of them. INT4 takes the rows' scales into the softmax reference, and bf16 has the range of fp32.
+@pytest.mark.parametrize("kv_format", [name for name in FORMATS if name != "fp16"])
+def test_small_probabilities_of_large_rows_count(kv_format):
+    k = (normal(*SHAPE) * powers_of_ten(-4, 4, 4, 2000, 1, 1)).clamp(-6e4, 6e4)
+    v = (normal(*SHAPE, seed=9) * powers_of_ten(-4, 4, 4, 2000, 1, 1, seed=10)).clamp(-6e4, 6e4)
+    check(call_with(kv_format, k, v, q_factor=1e-3), lse_slack=FP32_STEPS)
+
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize("num_splits", [1, 3, 17])
+def test_the_parts_make_the_whole(kv_format, num_splits):
+    call = make_call(kv_format, [3000, 0, 300, 1], group=5, device=CUDA)
+    out, *parts = decode_attention_splits(*call.tensors, kv_format=kv_format, num_splits=num_splits)
+    assert [tuple(part.shape) for part in parts] == [(4, num_splits, 5, 128), (4, num_splits, 5), (4, num_splits, 5)]
+    assert torch.equal(out, call.run(num_splits=num_splits))
+    assert_close(call, out)
+    whole = combine(*parts)
+    lse = (whole.max + whole.sum.log()).unsqueeze(1)
+    assert_close(call, whole.out.unsqueeze(1), lse)
+    assert not parts[0][1].any() and torch.all(parts[1][1] == -torch.inf) and not parts[2][1].any()
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4"])
+@pytest.mark.parametrize("num_split_ks", [1, 8, 13])
+def test_fbgemms_call(kv_format, num_split_ks):
+    call = make_call(kv_format, [1024, 1, 100], device=CUDA)
+    groups = int(kv_format[-1]) if kv_format != "bf16" else 1
+    out, split_out, metadata = gqa_attn_splitk(
+        call.q, call.k_cache, call.v_cache, call.seq_lens - 1, 128**-0.5, num_split_ks, groups
+    )
+    assert_close(call, out)
+    # FBGEMM's own reduction: outputs are not normalised.
+    weight = (metadata[:, 0] - metadata[:, 0].amax(dim=1, keepdim=True)).exp()
+    combined = (weight.unsqueeze(-1) * split_out).sum(1) / (weight * metadata[:, 1]).sum(1).unsqueeze(-1)
+    assert_close(call, combined.unsqueeze(1))
