@@ -59,7 +59,8 @@ def launch(
     compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
     """
     offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
-    key = (q.shape, k_cache.shape, q.dtype, q.get_device(), kv_format, num_splits, offset)
+    # The cache's dtypes, because signed bytes would pass for unsigned ones.
+    key = (q.shape, k_cache.shape, q.dtype, k_cache.dtype, v_cache.dtype, q.get_device(), kv_format, num_splits, offset)
     plan = _plans.get(key)
     if softmax_scale is not None:
         check_scale(softmax_scale)

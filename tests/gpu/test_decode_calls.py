@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
 CUDA = "cuda"
 REPOSITORY = Path(__file__).parents[2]
-HOST_US = 6.0  # of an eager call
+# Python and the launch: a guard against regressions. The bar itself, in us, is the benchmark's to report.
+HOST_COST = 3.0  # of torch.add, an operator that allocates its output
 COLD_START_SECONDS = 1.0  # from the end of `import torch` to the first result, kernels on disk
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
@@ -377,7 +378,7 @@ def test_an_eager_call_costs_the_host_little(kv_format, record_property):
     assert_close(call, out)
     record_property("host_us", json.dumps(costs))
     print(f"\nhost cost of an eager call, us: {', '.join(f'{name} {us:.2f}' for name, us in costs.items())}")
-    assert costs["plain"] <= HOST_US
+    assert costs["plain"] <= HOST_COST * costs["torch.add"]
 
 
 def test_a_second_process_starts_fast_from_a_warm_disk_cache(record_property):
