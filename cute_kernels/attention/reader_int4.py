@@ -403,6 +403,7 @@ class _State:
     v_shift: Any
     accumulators: Any
     shift_sums: Any
+    centred: Any
     score_scale: Any
     query: list[Any]
     query_sums: list[Any]

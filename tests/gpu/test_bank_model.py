@@ -57,7 +57,8 @@ def test_model_predicts_the_wavefronts_that_the_hardware_counts(counters):
             f"counted {measured:g}; conflicts: model {report.conflicts}, counted {counted[CONFLICTS] / REPEATS:g}"
         )
         table.append(line)
-        if measured != report.wavefronts:
+        # The replay's kernel itself costs one wavefront in all, whatever it repeats.
+        if measured != report.wavefronts + 1 / REPEATS or counted[CONFLICTS] / REPEATS != report.conflicts:
             wrong.append(line)
     print("\n".join(table))
     assert not wrong, "\n".join(wrong)
