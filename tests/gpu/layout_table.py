@@ -69,13 +69,15 @@ LAYOUTS = [
     HeadLayout("fp16", 256, 1, (24, 64), "fp16"),
     # INT4, all KV heads of a cache in a CTA.
     HeadLayout("int4_g1", 128, 1, ONE_WARP),
-    HeadLayout("int4_g4", 128, 1, ONE_WARP, "fp16"),
+    HeadLayout("int4_g2", 128, 1, ONE_WARP),
+    HeadLayout("int4_g4", 128, 1, ONE_WARP),
+    HeadLayout("int4_g8", 128, 1, ONE_WARP),
+    HeadLayout("int4_g8", 128, 1, (24, 64), "fp16"),
     HeadLayout("int4_g4", 128, 8, ONE_WARP),
     HeadLayout("int4_g2", 64, 3, ONE_WARP, "fp16"),
     HeadLayout("int4_g8", 64, 1, TWO_WARPS),
     HeadLayout("int4_g1", 64, 2, ONE_WARP),
     HeadLayout("int4_g1", 256, 1, ONE_WARP, "fp16"),
-    HeadLayout("int4_g2", 128, 1, (24, 64)),
     HeadLayout("int4_g8", 256, 2, TWO_WARPS),
     HeadLayout("int4_g4", 256, 3, (24, 64), "fp16"),
     # INT4, a part of the heads.

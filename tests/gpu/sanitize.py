@@ -1,39 +1,132 @@
-"""A few small calls of each kind for compute-sanitizer, e.g. `compute-sanitizer python -m tests.gpu.sanitize`.
+"""Small calls for compute-sanitizer; all inputs are initialised, so initcheck reports only what the kernels leave out.
 
-All inputs are initialised, so that initcheck reports only what the kernels leave out.
+    python -m tests.gpu.sanitize build            compiles what the cases need (no GPU); keep CUTE_KERNELS_CACHE_DIR
+    compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python -m tests.gpu.sanitize [CASE ...]
+    python -m tests.gpu.sanitize list
+
+Results are compared with the CPU reference: a tool that slows the kernels down shows races as wrong numbers, too.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
 
 import torch
 
-import cute_kernels
-from layouts.kv import Int4Row
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.schedule import Problem, Schedule, make_schedule
+from cute_kernels.runtime import arch_of, default_cache, load_many
+from cute_kernels.runtime.store import key_of
+from tests.attention.cases import Call, assert_close, make_call
 
-CASES = [
-    # format, head_dim, kv heads, query heads per KV head, tokens, lengths, splits
-    ("int4_g1", 128, 1, 8, 600, [600, 1, 0], None),
-    ("int4_g1", 128, 1, 8, 600, [600, 300, 0], 3),
-    ("int4_g1", 128, 1, 8, 517, [517, 5, 0], 2),
-    ("int4_g4", 128, 8, 8, 96, [96, 33, 0], 2),
-    ("int4_g4", 128, 32, 1, 96, [96, 33, 0], None),
-    ("int4_g1", 128, 1, 16, 300, [300, 1], None),
-    ("bf16", 128, 1, 8, 600, [600, 1, 0], None),
-    ("bf16", 128, 2, 8, 300, [299, 1, 0], 3),
-]
+ARCH = "sm_90a"
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    for kv_format, head_dim, kv_heads, group, tokens, lengths, splits in CASES:
-        values = [torch.randn(len(lengths), tokens, kv_heads, head_dim) for _ in range(2)]
-        if kv_format == "bf16":
-            k, v = (x.bfloat16().cuda() for x in values)
-        else:
-            k, v = (Int4Row(head_dim, int(kv_format[-1])).quantize(x).cuda() for x in values)
-        q = torch.randn(len(lengths), 1, kv_heads * group, head_dim).bfloat16().cuda()
-        seq_lens = torch.tensor(lengths, dtype=torch.int32).cuda()
-        out = cute_kernels.decode_attention(q, k, v, seq_lens, kv_format=kv_format, num_splits=splits)
-        print(kv_format, tokens, splits, bool(out.cpu().isfinite().all()), flush=True)
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `make_call` and the splits."""
+
+    kv_format: str
+    lengths: tuple[int, ...]
+    num_splits: int | None = None
+    num_kv_heads: int = 1
+    group: int = 8
+    head_dim: int = 128
+    q_dtype: str = "bf16"
+
+    def call(self) -> Call:
+        """On the CPU. Rows past the lengths hold numbers: what lies there may be loaded, and must be initialised."""
+        return make_call(
+            self.kv_format,
+            self.lengths,
+            num_kv_heads=self.num_kv_heads,
+            group=self.group,
+            head_dim=self.head_dim,
+            q_dtype=self.q_dtype,
+            poison=False,
+        )
+
+    def schedule(self) -> Schedule:
+        """What the call uses on an H100 or H200."""
+        call = self.call()
+        request_bytes = call.k_cache[0].numel() * call.k_cache.element_size()
+        problem = Problem(
+            batch=len(self.lengths),
+            max_seq_len=call.k_cache.shape[1],
+            num_q_heads=self.num_kv_heads * self.group,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            kv_format=self.kv_format,
+            q_dtype="fp16" if call.q.dtype == torch.float16 else "bf16",
+            aligned=request_bytes % 16 == 0,
+        )
+        return make_schedule(problem, self.num_splits)
+
+    def spec(self) -> DecodeSpec:
+        return DecodeSpec(self.schedule().config)
+
+
+CASES = {
+    "int4_g1": Case("int4_g1", (600, 33, 0)),
+    "int4_g1-cluster": Case("int4_g1", (2048,)),
+    "int4_g1-clusters": Case("int4_g1", (8192,)),
+    "int4_g1-splits": Case("int4_g1", (600, 300, 1, 0), num_splits=3),
+    "int4_g1-words": Case("int4_g1", (517, 5, 0), num_splits=2),
+    "int4_g1-mha": Case("int4_g1", (96, 33, 0), num_kv_heads=32, group=1),
+    "int4_g1-two-warps": Case("int4_g1", (300, 1), group=16),
+    "int4_g2-d64": Case("int4_g2", (300, 64), num_kv_heads=3, head_dim=64, q_dtype="fp16"),
+    "int4_g4-heads": Case("int4_g4", (96, 33, 0), num_splits=2, num_kv_heads=8),
+    "int4_g8-d256": Case("int4_g8", (200, 31), head_dim=256),
+    "bf16": Case("bf16", (600, 33, 0)),
+    "bf16-cluster": Case("bf16", (1600,)),
+    "bf16-splits": Case("bf16", (299, 1, 0), num_splits=3, num_kv_heads=2),
+    "bf16-d256": Case("bf16", (150, 31), head_dim=256, group=5),
+    "fp16-d64": Case("fp16", (300, 64), num_kv_heads=3, head_dim=64, group=24),
+}
+
+
+def missing() -> list[str]:
+    """Cases whose kernels are not in the cache."""
+    store = default_cache().store
+    return [name for name, case in CASES.items() if store.read(key_of(case.spec(), ARCH)) is None]
+
+
+def run(name: str) -> None:
+    """One case on the GPU, twice: the counters of split calls must be left as they were found."""
+    case = CASES[name]
+    call = case.call()
+    tensors = [tensor.cuda() for tensor in call.tensors]
+    on_gpu = dataclasses.replace(call, **dict(zip(("q", "k_cache", "v_cache", "seq_lens"), tensors, strict=True)))
+    for _ in range(2):
+        out, lse = on_gpu.run(return_lse=True, num_splits=case.num_splits)
+        assert_close(call, out.cpu(), lse.cpu())
+    schedule = case.schedule()
+    splits = f"{schedule.num_splits} splits in clusters of {schedule.cluster_size}"
+    print(f"{name}: right, {splits}, {schedule.config.name}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["build"]:
+        load_many([case.spec() for case in CASES.values()], ARCH, progress=lambda done: print(done.spec, done.source))
+        return 0
+    if arguments == ["list"]:
+        print("\n".join(CASES))
+        return 0
+    unknown = [name for name in arguments if name not in CASES]
+    if unknown:
+        print(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    arch_of()  # says what is supported if this GPU is not
+    absent = missing()
+    if absent:
+        print(f"not compiled: {', '.join(absent)}; run `python -m tests.gpu.sanitize build` first", file=sys.stderr)
+        return 2
+    for name in arguments or CASES:
+        run(name)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -148,7 +148,7 @@ def test_int4_caches_may_start_on_any_word_and_hold_any_number_of_tokens():
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4"])
 def test_a_batch_of_one_may_be_a_slice_of_longer_tensors(kv_format):
     """Contiguous to PyTorch, since a dimension of 1 has no stride to speak of; the strides say otherwise."""
-    call = make_call(kv_format, [400], num_kv_heads=2, group=4, max_seq_len=512, device=CUDA)
+    call = make_call(kv_format, [400], max_seq_len=512, device=CUDA)
     queries = call.q.repeat(1, 3, 1, 1)
     part = dataclasses.replace(call, q=queries[:, 1:2], k_cache=call.k_cache[:, :404], v_cache=call.v_cache[:, :404])
     assert part.q.is_contiguous() and part.q.stride(0) != call.q.stride(0)
