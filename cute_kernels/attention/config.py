@@ -6,6 +6,7 @@ from cute_kernels.attention.formats import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
 WARP_THREADS = 32
+WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 HEADS_PER_WARP = 8  # columns of mma.m16n8: query heads of one KV head that a warp carries
 MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
 RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA

@@ -17,7 +17,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MERGE_PAD, PAIR_BYTES, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.config import (
+    HEADS_PER_WARP,
+    KEEP_PARTIALS,
+    MAX_CLUSTER,
+    MERGE_PAD,
+    PAIR_BYTES,
+    WARP_THREADS,
+    WRITE_LSE,
+    DecodeConfig,
+)
 from cute_kernels.attention.copies import make_copier
 from cute_kernels.attention.readers import make_reader
 from cute_kernels.device import ptx
@@ -25,7 +34,6 @@ from cute_kernels.device import ptx
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
 COMBINE_BATCH = 4  # partial results that a thread of the last CTA loads at a time
-WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the launch's mode
 
 
 class DecodeKernel:

@@ -11,14 +11,13 @@ import torch
 
 from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths, check_scale, check_tensors
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
 
-WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of the kernel's mode
 # Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 _BYTES = 16  # alignment of bulk copies and tensor maps
