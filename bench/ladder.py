@@ -18,8 +18,8 @@ from bench import entry
 from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.formats import Int4Format
 from cute_kernels.attention.schedule import Schedule
+from cute_kernels.attention.tiles import int4_tile
 from layouts.banks import wavefronts
 from layouts.kv.tile import WORD_BYTES
 
@@ -57,8 +57,7 @@ class Rung:
 
 def bank_counts(config: DecodeConfig) -> str:
     """Wavefronts of the reader's 32-bit loads: as the tile lays rows out, and with rows in token order, unpadded."""
-    assert isinstance(config.format, Int4Format)
-    tile = config.format.tile(config)
+    tile = int4_tile(config)
 
     def most(accesses: list[list[int]]) -> int:
         return max(wavefronts([WORD_BYTES * word for word in words]) for words in accesses)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from cute_kernels.attention.formats import Int4Format, format_of
+from cute_kernels.kv_formats import Int4Format, format_of
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")
 BATCHES = (1, 32, 64, 128, 256, 512)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from cute_kernels.attention.formats import KvFormat, format_of
+from cute_kernels.kv_formats import ByteFormat, KvFormat, format_of
 
 HEAD_DIMS = (64, 128, 256)
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -27,6 +27,8 @@ def check_call(
     Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
     """
     form = format_of(kv_format)
+    if isinstance(form, ByteFormat):
+        raise ValueError(f"kv_format: got {kv_format!r}, which the kernels do not read yet")
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
     if out is not None:
         tensors["out"] = out

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
-from cute_kernels.attention.formats import Int4Format
+from cute_kernels.attention.tiles import int4_tile
 from cute_kernels.device import ptx
 from layouts.kv.tile import WORD_BYTES
 
@@ -23,9 +23,8 @@ class RowCopier:
     """What bulk and word copies share: where INT4 rows lie in global and in shared memory."""
 
     def __init__(self, config: DecodeConfig):
-        assert isinstance(config.format, Int4Format)
         self.config = config
-        self.tile = config.format.tile(config)
+        self.tile = int4_tile(config)
         self.row_bytes = config.format.row_bytes(config.head_dim)
         # A lane issues a copy in some 30 cycles: where a tile takes many, all warps share them.
         self.num_issuers = 1 if self.tile.num_copies == 1 else config.num_warps

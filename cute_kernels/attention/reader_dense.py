@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.formats import DenseFormat
+from cute_kernels.attention.tiles import dense_tile
 from cute_kernels.device import ptx
 from layouts.kv.dense_tile import CHUNK_BYTES, MATRIX, PANEL_COLUMNS, ROW_BYTES
 from layouts.kv.tile import BLOCK_TOKENS
@@ -21,9 +21,8 @@ class DenseReader:
     """Per-warp operations on 16-bit tiles, with the same methods as :class:`reader_int4.Int4Reader`."""
 
     def __init__(self, config: DecodeConfig):
-        assert isinstance(config.format, DenseFormat)
         self.config = config
-        self.tile = config.format.tile(config)
+        self.tile = dense_tile(config)
         self.dtype = {"bf16": "bf16", "fp16": "f16"}[config.kv_format]
         self.pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[config.kv_format]
         self.steps = config.head_dim // K_STEP

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.config import HEADS_PER_WARP, DecodeConfig
-from cute_kernels.attention.formats import Int4Format
+from cute_kernels.attention.tiles import int4_tile
 from cute_kernels.device import ptx
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES
 
@@ -37,10 +37,9 @@ class Int4Reader:
     """Per-warp operations on INT4 tiles; see the module's text for the arithmetic."""
 
     def __init__(self, config: DecodeConfig):
-        assert isinstance(config.format, Int4Format)
         self.config = config
-        self.tile = config.format.tile(config)
-        self.num_groups = config.format.num_groups
+        self.tile = int4_tile(config)
+        self.num_groups = self.tile.num_groups
         self.k_units = config.head_dim // self.tile.k_unit
         self.k_mmas = max(self.tile.k_unit // 16, 1)  # MMAs per unit of columns
         self.v_units = config.head_dim // self.tile.v_unit

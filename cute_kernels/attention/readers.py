@@ -1,8 +1,8 @@
 """The reader of a configuration: the one place that maps a cache format to its device code."""
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.formats import Int4Format
 from cute_kernels.attention.reader_int4 import Int4Reader
+from cute_kernels.kv_formats import Int4Format
 
 
 def make_reader(config: DecodeConfig):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_kernels.attention.formats import format_of
+from cute_kernels.kv_formats import format_of
 
 # Elements of one dequantised block of K (and of V): 128 MiB each in fp32, whatever the batch.
 _BLOCK_ELEMENTS = 1 << 25

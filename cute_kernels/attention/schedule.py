@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MAX_SHARED_BYTES, DecodeConfig
-from cute_kernels.attention.formats import DenseFormat, format_of
+from cute_kernels.kv_formats import DenseFormat, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200

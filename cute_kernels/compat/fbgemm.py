@@ -33,7 +33,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.attention import decode_attention_splits
-from cute_kernels.attention.formats import format_of
+from cute_kernels.kv_formats import format_of
 
 LOGICAL_BF16, LOGICAL_FP8, LOGICAL_INT4 = 0, 1, 2
 

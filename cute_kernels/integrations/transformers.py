@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import cute_kernels
-from cute_kernels.attention.formats import Int4Format, format_of
+from cute_kernels.kv_formats import Int4Format, format_of
 
 ATTENTION_NAME = "cute_kernels"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")

@@ -110,6 +110,10 @@ class Int4Tile:
         """Words of the whole tile, padding included."""
         return self.num_copies * self.copy_pitch_words
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_words * WORD_BYTES
+
     def token_offset(self, token: int) -> int:
         """First word of a token's rows."""
         return token // self.copy_tokens * self.copy_pitch_words + token % self.copy_tokens * self.token_words

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cute_kernels import decode_attention
-from cute_kernels.attention.formats import Int4Format, format_of
 from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.kv_formats import Int4Format, format_of
 
 FORMATS = ("bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8")
 Q_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

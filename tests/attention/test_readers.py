@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from cute_kernels.attention.config import HEADS_PER_WARP, DecodeConfig
-from cute_kernels.attention.formats import DenseFormat, Int4Format
 from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.tiles import dense_tile, int4_tile
+from cute_kernels.kv_formats import DenseFormat, Int4Format
 from cute_kernels.runtime import native
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES
@@ -142,16 +143,14 @@ def last_block(config: DecodeConfig) -> range:
 
 
 def write_int4_block(memory: np.ndarray, config: DecodeConfig, rows: torch.Tensor) -> None:
-    assert isinstance(config.format, Int4Format)
-    tile = config.format.tile(config)
+    tile = int4_tile(config)
     for token, row in zip(last_block(config), rows.numpy(), strict=True):
         first = WORD_BYTES * (tile.token_offset(token) + (config.num_heads - 1) * tile.row_words)
         memory[first : first + row.size] = row
 
 
 def write_dense_block(memory: np.ndarray, config: DecodeConfig, rows: torch.Tensor) -> None:
-    assert isinstance(config.format, DenseFormat)
-    tile = config.format.tile(config)
+    tile = dense_tile(config)
     start = (config.num_heads - 1) * tile.head_bytes
     for token, row in zip(last_block(config), rows.view(torch.uint8).numpy(), strict=True):
         for chunk, piece in enumerate(row.reshape(-1, 16)):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from cute_kernels.attention import reference
-from cute_kernels.attention.formats import Int4Format, format_of
 from cute_kernels.attention.reference import (
     decode_attention_reference,
     decode_attention_splits_reference,
     even_split_tokens,
 )
+from cute_kernels.kv_formats import Int4Format, format_of
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
 

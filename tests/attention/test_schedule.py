@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, DecodeConfig
-from cute_kernels.attention.formats import DenseFormat, Int4Format
 from cute_kernels.attention.schedule import (
     Problem,
     candidate_configs,
@@ -16,6 +15,8 @@ from cute_kernels.attention.schedule import (
     make_schedule,
     split_options,
 )
+from cute_kernels.attention.tiles import int4_tile
+from cute_kernels.kv_formats import DenseFormat
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
 
@@ -112,8 +113,7 @@ def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, nu
 @given(problems(formats=["int4_g1", "int4_g2", "int4_g4", "int4_g8"]))
 def test_int4_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: Problem):
     for config in candidate_configs(problem):
-        assert isinstance(config.format, Int4Format)
-        tile = config.format.tile(config)
+        tile = int4_tile(config)
         if not problem.aligned:
             assert config.copy == "word"
         if config.copy == "bulk":

@@ -6,8 +6,8 @@ import torch
 from bench import workloads
 from bench.floor import StreamingFloor
 from bench.workloads import DecodeShape, make_inputs
-from cute_kernels.attention.formats import format_of
 from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.kv_formats import format_of
 
 
 def test_cache_bytes_are_the_published_ones():

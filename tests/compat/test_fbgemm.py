@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from cute_kernels.attention.formats import Int4Format, format_of
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
+from cute_kernels.kv_formats import Int4Format, format_of
 
 HEAD_DIM = 128
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.formats import format_of
 from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.kv_formats import format_of
 
 
 @dataclass(frozen=True)

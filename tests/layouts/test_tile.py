@@ -6,7 +6,7 @@ import pytest
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.formats import DenseFormat, Int4Format
+from cute_kernels.attention.tiles import tile_of
 from layouts import banks
 from layouts.kv.dense_tile import CHUNK_BYTES, MATRIX, DenseTile
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, Int4Tile
@@ -20,12 +20,6 @@ def shipped_tiles() -> dict[Int4Tile | DenseTile, DecodeConfig]:
     """The different tiles of the shipped configurations, each with one configuration that has it."""
     configs = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
     return {tile_of(config): config for config in reversed(configs)}
-
-
-def tile_of(config: DecodeConfig) -> Int4Tile | DenseTile:
-    form = config.format
-    assert isinstance(form, (Int4Format, DenseFormat))
-    return form.tile(config)
 
 
 def unshipped_tiles() -> list[Int4Tile]:
