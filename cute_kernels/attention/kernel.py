@@ -186,8 +186,10 @@ class DecodeKernel:
         results = Results(out, lse, partial_out, partial_stats, counters, mode)
         if place.cluster < active_clusters:
             # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
-            values = self.value_reader.make_state(lane, roles.head, roles.slice_index, given_scales.of_values(head))
-            self.process(work, roles, query, values, tiles, results, softmax_scale, ring, barriers, flag, warp, lane)
+            v_scale_address = given_scales.of_values(head)
+            self.process(
+                work, roles, query, v_scale_address, tiles, results, softmax_scale, ring, barriers, flag, warp, lane
+            )
         else:
             self.drain(work, barriers)
         if num_tiles == 0:
@@ -252,7 +254,7 @@ class DecodeKernel:
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, work, roles, query, values, tiles, results, softmax_scale, ring, barriers, flag, warp, lane):
+    def process(self, work, roles, query, v_scale, tiles, results, softmax_scale, ring, barriers, flag, warp, lane):
         """Everything a CTA of a cluster with at least one tile does."""
         config = self.config
         place = work.place
@@ -263,6 +265,7 @@ class DecodeKernel:
                     self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, softmax_scale)
+        values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
         state = WarpState(keys, values, _Softmax(config.columns))
         cute.arch.sync_threads()  # the barriers are initialised
 
@@ -278,14 +281,15 @@ class DecodeKernel:
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
                     self.copier.copy_tile(tiles, place, ahead, work.length, refill_stage, warp, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
-            if token + config.tile_tokens > work.length:
+            partial = token + config.tile_tokens > work.length
+            if partial:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.
                 self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
                 cute.arch.sync_threads()
             first_token = token + roles.slice_index * config.slice_tokens
             addresses = self.copier.stage_addresses(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
-                self.attend(state, addresses, block, work.length - first_token)
+                self.attend(state, addresses, block, partial, work.length - first_token)
             # Every other time round the ring: often enough, and without a counter of its own.
             if stage + phase == 0:
                 self.value_reader.recentre(state.values)
@@ -299,8 +303,11 @@ class DecodeKernel:
         self.finish(work, state, results, ring, flag, warp, lane, roles.slice_index)
 
     @cute.jit
-    def attend(self, state, addresses, block: int, remaining: Int32):
-        """Scores, online softmax and P V of one block of 32 tokens; ``remaining`` tokens of the slice are left."""
+    def attend(self, state, addresses, block: int, partial, remaining: Int32):
+        """Scores, online softmax and P V of one block of 32 tokens of a slice.
+
+        partial: whether the request ends in this tile; then it has ``remaining`` tokens of the slice and after it.
+        """
         columns = self.config.columns
         value_offset = self.value_reader.block_offset(block)
         scores = self.key_reader.scores(state.keys, addresses[0], self.key_reader.block_offset(block))
@@ -309,7 +316,7 @@ class DecodeKernel:
         for j in cutlass.range_constexpr(4):
             for column in cutlass.range_constexpr(columns):
                 s[columns * j + column] = scores[j][column]
-        if remaining < (block + 1) * BLOCK_TOKENS:
+        if partial:
             for j in cutlass.range_constexpr(4):
                 if block_token(self.config.token_bits, state.keys.g, j) >= remaining - block * BLOCK_TOKENS:
                     for column in cutlass.range_constexpr(columns):

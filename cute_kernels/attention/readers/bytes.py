@@ -175,8 +175,8 @@ class RowValueByteReader(RowValueReader):
         super().__init__(config)
         self.codes = codes_of(config.formats[1])
 
-    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64) -> State:
-        state = super().make_state(lane, head, slice_index, given_scale)
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
+        state = super().make_state(lane, head, slice_index, given_scale, keys)
         if self.lane_codes == 2:
             state.select = Uint32(self.codes.selector) + Uint32(state.g % 2) * 0x2222
         elif self.lane_codes == 1:
@@ -251,7 +251,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         self.given_scale = config.formats[1].given_scale
         self.num_accumulators = 4 * self.tile.num_chunks
 
-    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64) -> State:
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
         """Registers that live as long as the warp: lane offsets of ldmatrix, accumulators, the given scale."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)

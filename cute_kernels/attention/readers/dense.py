@@ -62,7 +62,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
         self.pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[config.v_format]
         self.num_accumulators = 4 * self.num_loads
 
-    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64) -> State:
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
         """Registers that live as long as the warp: lane offsets of ldmatrix, accumulators."""
         state = State(lane)
         state.lane_offsets = self.lane_offsets(lane, head, slice_index)

@@ -93,8 +93,8 @@ class Int4ValueReader(RowValueReader):
 
     min_scale = 2.0**-24  # the least positive fp16
 
-    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64) -> State:
-        state = super().make_state(lane, head, slice_index, given_scale)
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
+        state = super().make_state(lane, head, slice_index, given_scale, keys)
         state.select = Uint32(self._selector(state.g))
         state.shift = Uint32(4 * (state.g % 2))
         state.shift_sums = cute.make_rmem_tensor(self.config.columns * self.num_groups, Float32)

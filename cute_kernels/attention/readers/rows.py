@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
@@ -133,8 +134,9 @@ class RowValueReader(RowLoads, ValueReader):
     """
 
     def __init__(self, config: DecodeConfig):
-        tile = tiles_of(config)[1]
+        keys, tile = tiles_of(config)
         assert isinstance(tile, RowTile)
+        self.alike = replace(tile, operand="k") == keys  # then headers of K and V lie alike, which saves a register
         self.config, self.tile = config, tile
         self.num_groups = tile.num_groups
         self.lane_codes = tile.v_unit // 8  # of a unit: output rows of a lane
@@ -155,14 +157,14 @@ class RowValueReader(RowLoads, ValueReader):
         """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from the words of both tokens."""
         raise NotImplementedError
 
-    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64) -> State:
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
         """Registers that live as long as the warp: lane offsets, accumulators."""
         state = State(lane)
         strides = self.tile.row_strides()
         base = self._warp_offset(head, slice_index)
         row = (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
         state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * (base + row + self.tile.v_word(state.g))))
-        state.header_offset = Int32(WORD_BYTES * (base + self._row_g(state)))
+        state.header_offset = keys.header_offset if self.alike else Int32(WORD_BYTES * (base + self._row_g(state)))
         state.accumulators = self.make_accumulators()
         return state
 
