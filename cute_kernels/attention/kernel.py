@@ -1,11 +1,11 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring
-of K and V tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and
-its slice of the tokens, and keeps scores, probabilities and output in registers (:mod:`reader_int4`,
-:mod:`reader_dense`). There is no CTA barrier in the loop. At the end the warps merge in shared memory; with more than
-one split, partial results go to a workspace and the CTA that finishes a row last adds them up in a fixed order, so the
-output is bitwise reproducible.
+of K and V tiles full with asynchronous copies (:mod:`.copies`); every warp waits for a tile, takes its KV head, its
+blocks of 8 query heads and its slice of the tokens, and keeps scores, probabilities and output in registers; what the
+bytes of K and of V mean is known to its two :mod:`.readers` alone. There is no CTA barrier in the loop but for the tile
+in which the request ends. At the end the warps merge in shared memory; with more than one split, partial results go to
+a workspace and the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -18,13 +18,28 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.config import (
+<<<<<<< HEAD
     HEADS_PER_WARP,
     DecodeConfig,
 )
 from cute_kernels.attention.copies import make_copier
 from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.readers import make_reader
+=======
+    BLOCK_QUERIES,
+    KEEP_PARTIALS,
+    MAX_CLUSTER,
+    MERGE_PAD,
+    PAIR_BYTES,
+    WARP_THREADS,
+    WRITE_LSE,
+    DecodeConfig,
+)
+from cute_kernels.attention.copies import TileCopier
+from cute_kernels.attention.readers import make_readers
+>>>>>>> formats
 from cute_kernels.device import ptx
+from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x < 2**11
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
@@ -35,9 +50,14 @@ class DecodeKernel:
 
     def __init__(self, config: DecodeConfig):
         self.config = config
+<<<<<<< HEAD
         self.reader = make_reader(config)
         self.copier = make_copier(config)
         self.merger = Merger(config, self.reader)
+=======
+        self.key_reader, self.value_reader = make_readers(config)
+        self.copier = TileCopier(config)
+>>>>>>> formats
 
     @cute.jit
     def __call__(
@@ -48,7 +68,17 @@ class DecodeKernel:
         seq_lens: cute.Tensor,
         out: cute.Tensor,
         lse: Int64,
+<<<<<<< HEAD
         partials: Int64,
+=======
+        partial_out: Int64,
+        partial_stats: Int64,
+        counters: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
+>>>>>>> formats
         softmax_scale: Float32,
         num_splits: Int32,
         mode: Int32,
@@ -56,18 +86,29 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
+<<<<<<< HEAD
         q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32
         [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
         written if bit 0 of ``mode``; partials fp32 [batch, num_q_heads, num_splits, 3/2 head_dim] (unnormalised
         values, then for every 4 of them their maximum in powers of 2 and their sum), every word EMPTY before and after.
         Bit 1 of ``mode``: write and leave the partial results of all splits.
+=======
+        q: [batch, 1, num_q_heads, head_dim]; out: [batch, 1, num_q_heads, v_head_dim]; caches: [batch, max_seq_len,
+        num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which cost the
+        caller less than tensors: lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; with clusters =
+        num_splits / cluster_size, partial_out fp32 [batch, num_q_heads, clusters, v_head_dim] and partial_stats fp32
+        [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum); counters int32 [batch, gridDim.y,
+        cluster_size], zero before and after. Bit 1 of ``mode``: write partial results even where there is nothing to
+        combine. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
+        head's to the next one's (0: one for all); for one per column, the head's lie together, aligned to 16 bytes.
+>>>>>>> formats
         """
         config = self.config
         cache_shape: Any = k_cache.shape
         q_shape: Any = q.shape
         batch, max_seq_len, num_kv_heads, _ = cache_shape
         group = q_shape[2] // num_kv_heads
-        query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
+        query_groups = cute.ceil_div(group, config.head_queries)
         source = self.copier.make_source(k_cache, v_cache)
         self.kernel(
             q,
@@ -75,7 +116,17 @@ class DecodeKernel:
             seq_lens,
             out,
             lse,
+<<<<<<< HEAD
             partials,
+=======
+            partial_out,
+            partial_stats,
+            counters,
+            k_scale,
+            v_scale,
+            k_scale_stride,
+            v_scale_stride,
+>>>>>>> formats
             softmax_scale,
             max_seq_len,
             num_kv_heads,
@@ -99,7 +150,17 @@ class DecodeKernel:
         seq_lens: cute.Tensor,
         out: cute.Tensor,
         lse: Int64,
+<<<<<<< HEAD
         partials: Int64,
+=======
+        partial_out: Int64,
+        partial_stats: Int64,
+        counters: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
+>>>>>>> formats
         softmax_scale: Float32,
         max_seq_len: Int32,
         num_kv_heads: Int32,
@@ -124,7 +185,7 @@ class DecodeKernel:
             split=split,
             num_splits=num_splits,
             first_head=head_part * config.num_heads,
-            first_query=query_part * (config.num_query_blocks * HEADS_PER_WARP),
+            first_query=query_part * config.head_queries,
             group=group,
             num_kv_heads=num_kv_heads,
             max_seq_len=max_seq_len,
@@ -134,17 +195,38 @@ class DecodeKernel:
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
         # first whatever the length turns out to be. The queries go first: the tile has no use without them.
         length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
+<<<<<<< HEAD
         q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
         query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
         self.start(place, tiles, barriers, warp, lane)
+=======
+        self.start(place, tiles, barriers, warp, lane)
+        head = place.first_head + roles.head
+        given_scales = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
+        query = self.key_reader.fetch_query(
+            self.query_addresses(place, roles, ptx.address(q), lane), given_scales.of_keys(head), lane
+        )
+>>>>>>> formats
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
         num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
         active_splits = cutlass.min(num_tiles, num_splits)
+<<<<<<< HEAD
         work = Work(place=place, length=length, active_splits=active_splits)
         results = Results(out, lse, partials, mode)
         if split < active_splits:
             self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, warp, lane)
+=======
+        active_clusters = (active_splits + cluster_size - 1) >> place.cluster_log2
+        work = Work(place=place, length=length, active_clusters=active_clusters)
+        results = Results(out, lse, partial_out, partial_stats, counters, mode)
+        if place.cluster < active_clusters:
+            # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
+            v_scale_address = given_scales.of_values(head)
+            self.process(
+                work, roles, query, v_scale_address, tiles, results, softmax_scale, ring, barriers, flag, warp, lane
+            )
+>>>>>>> formats
         else:
             self.drain(work, barriers)
         if num_tiles == 0:
@@ -157,9 +239,21 @@ class DecodeKernel:
         query_block = warp // config.num_heads % config.num_query_blocks
         return Roles(
             head=warp % config.num_heads,
-            first_query=first_query + query_block * HEADS_PER_WARP,
+            first_query=first_query + query_block * config.warp_queries,
             slice_index=warp // config.num_roles,
         )
+
+    def query_addresses(self, place, roles, q, lane):
+        """Address of the lane's query head in each of the warp's blocks; g = lane // 4 is its place in a block.
+
+        Lanes past the last query head take that one: their results are never stored.
+        """
+        first = (place.batch * place.num_kv_heads + place.first_head + roles.head) * place.group
+        addresses = []
+        for block in range(self.config.blocks_per_warp):
+            query = cutlass.min(roles.first_query + block * BLOCK_QUERIES + lane // 4, place.group - 1)
+            addresses.append(q + Int64(first + query) * (self.config.head_dim * 2))
+        return addresses
 
     @cute.jit
     def start(self, place, tiles, barriers, warp, lane):
@@ -208,8 +302,13 @@ class DecodeKernel:
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
+<<<<<<< HEAD
     def process(self, work, roles, query, tiles, results, softmax_scale, ring, barriers, warp, lane):
         """Everything a CTA with at least one tile does."""
+=======
+    def process(self, work, roles, query, v_scale, tiles, results, softmax_scale, ring, barriers, flag, warp, lane):
+        """Everything a CTA of a cluster with at least one tile does."""
+>>>>>>> formats
         config = self.config
         place = work.place
         full, empty = barriers, barriers + config.num_stages
@@ -217,9 +316,10 @@ class DecodeKernel:
             for i in cutlass.range(config.early_tiles, config.num_stages - 1, 1, unroll=1):
                 if self.tile_token(place, i) < work.length:
                     self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
-        state = self.reader.make_state(lane, roles.head, roles.slice_index)
-        self.reader.take_query(state, query, softmax_scale)
-        softmax = _Softmax()
+        keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
+        self.key_reader.take_query(keys, query, softmax_scale)
+        values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
+        state = WarpState(keys, values, _Softmax(config.columns))
         cute.arch.sync_threads()  # the barriers are initialised
 
         stage, phase = Int32(0), Int32(0)
@@ -234,89 +334,342 @@ class DecodeKernel:
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
                     self.copier.copy_tile(tiles, place, ahead, work.length, refill_stage, warp, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
+            partial = token + config.tile_tokens > work.length
+            if partial:
+                # The request's last tile: the rows behind its end must not count, whatever they hold.
+                self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+                cute.arch.sync_threads()
             first_token = token + roles.slice_index * config.slice_tokens
-            address = self.copier.stage_address(tiles, stage)
+            addresses = self.copier.stage_addresses(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
+<<<<<<< HEAD
                 self.attend(state, softmax, address, block, first_token, work.length)
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.reader.recentre(state)
+=======
+                self.attend(state, addresses, block, partial, work.length - first_token)
+            # Every other time round the ring: often enough, and without a counter of its own.
+            if stage + phase == 0:
+                self.value_reader.recentre(state.values)
+>>>>>>> formats
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
+<<<<<<< HEAD
         if const_expr(config.early_tiles > 1):
             self.drain(work, barriers)
         self.merger.finish(work, state, softmax, results, ring, warp, lane, roles.slice_index)
+=======
+        self.drain(work, barriers)
+        self.finish(work, state, results, ring, flag, warp, lane, roles.slice_index)
+>>>>>>> formats
 
     @cute.jit
-    def attend(self, state, softmax, address, block: int, first_token: Int32, length: Int32):
-        """Scores, online softmax and P V of one block of 32 tokens."""
-        reader = self.reader
-        offset = reader.block_offset(block)
-        scores = reader.scores(state, address, offset)
-        headers = reader.load_value_scales(state, address + self.config.tile_bytes, offset)
-        s = cute.make_rmem_tensor(8, Float32)
+    def attend(self, state, addresses, block: int, partial, remaining: Int32):
+        """Scores, online softmax and P V of one block of 32 tokens of a slice.
+
+        partial: whether the request ends in this tile; then it has ``remaining`` tokens of the slice and after it.
+        """
+        columns = self.config.columns
+        value_offset = self.value_reader.block_offset(block)
+        scores = self.key_reader.scores(state.keys, addresses[0], self.key_reader.block_offset(block))
+        headers = self.value_reader.load_scales(state.values, addresses[1], value_offset)
+        s = cute.make_rmem_tensor(4 * columns, Float32)
         for j in cutlass.range_constexpr(4):
-            for column in cutlass.range_constexpr(2):
-                s[2 * j + column] = scores[j][column]
-        remaining = length - (first_token + block * 32)
-        if remaining < 32:
+            for column in cutlass.range_constexpr(columns):
+                s[columns * j + column] = scores[j][column]
+        if partial:
             for j in cutlass.range_constexpr(4):
-                if self.reader.token(state, j) >= remaining:
-                    s[2 * j] = Float32(-Float32.inf)
-                    s[2 * j + 1] = Float32(-Float32.inf)
-            self.reader.mask_values(state, address + self.config.tile_bytes, offset, headers, remaining)
-        self.update_maximum(state, softmax, s, headers)
+                if block_token(self.config.token_bits, state.keys.g, j) >= remaining - block * BLOCK_TOKENS:
+                    for column in cutlass.range_constexpr(columns):
+                        s[columns * j + column] = Float32(-Float32.inf)
+        self.update_maximum(state, s, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):
-            row = [
-                ptx.exp2(ptx.fma(s[2 * j + column], state.score_scale, -softmax.maximum[column])) for column in range(2)
-            ]
-            for column in cutlass.range_constexpr(2):
-                softmax.total[column] = softmax.total[column] + row[column]
+            row = self.probabilities(state, [s[columns * j + column] for column in range(columns)])
             probabilities.append(row)
-        reader.accumulate(state, address + self.config.tile_bytes, offset, probabilities, headers)
+        self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
+
+    def probabilities(self, state, scores):
+        """Exponentials of a token's scores, by column, added to the softmax sums."""
+        row = []
+        for column, score in enumerate(scores):
+            p = ptx.exp2(ptx.fma(score, state.keys.score_scale, -state.softmax.maximum[column]))
+            state.softmax.total[column] = state.softmax.total[column] + p
+            row.append(p)
+        return row
 
     @cute.jit
-    def update_maximum(self, state, softmax, s, headers):
+    def update_maximum(self, state, s, headers):
         """Raises the softmax reference when a probability would pass 2**RESCALE_SLACK; rare after the first blocks."""
+        columns = self.config.columns
+        log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
         block_max = []
-        for column in cutlass.range_constexpr(2):
-            bounds = [self.bound(state, s[2 * j + column], headers, j) for j in range(4)]
+        for column in cutlass.range_constexpr(columns):
+            bounds = [_bound(s[columns * j + column], state.keys.score_scale, log_scales[j]) for j in range(4)]
             block_max.append(ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3])))
-        exceeds = block_max[0] > softmax.maximum[0] + RESCALE_SLACK
-        exceeds = exceeds | (block_max[1] > softmax.maximum[1] + RESCALE_SLACK)
+        exceeds = block_max[0] > state.softmax.maximum[0] + RESCALE_SLACK
+        for column in cutlass.range_constexpr(1, columns):
+            exceeds = exceeds | (block_max[column] > state.softmax.maximum[column] + RESCALE_SLACK)
         if cute.arch.vote_any_sync(exceeds):
-            self.raise_maximum(state, softmax, block_max)
+            self.raise_maximum(state, block_max)
 
-    def bound(self, state, score, headers, j):
-        """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
-        log_scale = self.reader.log_scale(headers, j)
-        return score * state.score_scale if log_scale is None else ptx.fma(score, state.score_scale, log_scale)
-
-    def raise_maximum(self, state, softmax, block_max):
+    def raise_maximum(self, state, block_max):
         """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
+        softmax = state.softmax
         factors = []
-        for column in range(2):
+        for column in range(self.config.columns):
             raised = ptx.fmax(_lane_max(block_max[column]), softmax.maximum[column])
             factor = ptx.exp2(softmax.maximum[column] - raised)
             softmax.maximum[column] = raised
             softmax.total[column] = softmax.total[column] * factor
             factors.append(factor)
-        self.reader.rescale(state, factors)
+        self.value_reader.rescale(state.values, factors)
 
+<<<<<<< HEAD
+=======
+    # -- results --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def finish(self, work, state, results, ring, flag, warp, lane, slice_index):
+        """Merges the CTA's warps, then the cluster's CTAs, then (last arriver) the row's clusters."""
+        address = ring.toint()
+        tid = warp * WARP_THREADS + lane
+        cluster_size = work.place.cluster_size
+        share = self.num_vectors >> work.place.cluster_log2  # the CTA's heads are a multiple of 8
+        first = work.place.cluster_rank * share
+        last = first + share
+        self.publish_warp(state, address, warp, lane, slice_index)
+        cute.arch.sync_threads()
+        if cluster_size > 1:
+            self.merge_cluster(work, results, address, tid, first, last)
+        else:
+            self.merge_cta(work, results, address, tid)
+        if work.active_clusters > 1:
+            self.combine_if_last(work, results, flag, tid, first, last)
+        if cluster_size > 1:
+            cute.arch.cluster_wait()  # and they have read this one's
+
+    @cute.jit
+    def merge_cta(self, work, results, address, tid):
+        """Merges the slices of a CTA that is a cluster of its own."""
+        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+            maximum, total, value = self.merge_slices(address, index)
+            self.store_result(work, results, index, maximum, total, value)
+
+    @cute.jit
+    def merge_cluster(self, work, results, address, tid, first, last):
+        """Merges the slices, then this CTA's share of the vectors over the cluster, reading its peers' memory."""
+        cluster_size = work.place.cluster_size
+        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+            maximum, total, value = self.merge_slices(address, index)
+            self.publish_cta(address, index, maximum, total, value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
+            if cluster_size == 2:
+                maximum, total, value = self.read_cluster(address, index, 2, cluster_size)
+                self.store_result(work, results, index, maximum, total, value)
+            else:
+                maximum, total, value = self.read_cluster(address, index, MAX_CLUSTER, cluster_size)
+                self.store_result(work, results, index, maximum, total, value)
+        # This CTA has read its peers' memory. Relaxed: releasing would wait for the stores of the results.
+        cute.arch.cluster_arrive_relaxed()
+
+    def read_cluster(self, address, index, most: int, cluster_size):
+        """One vector added up over the cluster's CTAs, with the loads of up to ``most`` of them in flight at a time."""
+        place, stats = self._place(address, index)
+        stats = stats + self.config.num_slices * self.num_rows * PAIR_BYTES
+        pairs, values = [], []
+        for rank in range(most):
+            peer = cutlass.min(rank, cluster_size - 1)
+            pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
+            pairs.append([cutlass.select_(rank >= cluster_size, Float32(LOWEST), pair[0]), pair[1]])
+            values.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
+        return _merge(pairs, values)
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of 4 columns in the outputs of a CTA."""
+        return self.num_rows * self.config.v_head_dim // 4
+
+    @property
+    def num_rows(self) -> int:
+        """Query heads that a CTA has room for."""
+        return self.config.num_rows
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one query head to the next in the merge buffer."""
+        return 4 * (self.config.v_head_dim + MERGE_PAD)
+
+    def stats_offset(self) -> int:
+        """Byte offset of the (maximum, sum) pairs behind the outputs of all slices."""
+        return self.config.num_slices * self.num_rows * self.pitch
+
+    @cute.jit
+    def publish_warp(self, state, address, warp, lane, slice_index):
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
+        columns = self.config.columns
+        totals = [_lane_sum(state.softmax.total[column]) for column in range(columns)]
+        values = self.value_reader.outputs(state.values)
+        cute.arch.sync_threads()  # every warp has read its last tile
+        row = warp % self.config.num_roles * self.config.warp_queries + 2 * (lane % 4)
+        base = address + (slice_index * self.num_rows + row) * self.pitch
+        for column, first, run in values:
+            for i in cutlass.range_constexpr(0, len(run), 4):
+                ptx.store_shared(base + first * 4, _row_of(column) * self.pitch + 4 * i, run[i : i + 4])
+        if lane < 4:
+            stats = address + self.stats_offset() + (slice_index * self.num_rows + row) * PAIR_BYTES
+            for column in cutlass.range_constexpr(columns):
+                pair = [state.softmax.maximum[column], totals[column]]
+                ptx.store_shared(stats, PAIR_BYTES * _row_of(column), pair)
+
+    def _place(self, address, index):
+        """Shared addresses of a vector of the first slice's outputs and of its row's (maximum, sum)."""
+        row, d = self._vector(index)
+        return address + row * self.pitch + d * 4, address + self.stats_offset() + row * 8
+
+    def merge_slices(self, address, index):
+        """Adds up one vector over the CTA's slices."""
+        place, stats = self._place(address, index)
+        slices = range(self.config.num_slices)
+        pairs = [_floats(ptx.load_shared_vector(stats, i * self.num_rows * 8, 2)) for i in slices]
+        values = [_floats(ptx.load_shared_vector(place, i * self.num_rows * self.pitch, 4)) for i in slices]
+        return _merge(pairs, values)
+
+    def publish_cta(self, address, index, maximum, total, value):
+        """Leaves a merged vector in place of the first slice's; the statistics behind those that others still read."""
+        place, stats = self._place(address, index)
+        ptx.store_shared(place, 0, value)
+        ptx.store_shared(stats, self.config.num_slices * self.num_rows * PAIR_BYTES, [maximum, total])
+
+    @cute.jit
+    def store_result(self, work, results, index, maximum, total, value):
+        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else as a partial."""
+        row, d = self._vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            if work.active_clusters == 1:
+                self.store_output(work, results, head, d, maximum, total, value)
+            if (work.active_clusters > 1) | ((results.mode & KEEP_PARTIALS) != 0):
+                self.store_partial(work, results, head, d, maximum, total, value)
+
+    @cute.jit
+    def store_output(self, work, results, head, d, maximum, total, value):
+        scale = ptx.reciprocal(total)
+        pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
+        words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
+        element = work.output_row(head) * self.config.v_head_dim + d
+        ptx.store_global(results.out.iterator.toint() + element * 2, words)
+        if (d == 0) & ((results.mode & WRITE_LSE) != 0):
+            ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
+
+    @cute.jit
+    def store_partial(self, work, results, head, d, maximum, total, value):
+        place = work.partial_head(head) + work.place.cluster
+        ptx.store_global(results.partial_out + (place * self.config.v_head_dim + d) * 4, value)
+        if d == 0:
+            ptx.store_global(results.partial_stats + place * 8, [maximum, total])
+
+    @cute.jit
+    def combine_if_last(self, work, results, flag, tid, first, last):
+        """Counts this CTA in; the one that completes its share of the row adds up all clusters' partials."""
+        cute.arch.sync_threads()
+        if tid == 0:
+            # Acquire-release: publishes what the barrier above has gathered, and sees what the others published.
+            counter = results.counters + Int64(work.place.counter) * 4
+            flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
+        cute.arch.sync_threads()
+        if flag[0] == work.active_clusters - 1:
+            for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
+                self.combine_partials(work, results, index)
+
+    @cute.jit
+    def combine_partials(self, work, results, index):
+        """One vector of the output: sum over the clusters' partials, in order, ``COMBINE_BATCH`` loads in flight."""
+        row, d = self._vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            place = work.partial_head(head)
+            stats = results.partial_stats + place * 8
+            source = results.partial_out + (place * self.config.v_head_dim + d) * 4
+            maximum, total = Float32(LOWEST), Float32(0.0)
+            value = cute.make_rmem_tensor(4, Float32)
+            value.fill(0.0)
+            for begin in cutlass.range(0, work.active_clusters, COMBINE_BATCH, unroll=1):
+                pairs = [[maximum, total]]
+                vectors = [[value[c] for c in range(4)]]
+                for i in cutlass.range_constexpr(COMBINE_BATCH):
+                    cluster = cutlass.min(begin + i, work.active_clusters - 1)
+                    absent = begin + i >= work.active_clusters
+                    pair = ptx.load_global(stats + Int64(cluster) * 8, 2)
+                    pairs.append([cutlass.select_(absent, Float32(LOWEST), pair[0]), pair[1]])
+                    vectors.append(ptx.load_global(source + Int64(cluster) * (self.config.v_head_dim * 4), 4))
+                merged = _merge(pairs, vectors)
+                maximum, total = merged[0], merged[1]
+                for c in cutlass.range_constexpr(4):
+                    value[c] = merged[2][c]
+            self.store_output(work, results, head, d, maximum, total, [value[c] for c in range(4)])
+
+    @cute.jit
+    def write_empty(self, work, results):
+        """A request without tokens: output 0, LSE -inf."""
+        out = results.out
+        tid, _, _ = cute.arch.thread_idx()
+        for index in cutlass.range(tid, self.num_rows * self.config.v_head_dim, self.config.num_threads, unroll=1):
+            d = index % self.config.v_head_dim
+            head, valid = work.query_head(self.config, index // self.config.v_head_dim)
+            if valid:
+                out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
+                if (d == 0) & ((results.mode & WRITE_LSE) != 0):
+                    ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
+
+    def _vector(self, index):
+        """(row, first column) of a vector of the CTA's outputs."""
+        vectors = self.config.v_head_dim // 4
+        return index // vectors, index % vectors * 4
+
+>>>>>>> formats
 
 class _Softmax:
-    """Running maximum (log2 units) and sum per head column of a lane; the sum is over the lane's own tokens."""
+    """Running maximum (log2 units) and sum per column of a lane; the sum is over the lane's own tokens."""
 
-    def __init__(self):
-        self.maximum = cute.make_rmem_tensor(2, Float32)
-        self.total = cute.make_rmem_tensor(2, Float32)
+    def __init__(self, columns: int):
+        self.maximum = cute.make_rmem_tensor(columns, Float32)
+        self.total = cute.make_rmem_tensor(columns, Float32)
         self.maximum.fill(LOWEST)
         self.total.fill(0.0)
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """What a warp keeps from tile to tile, in registers: the states of its readers, and the softmax."""
+
+    keys: Any
+    values: Any
+    softmax: Any
+
+
+@dataclass(frozen=True)
+class GivenScales:
+    """Scales beside the caches, fp32: addresses, and elements from a KV head's to the next one's."""
+
+    k_scale: Any
+    v_scale: Any
+    k_stride: Any
+    v_stride: Any
+
+    def of_keys(self, head):
+        """Address of a KV head's scales of K."""
+        return self.k_scale + Int64(head) * self.k_stride * 4
+
+    def of_values(self, head):
+        return self.v_scale + Int64(head) * self.v_stride * 4
 
 
 @dataclass(frozen=True)
@@ -353,9 +706,9 @@ class Work:
     def query_head(self, config: DecodeConfig, r):
         """(index among all query heads, whether it exists) of row r of the CTA's query heads."""
         place = self.place
-        role = r // HEADS_PER_WARP
+        role = r // config.warp_queries
         head = role % config.num_heads
-        within = place.first_query + role // config.num_heads * HEADS_PER_WARP + r % HEADS_PER_WARP
+        within = place.first_query + role // config.num_heads * config.warp_queries + r % config.warp_queries
         return (place.first_head + head) * place.group + within, within < place.group
 
     def output_row(self, head):
@@ -372,6 +725,16 @@ def _advance(stage, phase, num_stages: int):
     stage = stage + 1
     wrapped = stage == num_stages
     return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)
+
+
+def _bound(score, score_scale, log_scale):
+    """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
+    return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)
+
+
+def _row_of(column: int) -> int:
+    """Row, among a lane's query heads 2t, of a column."""
+    return column // 2 * BLOCK_QUERIES + column % 2
 
 
 def _lane_max(value):
