@@ -7,31 +7,20 @@ these terms; its constants were measured on an H200 (docs/design/decode_attentio
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from cute_kernels.attention.config import HEADS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
-from cute_kernels.kv_formats import DenseFormat, format_of
-
-NUM_SMS = 132  # of H100 SXM and H200; the model's default
-MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
-SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share of the memory's rate an SM can digest
-COMBINE_US = 0.8  # combining splits: store and load
-COMBINE_PER_SPLIT_US = 0.04
-=======
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.attention.config import BLOCK_QUERIES, MAX_CLUSTER, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
-SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}  # how much more than its share of the memory's rate an SM can digest
-CLUSTER_MERGE_US = 0.9  # merge of a cluster through distributed shared memory
-GLOBAL_MERGE_US = 1.6  # merge of clusters through memory: store, count, load
-GLOBAL_MERGE_PER_PARTIAL_US = 0.05
->>>>>>> formats
+# How much more than its share of the memory's rate an SM can digest.
+SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}
+COMBINE_US = 0.8  # combining splits: store and load
+COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place

@@ -313,38 +313,12 @@ def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> No
 
 
 @dsl_user_op
-<<<<<<< HEAD
-=======
 def store_shared_zero(address: Int32, *, loc=None, ip=None) -> None:
     """4 zero bytes to shared memory."""
     _effect([Int32(address), Uint32(0)], "st.shared.u32 [$0], $1;", "r,r", loc=loc, ip=ip)
 
 
 @dsl_user_op
-def map_to_cta(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
-    """The shared::cluster address of a shared-memory address in the CTA of ``rank`` of this cluster."""
-    return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def load_cluster(address: Int32, offset: int, num_values: int, *, loc=None, ip=None) -> list[Float32]:
-    """2 or 4 fp32 from the shared memory of any CTA of the cluster in one access."""
-    f32 = Float32.mlir_type
-    outputs = ", ".join(f"${i}" for i in range(num_values))
-    struct = llvm.inline_asm(
-        _struct(f32, num_values),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        f"ld.shared::cluster.v{num_values}.f32 {{{outputs}}}, [${num_values} + {offset}];",
-        ",".join(["=f"] * num_values) + ",r,~{memory}",
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
-    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(num_values)]
-
-
-@dsl_user_op
->>>>>>> formats
 def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
     """1, 2 or 4 words of read-only global memory in one access, issued where it stands."""
     u32 = Uint32.mlir_type
