@@ -66,27 +66,25 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
-    batch, tokens, kv_heads, q_heads = (cute.sym_int() for _ in range(4))
+    batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [
         tensor(
             float_type.get(form.name, cutlass.Uint8),
-            (batch, tokens, kv_heads, form.row_elements(head_dim)),
+            (blocks, outer, inner, form.row_elements(head_dim)),
             4 if copy == "word" else 16,
         )
         for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
     ]
-    q, out = (tensor(float_type[config.q_dtype], (batch, 1, q_heads, d), 16) for d in config.head_dims)
+    q, out = (tensor(float_type[config.q_dtype], (batch, q_len, q_heads, d), 16) for d in config.head_dims)
+    kernel = DecodeKernel(config)
+    arguments = [q, *caches, tensor(cutlass.Int32, (batch,), 4), out]
+    arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 3
+    if config.has_features:
+        arguments += [cutlass.Int64(0), cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
+        arguments += [cutlass.Int64(0)] * 7
     return cute.compile(
-        DecodeKernel(config),
-        q,
-        *caches,
-        tensor(cutlass.Int32, (batch,), 4),
-        out,
-        *[cutlass.Int64(0)] * 4,
-        *[cutlass.Int32(0)] * 2,
-        cutlass.Float32(1.0),
-        cutlass.Int32(1),
-        cutlass.Int32(0),
+        kernel.with_features if config.has_features else kernel,
+        *arguments,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

@@ -1,7 +1,9 @@
 """Every compile-time choice of the decode attention kernel, as data. No GPU types here."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, tiles_of
 from cute_kernels.kv_formats import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
@@ -15,6 +17,8 @@ BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
+PAGE_TOKENS = (16, 32, 64, 128, 256)
+COUNTER_WORDS = 32  # of the workspace's beginning, a cache line: counters come in multiples of it
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -39,12 +43,14 @@ class DecodeConfig:
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring; all but one are in flight.
-        early_tiles: tiles asked for before the request's length is known (0 to num_stages - 1); what lies past the
-            length is read for nothing.
+        early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
+            nothing.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
         k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
             bytes, for caches whose rows are not 16-byte aligned).
+        page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
+        features: what of attention it computes beyond softmax(q K^T) V.
     """
 
     k_format: str
@@ -63,11 +69,18 @@ class DecodeConfig:
     contiguous: bool = True
     k_copy: str = "bulk"
     v_copy: str = "bulk"
+    page_tokens: int = 0
+    features: Features = PLAIN
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
         """Of K and of V."""
         return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether a launch takes the arguments of features."""
+        return self.features != PLAIN or self.page_tokens > 0
 
     @property
     def copies(self) -> tuple[str, str]:
@@ -162,10 +175,11 @@ class DecodeConfig:
         blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         ring = f"r{self.num_stages}c{self.ctas_per_sm}e{self.early_tiles}"
-        layout = "" if self.contiguous else "_strided"
+        layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
+        layout += f"_{self.features.name}" if self.features.name else ""
         return f"decode_{formats}_{self.q_dtype}_{dims}_{shape}_{ring}_{_joined(self.k_copy, self.v_copy)}{layout}"
 
-    def to_dict(self) -> dict[str, str | int | bool]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def can_implement(self) -> str | None:
@@ -195,8 +209,10 @@ class DecodeConfig:
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         if self.num_stages < 2:
             return "num_stages must be at least 2"
-        if not 0 <= self.early_tiles < self.num_stages:
-            return f"early_tiles {self.early_tiles} is not from 0 to num_stages - 1 = {self.num_stages - 1}"
+        if self.early_tiles not in (0, 1):
+            return f"early_tiles {self.early_tiles} is not 0 or 1"
+        if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
+            return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         if self.num_threads > 1024:
             return f"{self.num_warps} warps are more than the 32 of a CTA"
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:

@@ -22,6 +22,8 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
 MAX_BOX = 256  # tokens of one tensor-map copy
+FEW_BOXES = 2  # of a tile, that one warp asks for beside its other work
+PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
 class TileCopier:
@@ -45,29 +47,29 @@ class TileCopier:
         self.arrivals = int(self.counted) + (WARP_THREADS * config.num_warps if self.words else 0)
         bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
         # Those whose copies take the same tokens are issued side by side.
-        steps = dict.fromkeys(operand.tile.copy_tokens for operand in bulk)
-        self.bulk = tuple((step, [op for op in bulk if op.tile.copy_tokens == step]) for step in steps)
+        steps = dict.fromkeys(operand.run_tokens for operand in bulk)
+        self.bulk = tuple((step, [op for op in bulk if op.run_tokens == step]) for step in steps)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """What the kernel takes instead of the caches."""
         return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
-    def open(self, source, ring, full, place) -> Tiles:
+    def open(self, source, ring, full, place, pager) -> Tiles:
         """This CTA's part of the caches and its ring."""
         opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
-        return Tiles(ring.toint(), full, opened)
+        return Tiles(ring.toint(), full, opened, place.shape.max_seq_len, pager)
 
     def stage_addresses(self, tiles: Tiles, stage):
         """Shared-memory addresses of a stage's tiles of K and of V."""
         return [operand.stage_address(tiles.ring, stage) for operand in self.operands]
 
     @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
-        """Asks for the tile that begins with ``token``; rows from ``length`` on may be left out."""
+    def copy_tile(self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
+        """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out."""
         config = self.config
         barrier = tiles.full + stage
         # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
-        tokens = cutlass.min((length - token + 3) & -4, place.max_seq_len - token)
+        tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
         tokens = cutlass.min(tokens, config.tile_tokens)
         if lane == 0:
             if const_expr(self.counted):
@@ -77,13 +79,13 @@ class TileCopier:
             for kind in cutlass.range_constexpr(len(self.bulk)):
                 run = self.bulk[kind][0]
                 for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
-                    self._copy_runs(kind, tiles, token + i, i, cutlass.min(tokens - i, run), stage, barrier)
+                    block, first = self.locate(tiles, request, token + i)
+                    self._copy_runs(kind, tiles, block, first, i, cutlass.min(tokens - i, run), stage, barrier)
         if const_expr(len(self.tensor_maps) > 0):
             cute.arch.sync_warp()
-            if warp == 0:
-                self._copy_boxes(tiles, place, token, stage, barrier)
+            self._copy_boxes(tiles, request, token, tokens, stage, barrier, warp)
         if const_expr(len(self.words) > 0):
-            self._copy_words(tiles, token, cutlass.min(length - token, config.tile_tokens), stage, warp, lane)
+            self._copy_words(tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, warp, lane)
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _arriving_bytes(self, tokens):
@@ -93,17 +95,33 @@ class TileCopier:
             total = total + operand.arriving_bytes(tokens)
         return total
 
-    def _copy_runs(self, kind: int, tiles, token, place, tokens, stage, barrier):
+    def locate(self, tiles, request, token):
+        """(block of the cache, place in it) of a request's token."""
+        return tiles.pager.locate(request, token) if self.config.page_tokens else (request, token)
+
+    def _copy_runs(self, kind: int, tiles, block, first, place, tokens, stage, barrier):
         for operand in self.bulk[kind][1]:
-            operand.copy_run(tiles, token, place, tokens, stage, barrier)
+            operand.copy_run(tiles, block, first, place, tokens, stage, barrier)
 
-    def _copy_boxes(self, tiles, place, token, stage, barrier):
-        for operand in self.tensor_maps:
-            operand.copy_tile(tiles, place, token, stage, barrier)
+    @cute.jit
+    def _copy_boxes(self, tiles, request, token, tokens, stage, barrier, warp):
+        """Boxes of all tensor maps, shared among the issuing warps; whole pages past the end are left out."""
+        for index in cutlass.range_constexpr(len(self.tensor_maps)):
+            operand = self.tensor_maps[index]
+            for box in cutlass.range_constexpr(operand.num_boxes):
+                wanted = warp == box % self.num_issuers
+                if const_expr(self.config.page_tokens > 0):
+                    wanted = wanted & (box * operand.box_tokens < tokens)
+                if wanted:
+                    block, first = self.locate(tiles, request, token + box * operand.box_tokens)
+                    operand.copy_box(tiles, block, first, box, stage, barrier)
 
-    def _copy_words(self, tiles, token, tokens, stage, warp, lane):
-        for operand in self.words:
-            operand.copy_tile(tiles, token, tokens, stage, warp, lane)
+    @cute.jit
+    def _copy_words(self, tiles, request, token, tokens, stage, warp, lane):
+        for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
+            block, first = self.locate(tiles, request, token + i)
+            for index in cutlass.range_constexpr(len(self.words)):
+                self.words[index].copy_token(tiles, block, first, i, stage, lane)
 
     @cute.jit
     def clear_values(self, tiles, stage: Int32, first: Int32, tid: Int32):
@@ -133,6 +151,37 @@ class Tiles:
     ring: Any  # shared-memory address
     full: Any  # barriers of the stages
     opened: Any  # of K and of V
+    max_seq_len: Any
+    pager: Any
+
+
+@dataclass(frozen=True)
+class Pager:
+    """Finds pages; run-time values.
+
+    table: address of int32 [batch, max_pages]. reciprocal: 2**32 over a page's units of 16 tokens, rounded up, so that
+    a product and a shift divide any unit of a request by them.
+    """
+
+    table: Any
+    max_pages: Any
+    page_size: Any
+    reciprocal: Any
+    num_pages: Any
+
+    @staticmethod
+    def of(table, max_pages, page_size, num_pages) -> Pager:
+        units = cutlass.max(page_size // PAGE_UNIT, 1)
+        return Pager(table, max_pages, page_size, ((Int64(1) << 32) + units - 1) // units, num_pages)
+
+    def locate(self, request, token):
+        """(page, place in it) of a request's token; a page that the cache does not have is replaced by one that it has,
+        so that a wrong table yields wrong numbers and no illegal access."""
+        index = ((Int64(token // PAGE_UNIT) * self.reciprocal) >> 32).to(Int32)
+        entry = self.table + (Int64(request) * self.max_pages + index) * 4
+        page = ptx.load_global_words(entry, 0, 1)[0].to(Int32)
+        page = cutlass.max(cutlass.min(page, self.num_pages - 1), 0)
+        return page, token - index * self.page_size
 
 
 class _Operand:
@@ -162,12 +211,13 @@ class _Operand:
 class RowSource:
     """Raw rows in global memory; run-time values."""
 
-    base: Any  # address of token 0 of the CTA's first head
+    base: Any  # address of the CTA's first head of token 0 of block 0
+    block_bytes: Any  # from one block (a request, or a page) to the next
     token_bytes: Any  # from one token to the next
 
-    def address(self, token):
+    def address(self, block, token):
         """Where a token's rows lie: the one place that knows how the cache is laid out."""
-        return self.base + Int64(token) * self.token_bytes
+        return self.base + Int64(block) * self.block_bytes + Int64(token) * self.token_bytes
 
 
 class RowOperand(_Operand):
@@ -179,14 +229,21 @@ class RowOperand(_Operand):
         assert isinstance(tile, RowTile)
         self.tile = tile
         self.row_bytes = WORD_BYTES * tile.row_words
-        self.many = tile.num_copies > 1
+        self.run_tokens = min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
+        self.many = config.tile_tokens > self.run_tokens
 
     def make_source(self, cache: cute.Tensor):
         return cache
 
     def open(self, source, ring, place) -> RowSource:
-        offset = (Int64(place.batch) * place.max_seq_len * place.num_kv_heads + place.first_head) * self.row_bytes
-        return RowSource(ptx.pinned(source.iterator.toint() + offset), place.num_kv_heads * self.row_bytes)
+        shape = place.shape
+        block_bytes = Int64(shape.block_tokens) * (shape.num_kv_heads * self.row_bytes)
+        if self.config.features.head_major:
+            token_bytes, head_bytes = Int32(self.row_bytes), Int64(shape.block_tokens) * self.row_bytes
+        else:
+            token_bytes, head_bytes = shape.num_kv_heads * self.row_bytes, Int64(self.row_bytes)
+        base = ptx.pinned(source.iterator.toint() + Int64(place.first_head) * head_bytes)
+        return RowSource(base, block_bytes, token_bytes)
 
     @property
     def run_bytes(self) -> int:
@@ -204,12 +261,14 @@ class BulkOperand(RowOperand):
     def arriving_bytes(self, tokens):
         return tokens * (self.tile.token_words * WORD_BYTES)
 
-    def copy_run(self, tiles, token, place, tokens, stage, barrier):
-        """One copy: ``tokens`` tokens from ``token`` on, which lie together, to place ``place`` of the tile."""
+    def copy_run(self, tiles, block, first, place, tokens, stage, barrier):
+        """One copy: ``tokens`` tokens of a block from ``first`` on, to place ``place`` of the tile."""
         tile = self.tile
         target = self.stage_address(tiles.ring, stage)
         target = target + place // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
-        source = tiles.opened[self.index].address(token)
+        if self.run_tokens < tile.copy_tokens:
+            target = target + place % tile.copy_tokens * (tile.token_words * WORD_BYTES)
+        source = tiles.opened[self.index].address(block, first)
         ptx.bulk_copy_to_shared(target, source, tokens * (tile.token_words * WORD_BYTES), barrier.toint())
 
 
@@ -226,13 +285,12 @@ class WordOperand(RowOperand):
         return 0
 
     @cute.jit
-    def copy_tile(self, tiles, token: Int32, tokens: Int32, stage: Int32, warp: Int32, lane: Int32):
+    def copy_token(self, tiles, block: Int32, first: Int32, place: Int32, stage: Int32, lane: Int32):
         tile = self.tile
-        for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
-            source = tiles.opened[self.index].address(token + i)
-            target = self.stage_address(tiles.ring, stage) + tile.token_offset(i) * WORD_BYTES
-            for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
-                ptx.async_copy_word(target + word * WORD_BYTES, source + word * WORD_BYTES)
+        source = tiles.opened[self.index].address(block, first)
+        target = self.stage_address(tiles.ring, stage) + tile.token_offset(place) * WORD_BYTES
+        for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
+            ptx.async_copy_word(target + word * WORD_BYTES, source + word * WORD_BYTES)
 
 
 @dataclass(frozen=True)
@@ -242,13 +300,13 @@ class TensorMapSource:
     atom: Any
     shared: Any
     cache: Any
+    first_head: Any
 
 
 class TensorMapOperand(_Operand):
     """cp.async.bulk.tensor with a swizzle, a KV head's tile at a time; what lies outside the cache reads as 0."""
 
     copy = "tma"
-    many = False
 
     def __init__(self, config: DecodeConfig, index: int):
         super().__init__(config, index)
@@ -257,12 +315,14 @@ class TensorMapOperand(_Operand):
         self.tile = tile
         name = (config.k_format, config.v_format)[index]
         self.element_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(name, cutlass.Uint8)
-        self.box_tokens = min(config.tile_tokens, MAX_BOX)
+        self.box_tokens = min(config.tile_tokens, config.page_tokens or MAX_BOX)
         self.num_boxes = config.tile_tokens // self.box_tokens
+        self.many = self.num_boxes * config.num_heads > FEW_BOXES
 
     def make_source(self, cache: cute.Tensor):
-        """A tensor map and its coordinate tensor [max_seq_len, row, num_kv_heads, batch]."""
-        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+        """A tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks]."""
+        modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
         operation = cpasync.CopyBulkTensorTileG2SOp()
         shape = (self.box_tokens, self.tile.padded_dim)
         return cpasync.make_tiled_tma_atom(operation, view, self._layout(self.box_tokens), shape)
@@ -281,28 +341,31 @@ class TensorMapOperand(_Operand):
         layout = self._layout(config.tile_tokens, config.num_heads, config.num_stages)
         pointer = cute.recast_ptr(ring + self.ring_offset, layout.inner, dtype=self.element_type)
         box = (self.box_tokens, self.tile.padded_dim)
-        # [box, of the tile's tokens, head, stage] and [box, of the cache's tokens, head]
+        # [box, of the tile's tokens, head, stage] and [box, of a block's tokens, head, block]
         shared = cute.flat_divide(cute.make_tensor(pointer, layout.outer), box)[None, None, None, 0, None, None]
-        cache = cute.local_tile(tensor[None, None, None, place.batch], box, (None, 0, None))
+        cache = cute.local_tile(tensor, box, (None, 0, None, None))
         parts = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(cache, 0, 2)
         )
-        return TensorMapSource(atom, *parts)
+        return TensorMapSource(atom, *parts, place.first_head)
 
     def arriving_bytes(self, tokens):
-        return self.tile.num_bytes
+        if not self.config.page_tokens:
+            return self.tile.num_bytes
+        boxes = (tokens + (self.box_tokens - 1)) // self.box_tokens
+        return boxes * (self.tile.num_bytes // self.num_boxes)
 
     @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, stage: Int32, barrier):
+    def copy_box(self, tiles, block: Int32, first: Int32, box: int, stage: Int32, barrier):
+        """The ``box``-th part of a tile, which begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
-        for box in cutlass.range_constexpr(self.num_boxes):
-            for head in cutlass.range_constexpr(self.config.num_heads):
-                cute.copy(
-                    source.atom,
-                    source.cache[None, token // self.box_tokens + box, place.first_head + head],
-                    source.shared[None, box, head, stage],
-                    tma_bar_ptr=barrier,
-                )
+        for head in cutlass.range_constexpr(self.config.num_heads):
+            cute.copy(
+                source.atom,
+                source.cache[None, first // self.box_tokens, source.first_head + head, block],
+                source.shared[None, box, head, stage],
+                tma_bar_ptr=barrier,
+            )
 
     @property
     def run_bytes(self) -> int:

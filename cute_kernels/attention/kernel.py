@@ -1,11 +1,12 @@
-"""Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
+"""Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring
-of K and V tiles full with asynchronous copies (:mod:`.copies`); every warp waits for a tile, takes its KV head, its
-blocks of 8 query heads and its slice of the tokens, and keeps scores, probabilities and output in registers; what the
-bytes of K and of V mean is known to its two :mod:`.readers` alone. There is no CTA barrier in the loop but for the tile
-in which the request ends. At the end the warps merge in shared memory; with more than one split, partial results go to
-a workspace and the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`). One
+lane keeps a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every warp waits for a tile, takes
+its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
+registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes before the
+softmax to :mod:`.logits`. There is no CTA barrier in the loop but for the tile in which the request ends. At the end
+the warps merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the
+output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -15,17 +16,19 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
-from cute_kernels.attention.copies import TileCopier
+from cute_kernels.attention.copies import Pager, TileCopier
+from cute_kernels.attention.logits import FeatureValues, Logits, QueryColumn
 from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.readers import make_readers
-from cute_kernels.attention.readers.common import lane_max
+from cute_kernels.attention.readers.common import Query, lane_max
 from cute_kernels.device import ptx
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
-RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x < 2**11
+RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
 
 
@@ -37,6 +40,8 @@ class DecodeKernel:
         self.key_reader, self.value_reader = make_readers(config)
         self.copier = TileCopier(config)
         self.merger = Merger(config, self.value_reader)
+        self.logits = Logits(config)
+        self.assigner = Assigner(config.tile_tokens, config.features.window)
 
     @cute.jit
     def __call__(
@@ -47,53 +52,123 @@ class DecodeKernel:
         seq_lens: cute.Tensor,
         out: cute.Tensor,
         lse: Int64,
-        partials: Int64,
+        workspace: Int64,
         k_scale: Int64,
         v_scale: Int64,
         k_scale_stride: Int32,
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
+        num_units: Int32,
         mode: Int32,
         stream,
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q: [batch, 1, num_q_heads, head_dim]; out: [batch, 1, num_q_heads, v_head_dim]; caches: [batch, max_seq_len,
-        num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which cost the
-        caller less than tensors: lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partials fp32 [batch,
-        num_q_heads, num_splits, 3/2 v_head_dim] (unnormalised values, then for every 4 of them their maximum in powers
-        of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and leave the partial results
-        of all splits. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a
-        KV head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
+        q: [batch, q_len, num_q_heads, head_dim]; out: [batch, q_len, num_q_heads, v_head_dim]; caches: [batch,
+        max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
+        cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``; workspace:
+        one counter per block of heads, rounded up to COUNTER_WORDS, then fp32 [units, q_len, num_q_heads, 3/2
+        v_head_dim] (unnormalised values, then for every 4 of them their maximum in powers of 2 and their sum), every
+        word EMPTY before and after. Bit 1 of ``mode``: write and leave the partial results of all splits. num_units:
+        about how many units to cut rows of different lengths into, 0 to cut every row into num_splits whatever the
+        lengths. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
+        head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
+        nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4)
+        pages = (Int64(0), Int32(0))
+        given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
+        tensors = (q, k_cache, v_cache, seq_lens, out)
+        numbers = (lse, workspace, softmax_scale, num_splits, num_units, mode)
+        self.launch(tensors, numbers, given, nothing, pages, stream)
+
+    @cute.jit
+    def with_features(
+        self,
+        q: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: Int64,
+        workspace: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
+        softmax_scale: Float32,
+        num_splits: Int32,
+        num_units: Int32,
+        mode: Int32,
+        block_table: Int64,
+        max_pages: Int32,
+        window: Int32,
+        soft_cap: Float32,
+        sinks: Int64,
+        alibi_slopes: Int64,
+        bias: Int64,
+        bias_stride_request: Int64,
+        bias_stride_query: Int64,
+        bias_stride_head: Int64,
+        bias_stride_key: Int64,
+        stream,
+    ):
+        """As :meth:`__call__`, with what the features of the configuration need.
+
+        Caches are [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a
+        block is a page with ``block_table`` (address of int32 [batch, max_pages]), else a request. Addresses: sinks and
+        alibi_slopes fp32 [num_q_heads]; bias, fp32 or bf16, with its strides in elements.
+        """
+        strides = (bias_stride_request, bias_stride_query, bias_stride_head, bias_stride_key)
+        features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides)
+        given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
+        tensors = (q, k_cache, v_cache, seq_lens, out)
+        numbers = (lse, workspace, softmax_scale, num_splits, num_units, mode)
+        self.launch(tensors, numbers, given, features, (block_table, max_pages), stream)
+
+    @cute.jit
+    def launch(self, tensors, numbers, given, features, pages, stream):
+        """Both entries: grid and what is known of the shapes."""
         config = self.config
-        cache_shape: Any = k_cache.shape
-        q_shape: Any = q.shape
-        batch, max_seq_len, num_kv_heads, _ = cache_shape
-        group = q_shape[2] // num_kv_heads
-        query_groups = cute.ceil_div(group, config.head_queries)
-        source = self.copier.make_source(k_cache, v_cache)
+        q, k_cache, v_cache, seq_lens, out = tensors
+        lse, workspace, softmax_scale, num_splits, num_units, mode = numbers
+        block_table, max_pages = pages
+        batch, q_len, num_q_heads, _ = q.shape
+        token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
+        block_tokens, num_kv_heads = k_cache.shape[token_mode], k_cache.shape[head_mode]
+        max_seq_len = max_pages * block_tokens if config.page_tokens else block_tokens
+        group = num_q_heads // num_kv_heads
+        rows = group * q_len
+        query_groups = cute.ceil_div(rows, config.head_queries)
+        head_blocks = num_kv_heads // config.num_heads * query_groups
+        shape = Shape(
+            batch=batch,
+            q_len=q_len,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            group=group,
+            group_reciprocal=cute.ceil_div(1 << RECIPROCAL_BITS, group),
+            query_groups=query_groups,
+            query_groups_reciprocal=cute.ceil_div(1 << RECIPROCAL_BITS, query_groups),
+            head_blocks=head_blocks,
+            max_seq_len=max_seq_len,
+            block_tokens=block_tokens,
+        )
+        pager = Pager.of(block_table, max_pages, block_tokens, k_cache.shape[0])
+        results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks)
         self.kernel(
-            q,
-            source,
-            seq_lens,
-            out,
-            lse,
-            partials,
-            k_scale,
-            v_scale,
-            k_scale_stride,
-            v_scale_stride,
+            self.copier.make_source(k_cache, v_cache),
+            q.iterator.toint(),
+            seq_lens.iterator.toint(),
+            results,
+            given,
+            features,
+            pager,
+            shape,
             softmax_scale,
-            max_seq_len,
-            num_kv_heads,
-            group,
-            query_groups,
-            cute.ceil_div(1 << RECIPROCAL_BITS, query_groups),
-            mode,
+            num_units,
         ).launch(
-            grid=(num_splits, num_kv_heads // config.num_heads * query_groups, batch),
+            grid=(num_splits, head_blocks, batch),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
@@ -103,110 +178,146 @@ class DecodeKernel:
     @cute.kernel
     def kernel(
         self,
-        q: cute.Tensor,
         source,
-        seq_lens: cute.Tensor,
-        out: cute.Tensor,
-        lse: Int64,
-        partials: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_stride: Int32,
-        v_scale_stride: Int32,
+        q: Int64,
+        seq_lens: Int64,
+        results,
+        given,
+        features,
+        pager,
+        shape,
         softmax_scale: Float32,
-        max_seq_len: Int32,
-        num_kv_heads: Int32,
-        group: Int32,
-        query_groups: Int32,
-        query_groups_reciprocal: Int32,
-        mode: Int32,
+        num_units: Int32,
     ):
         config = self.config
-        split, head_block, batch = cute.arch.block_idx()
-        num_splits = cute.arch.grid_dim()[0]
+        part, head_block, row = cute.arch.block_idx()
+        parts = cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
+        next_unit = smem.allocate_tensor(Int32, cute.make_layout(1))
         # A division would take over 100 cycles on the way to the first copy.
-        head_part = (head_block * query_groups_reciprocal) >> RECIPROCAL_BITS
-        query_part = head_block - head_part * query_groups
-        place = Place(
-            batch=batch,
-            split=split,
-            num_splits=num_splits,
-            first_head=head_part * config.num_heads,
-            first_query=query_part * config.head_queries,
-            group=group,
-            num_kv_heads=num_kv_heads,
-            max_seq_len=max_seq_len,
-        )
-        roles = self.roles(warp, place.first_query)
-        tiles = self.copier.open(source, ring, barriers, place)
-        # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
-        # first whatever the length turns out to be. The queries go first: the tile has no use without them.
-        length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
+        head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
+        query_part = head_block - head_part * shape.query_groups
+        place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
+        roles = self.roles(warp, place.first_row)
+        tiles = self.copier.open(source, ring, barriers, place, pager)
+        requests = Requests(
+            seq_lens, shape.batch, shape.max_seq_len, features.window + shape.q_len - 1, parts, num_units,
+            results.workspace + Int64(head_block) * 4,
+        )  # fmt: skip
+        # The lengths, the queries and the first tiles come from memory at the same time: tile ``part`` is the first of
+        # this CTA unless lengths differ. The queries go first: the tile has no use without them.
         kv_head = place.first_head + roles.head
-        given_scales = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
-        query = self.key_reader.fetch_query(
-            self.query_addresses(place, roles, ptx.address(q), lane), given_scales.of_keys(kv_head), lane
+        asked = self.key_reader.fetch_query(
+            self.query_addresses(place, roles, q, row, lane), given.of_keys(kv_head), lane
         )
-        self.start(place, tiles, barriers, warp, lane)
+        words = _leaves(asked.words)
+        registers = cute.make_rmem_tensor(len(words), Uint32)
+        for i in cutlass.range_constexpr(len(words)):
+            registers[i] = words[i]
+        self.start(tiles, place, row, part, parts, warp, lane)
 
-        length = cutlass.min(cutlass.max(length, 0), max_seq_len)
-        num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
-        active_splits = cutlass.min(num_tiles, num_splits)
-        work = Work(place=place, length=length, active_splits=active_splits)
-        results = Results(out, lse, partials, mode)
-        if split < active_splits:
-            v_scale_address = given_scales.of_values(kv_head)
-            self.process(work, roles, query, v_scale_address, tiles, results, softmax_scale, ring, barriers, warp, lane)
-        else:
-            self.drain(work, barriers)
-        if num_tiles == 0:
-            if split == 0:
-                self.merger.write_empty(work, results)
+        tiles_per_part = self.assigner.tiles_per_part(requests, lane)
+        num_ctas = shape.batch * parts
+        index = row * parts + part
+        # Position in the ring: how many tiles have gone through it, by stage and parity. The early tile counts as gone
+        # where it turns out not to be the unit's first.
+        stage, phase = Int32(0), Int32(0)
+        early = Int32(0)
+        if const_expr(config.early_tiles > 0):
+            early = cutlass.select_(part * config.tile_tokens < shape.max_seq_len, Int32(1), Int32(0))
+        going = Int32(1)
+        while going != 0:
+            unit = self.assigner.grid_unit(requests, row, part)
+            unit_row, unit_part, num_parts = unit.row, unit.part, unit.num_parts
+            first_unit, total_units = unit.first_unit, Int32(0)
+            if tiles_per_part > 0:
+                unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
+                    requests, tiles_per_part, index, lane
+                )
+                first_unit = index - unit_part
+            length = self.assigner.length_of(requests, unit_row)
+            work = Work(
+                place, unit_row, unit_part, num_parts, first_unit, length, self.assigner.first_tile(requests, length)
+            )
+            as_expected = (
+                (unit_row == row) & (unit_part == part) & (part < num_parts) & (work.first_tile == 0) & (length > 0)
+            )
+            is_early = cutlass.select_(as_expected, early, Int32(0))
+            if early > is_early:
+                self.pass_over(barriers, lane)
+                stage, phase = _advance(stage, phase, config.num_stages)
+            if unit_part < num_parts:
+                if is_early == 0:
+                    again = self.query_words(place, roles, q, unit_row, lane, given.of_keys(kv_head))
+                    for i in cutlass.range_constexpr(len(words)):
+                        registers[i] = again[i]
+                query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
+                stage, phase = self.process(
+                    work, roles, query, given.of_values(kv_head), features, tiles, results, softmax_scale, ring,
+                    barriers, warp, lane, stage, phase, is_early,
+                )  # fmt: skip
+            early = Int32(0)
+            going = Int32(0)
+            if tiles_per_part > 0:
+                # What the merge has read and written must not be overtaken by the next unit's copies.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_threads()
+                if warp * WARP_THREADS + lane == 0:
+                    next_unit[0] = self.assigner.take(requests, num_ctas, total_units)
+                cute.arch.sync_threads()
+                index = next_unit[0]
+                going = cutlass.select_(index < total_units, Int32(1), Int32(0))
 
-    def roles(self, warp, first_query) -> "Roles":
-        """Which KV head, query heads and tokens of its CTA's tiles a warp takes."""
+    def query_words(self, place, roles, q, row, lane, k_scale):
+        """The words of another request's queries, in the order of the registers that hold the first one's."""
+        addresses = self.query_addresses(place, roles, q, row, lane)
+        return _leaves(self.key_reader.fetch_query(addresses, k_scale, lane).words)
+
+    def roles(self, warp, first_row) -> "Roles":
+        """Which KV head, queries and tokens of its CTA's tiles a warp takes."""
         config = self.config
         query_block = warp // config.num_heads % config.num_query_blocks
         return Roles(
             head=warp % config.num_heads,
-            first_query=first_query + query_block * config.warp_queries,
+            first_row=first_row + query_block * config.warp_queries,
             slice_index=warp // config.num_roles,
         )
 
-    def query_addresses(self, place, roles, q, lane):
-        """Address of the lane's query head in each of the warp's blocks; g = lane // 4 is its place in a block.
+    def query_addresses(self, place, roles, q, request, lane):
+        """Address of the lane's query in each of the warp's blocks; g = lane // 4 is its place in a block.
 
-        Lanes past the last query head take that one: their results are never stored.
+        Lanes past the last query take that one: their results are never stored.
         """
-        first = (place.batch * place.num_kv_heads + place.first_head + roles.head) * place.group
+        shape = place.shape
         addresses = []
         for block in range(self.config.blocks_per_warp):
-            query = cutlass.min(roles.first_query + block * BLOCK_QUERIES + lane // 4, place.group - 1)
-            addresses.append(q + Int64(first + query) * (self.config.head_dim * 2))
+            row = cutlass.min(roles.first_row + block * BLOCK_QUERIES + lane // 4, shape.group * shape.q_len - 1)
+            query, head = place.query_of(self.config, roles.head, row)
+            place_of_query = (Int64(request) * shape.q_len + query) * shape.num_q_heads + head
+            addresses.append(q + place_of_query * (self.config.head_dim * 2))
         return addresses
 
     @cute.jit
-    def start(self, place, tiles, barriers, warp, lane):
-        """Initialises the barriers and asks for the first tiles that the cache, if not the request, may have."""
-        config = self.config
+    def start(self, tiles, place, row, part, parts, warp, lane):
+        """Initialises the barriers and asks for the first tile that the cache, if not the request, may have."""
+        config, shape = self.config, place.shape
         one_issuer = self.copier.num_issuers == 1
-        # What the first tiles need comes first; other warps than the issuing one wait for a CTA barrier anyway.
+        # What the first tile needs comes first; other warps than the issuing one wait for a CTA barrier anyway.
         first = config.early_tiles if one_issuer else 2 * config.num_stages
-        self.init_barriers(barriers, 0, first, warp, lane)
+        self.init_barriers(tiles.full, 0, first, warp, lane)
         if const_expr(not one_issuer):
             cute.arch.sync_threads()
-        if warp < self.copier.num_issuers:
-            for i in cutlass.range_constexpr(config.early_tiles):
-                if self.tile_token(place, i) < place.max_seq_len:
+        if const_expr(config.early_tiles > 0):
+            if warp < self.copier.num_issuers:
+                if part * config.tile_tokens < shape.max_seq_len:
                     self.copier.copy_tile(
-                        tiles, place, self.tile_token(place, i), place.max_seq_len, Int32(i), warp, lane
+                        tiles, row, part * config.tile_tokens, shape.max_seq_len, Int32(0), warp, lane
                     )
-        self.init_barriers(barriers, first, 2 * config.num_stages, warp, lane)
+        self.init_barriers(tiles.full, first, 2 * config.num_stages, warp, lane)
 
     @cute.jit
     def init_barriers(self, barriers, begin: int, end: int, warp, lane):
@@ -221,58 +332,62 @@ class DecodeKernel:
                     cute.arch.mbarrier_init_fence()
                 cute.arch.sync_warp()
 
-    def tile_token(self, place, i):
-        """First token of the i-th tile of a split: splits take turns."""
-        return (place.split + i * place.num_splits) * self.config.tile_tokens
-
     @cute.jit
-    def drain(self, work, barriers):
-        """Waits for early tiles that turned out to lie past the request's end: nobody may leave before they land."""
+    def pass_over(self, barriers, lane):
+        """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
         cute.arch.sync_threads()  # the barriers are initialised
-        for i in cutlass.range_constexpr(self.config.early_tiles):
-            token = self.tile_token(work.place, i)
-            if (token >= work.length) & (token < work.place.max_seq_len):
-                cute.arch.mbarrier_wait(barriers + i, 0)
+        cute.arch.mbarrier_wait(barriers, 0)
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
 
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, work, roles, query, v_scale, tiles, results, softmax_scale, ring, barriers, warp, lane):
-        """Everything a CTA with at least one tile does."""
+    def process(
+        self, work, roles, query, v_scale, features, tiles, results, softmax_scale, ring, barriers, warp, lane,
+        stage: Int32, phase: Int32, issued: Int32,
+    ):  # fmt: skip
+        """One unit with tiles; ``issued`` of them are on their way. Returns the ring's position after it."""
         config = self.config
-        place = work.place
         full, empty = barriers, barriers + config.num_stages
-        if warp < self.copier.num_issuers:
-            for i in cutlass.range(config.early_tiles, config.num_stages - 1, 1, unroll=1):
-                if self.tile_token(place, i) < work.length:
-                    self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        refill_stage, refill_phase = stage, phase ^ 1
+        for i in cutlass.range(config.num_stages - 1, unroll=1):
+            if warp < self.copier.num_issuers:
+                if (i >= issued) & (token + i * stride < work.length):
+                    # Nothing waits on the first round.
+                    cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
+                    self.copier.copy_tile(
+                        tiles, work.request, token + i * stride, work.length, refill_stage, warp, lane
+                    )
+            refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, softmax_scale)
         values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
-        state = WarpState(keys, values, _Softmax(config.columns))
+        columns = [work.place.column(config, roles, keys.t, column) for column in range(config.columns)]
+        logits = self.logits.open(features, work.request, work.place.shape.q_len, work.length, columns)
+        state = WarpState(keys, values, _Softmax(config.columns), logits)
         cute.arch.sync_threads()  # the barriers are initialised
 
-        stage, phase = Int32(0), Int32(0)
-        refill_stage, refill_phase = Int32(config.num_stages - 1), Int32(1)
-        token, stride = self.tile_token(place, 0), place.num_splits * config.tile_tokens
         while token < work.length:
             # Pinned, or the compiler makes two copies of the loop, one for the issuing warps.
             if ptx.pinned(warp) < self.copier.num_issuers:
                 ahead = token + (config.num_stages - 1) * stride
                 if ahead < work.length:
-                    # The tile that last lay there was consumed one step ago; nothing waits on the first round.
+                    # The tile that last lay there was consumed one step ago.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(tiles, place, ahead, work.length, refill_stage, warp, lane)
+                    self.copier.copy_tile(tiles, work.request, ahead, work.length, refill_stage, warp, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
-            partial = token + config.tile_tokens > work.length
-            if partial:
+            if token + config.tile_tokens > work.length:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.
                 self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
                 cute.arch.sync_threads()
+            masked = self.logits.is_masked(logits, token, config.tile_tokens)
             first_token = token + roles.slice_index * config.slice_tokens
             addresses = self.copier.stage_addresses(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
-                self.attend(state, addresses, block, partial, work.length - first_token)
+                self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS)
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
@@ -282,15 +397,14 @@ class DecodeKernel:
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
-        if const_expr(config.early_tiles > 1):
-            self.drain(work, barriers)
         self.merger.finish(work, state, results, ring, warp, lane, roles.slice_index)
+        return stage, phase
 
     @cute.jit
-    def attend(self, state, addresses, block: int, partial, remaining: Int32):
-        """Scores, online softmax and P V of one block of 32 tokens of a slice.
+    def attend(self, state, addresses, block: int, masked, first_token: Int32):
+        """Logits, online softmax and P V of one block of 32 tokens of a slice.
 
-        partial: whether the request ends in this tile; then it has ``remaining`` tokens of the slice and after it.
+        masked: whether some query does not see some key of the tile.
         """
         columns = self.config.columns
         value_offset = self.value_reader.block_offset(block)
@@ -300,35 +414,32 @@ class DecodeKernel:
         for j in cutlass.range_constexpr(4):
             for column in cutlass.range_constexpr(columns):
                 s[columns * j + column] = scores[j][column]
-        if partial:
-            for j in cutlass.range_constexpr(4):
-                if block_token(self.config.token_bits, state.keys.g, j) >= remaining - block * BLOCK_TOKENS:
-                    for column in cutlass.range_constexpr(columns):
-                        s[columns * j + column] = Float32(-Float32.inf)
-        self.update_maximum(state, s, headers)
+        tokens = [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(4)]
+        scale = self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
+        self.update_maximum(state, s, scale, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):
-            row = self.probabilities(state, [s[columns * j + column] for column in range(columns)])
+            row = self.probabilities(state, [s[columns * j + column] for column in range(columns)], scale)
             probabilities.append(row)
         self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
 
-    def probabilities(self, state, scores):
-        """Exponentials of a token's scores, by column, added to the softmax sums."""
+    def probabilities(self, state, scores, scale):
+        """Exponentials of a token's logits, by column, added to the softmax sums."""
         row = []
         for column, score in enumerate(scores):
-            p = ptx.exp2(ptx.fma(score, state.keys.score_scale, -state.softmax.maximum[column]))
+            p = ptx.exp2(ptx.fma(score, scale, -state.softmax.maximum[column]))
             state.softmax.total[column] = state.softmax.total[column] + p
             row.append(p)
         return row
 
     @cute.jit
-    def update_maximum(self, state, s, headers):
+    def update_maximum(self, state, s, scale, headers):
         """Raises the softmax reference when a probability would pass 2**RESCALE_SLACK; rare after the first blocks."""
         columns = self.config.columns
         log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
         block_max = []
         for column in cutlass.range_constexpr(columns):
-            bounds = [_bound(s[columns * j + column], state.keys.score_scale, log_scales[j]) for j in range(4)]
+            bounds = [_bound(s[columns * j + column], scale, log_scales[j]) for j in range(4)]
             block_max.append(ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3])))
         exceeds = block_max[0] > state.softmax.maximum[0] + RESCALE_SLACK
         for column in cutlass.range_constexpr(1, columns):
@@ -361,11 +472,12 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class WarpState:
-    """What a warp keeps from tile to tile, in registers: the states of its readers, and the softmax."""
+    """What a warp keeps from tile to tile, in registers: the states of its readers, softmax and logits."""
 
     keys: Any
     values: Any
     softmax: Any
+    logits: Any
 
 
 @dataclass(frozen=True)
@@ -390,47 +502,84 @@ class Roles:
     """A warp's part of its CTA's tiles; run-time integers."""
 
     head: Any  # of the CTA's KV heads
-    first_query: Any  # of the query heads of that KV head
+    first_row: Any  # of the queries of that KV head
     slice_index: Any
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a CTA stands in the grid and what it may touch, known before the request's length is; run-time integers."""
+class Shape:
+    """Sizes of a launch; run-time integers. ``x_reciprocal``: what to multiply by to divide by x."""
 
     batch: Any
-    split: Any
-    num_splits: Any
-    first_head: Any
-    first_query: Any  # of the query heads of a KV head
-    group: Any  # query heads per KV head
+    q_len: Any
+    num_q_heads: Any
     num_kv_heads: Any
+    group: Any  # query heads per KV head
+    group_reciprocal: Any
+    query_groups: Any  # CTAs that share a KV head's queries
+    query_groups_reciprocal: Any
+    head_blocks: Any
     max_seq_len: Any
+    block_tokens: Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which heads and queries a CTA takes, whatever the request; run-time integers.
+
+    The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
+    """
+
+    shape: Any
+    first_head: Any
+    first_row: Any
+
+    def query_of(self, config: DecodeConfig, head, row):
+        """(query position, query head) of a row of the CTA's ``head``-th KV head."""
+        query, within = Int32(0), row
+        if config.features.queries:
+            query = (row * self.shape.group_reciprocal) >> RECIPROCAL_BITS
+            within = row - query * self.shape.group
+        return query, (self.first_head + head) * self.shape.group + within
+
+    def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
+        """The query of an accumulator column of a lane."""
+        row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
+        query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
+        return QueryColumn(query, head)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a CTA does once the length is known; run-time integers."""
+    """A CTA's unit: a part of a request's tokens; run-time integers."""
 
     place: Any
+    request: Any
+    part: Any
+    num_parts: Any
+    first_unit: Any
     length: Any
-    active_splits: Any  # splits of this row that have tokens
+    first_tile: Any
 
-    def query_head(self, config: DecodeConfig, r):
-        """(index among all query heads, whether it exists) of row r of the CTA's query heads."""
-        place = self.place
+    def first_token(self, config: DecodeConfig):
+        return (self.first_tile + self.part) * config.tile_tokens
+
+    def query_row(self, config: DecodeConfig, r):
+        """Row r of the CTA's queries: (place among a request's outputs [q_len, num_q_heads], head, whether it exists)."""
+        place, shape = self.place, self.place.shape
         role = r // config.warp_queries
-        head = role % config.num_heads
-        within = place.first_query + role // config.num_heads * config.warp_queries + r % config.warp_queries
-        return (place.first_head + head) * place.group + within, within < place.group
+        row = place.first_row + role // config.num_heads * config.warp_queries + r % config.warp_queries
+        query, head = place.query_of(config, role % config.num_heads, row)
+        return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
-    def output_row(self, head):
-        """Row of q and out of a query head."""
-        return Int64(self.place.batch) * (self.place.num_kv_heads * self.place.group) + head
+    def output_row(self, query_row):
+        """Row of q and out."""
+        return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
-    def partial_head(self, head):
-        """Row of the workspace where the splits of a query head begin."""
-        return self.output_row(head) * self.place.num_splits
+    def partial_row(self, query_row, part):
+        """Row of the workspace."""
+        rows = self.place.shape.q_len * self.place.shape.num_q_heads
+        return Int64(self.first_unit + part) * rows + query_row
 
 
 def _advance(stage, phase, num_stages: int):
@@ -443,3 +592,19 @@ def _advance(stage, phase, num_stages: int):
 def _bound(score, score_scale, log_scale):
     """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
     return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)
+
+
+def _leaves(words):
+    """What nested lists hold, in order."""
+    return [leaf for word in words for leaf in _leaves(word)] if isinstance(words, list) else [words]
+
+
+def _like(words, registers, first: int = 0):
+    """Nested lists as ``words`` that hold ``registers`` in order."""
+    if not isinstance(words, list):
+        return registers[first]
+    result = []
+    for word in words:
+        result.append(_like(word, registers, first))
+        first += len(_leaves(word))
+    return result

@@ -15,10 +15,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.config import (
     BLOCK_QUERIES,
+    COUNTER_WORDS,
     EMPTY_WORD,
     KEEP_PARTIALS,
     MERGE_PAD,
@@ -27,7 +28,7 @@ from cute_kernels.attention.config import (
     WRITE_LSE,
     DecodeConfig,
 )
-from cute_kernels.attention.readers.common import lane_sum
+from cute_kernels.attention.readers.common import lane_sum, load_float
 from cute_kernels.device import ptx
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
@@ -41,8 +42,13 @@ class Results:
 
     out: Any
     lse: Any
-    partials: Any
+    workspace: Any
     mode: Any
+    sinks: Any
+
+    def partials(self, work):
+        """Address of the partial results, behind the counters of units."""
+        return self.workspace + counter_words(work.place.shape.head_blocks) * 4
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Merger:
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
         cute.arch.sync_threads()
-        if work.active_splits == 1:
+        if work.num_parts == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
                 maximum, total, value = self.merge_slices(address, index)
                 self.store_output(work, results, index, maximum, total, value)
@@ -86,7 +92,7 @@ class Merger:
     @cute.jit
     def finish_split(self, work, results, address, tid):
         """Stores the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
-        split, active = work.place.split, work.active_splits
+        split, active = work.part, work.num_parts
         combiners_log2 = self.combiners_log2(active)
         rank = split - (active - (1 << combiners_log2))
         count = self.num_vectors >> combiners_log2
@@ -225,16 +231,16 @@ class Merger:
             for c in cutlass.range_constexpr(4):
                 sums[2 + c] = own[2][c]
         row, d = self.vector(index)
-        head, valid = work.query_head(self.config, row)
+        query_row, _, valid = work.query_row(self.config, row)
         if valid:
-            source = results.partials + work.partial_head(head) * self.partial_bytes + d * 4
+            source = self.partial_address(work, results, query_row, 0) + d * 4
             step = Int32(COMBINE_BATCH) << share.groups_log2
             for begin in cutlass.range(group, share.num_splits, step, unroll=1):
-                self.gather_batch(share, source, self.stats_of(d), begin, sums)
+                self.gather_batch(work, share, source, self.stats_of(d), begin, sums)
         return sums
 
     @cute.jit
-    def gather_batch(self, share, source, stats, begin, sums):
+    def gather_batch(self, work, share, source, stats, begin, sums):
         """Waits for up to COMBINE_BATCH partial results of other splits, and adds them."""
         words = cute.make_rmem_tensor(6 * COMBINE_BATCH, Uint32)
         missing = Int32(1)
@@ -243,7 +249,7 @@ class Merger:
             for i in cutlass.range_constexpr(COMBINE_BATCH):
                 split, absent = self.batch_split(share, begin, i)
                 if not absent:
-                    place = source + Int64(split) * self.partial_bytes
+                    place = source + self.partial_offset(work, split)
                     vector = ptx.load_relaxed(place, 4)
                     pair = ptx.load_relaxed(place + stats, 2)
                     for w in cutlass.range_constexpr(6):
@@ -265,12 +271,12 @@ class Merger:
     def clear(self, work, results, share, index, group):
         """Empties the places of the partial results that this thread has gathered, once the output is on its way."""
         row, d = self.vector(index)
-        head, valid = work.query_head(self.config, row)
+        query_row, _, valid = work.query_row(self.config, row)
         if valid:
-            source = results.partials + work.partial_head(head) * self.partial_bytes + d * 4
+            source = self.partial_address(work, results, query_row, 0) + d * 4
             for split in cutlass.range(group, share.num_splits, Int32(1) << share.groups_log2, unroll=1):
                 if split != share.split:
-                    place = source + Int64(split) * self.partial_bytes
+                    place = source + self.partial_offset(work, split)
                     ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4)
                     ptx.store_global(place + self.stats_of(d), [Uint32(EMPTY_WORD)] * 2)
 
@@ -279,10 +285,14 @@ class Merger:
         split = begin + (Int32(i) << share.groups_log2)
         return split, (split >= share.num_splits) | (split == share.split)
 
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of one split's partial result for a query head."""
-        return 4 * self.config.partial_words
+    def partial_address(self, work, results, query_row, part):
+        """Address of a part's partial result for one query."""
+        return results.partials(work) + work.partial_row(query_row, part) * (4 * self.config.partial_words)
+
+    def partial_offset(self, work, part):
+        """Bytes from part 0's partial result to another part's."""
+        shape = work.place.shape
+        return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 
     def stats_of(self, d):
         """From a vector of a partial result to its own copy of (maximum, sum), which one thread alone reads."""
@@ -293,37 +303,34 @@ class Merger:
     @cute.jit
     def store_output(self, work, results, index, maximum, total, value):
         row, d = self.vector(index)
-        head, valid = work.query_head(self.config, row)
+        query_row, head, valid = work.query_row(self.config, row)
         if valid:
-            scale = ptx.reciprocal(total)
+            # A query that sees no key has a sum of 0: output 0, log-sum-exp -inf.
+            denominator = total
+            if const_expr(self.config.features.sinks):
+                sink = load_float(results.sinks + Int64(head) * 4)
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
+            scale = cutlass.select_(total > 0.0, ptx.reciprocal(denominator), Float32(0.0))
             pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
             words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
-            element = work.output_row(head) * self.config.v_head_dim + d
-            ptx.store_global(results.out.iterator.toint() + element * 2, words)
+            output_row = work.output_row(query_row)
+            ptx.store_global(results.out + (output_row * self.config.v_head_dim + d) * 2, words)
             if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
+                ptx.store_global(results.lse + output_row * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
 
     @cute.jit
     def store_partial(self, work, results, index, maximum, total, value):
         row, d = self.vector(index)
-        head, valid = work.query_head(self.config, row)
+        query_row, _, valid = work.query_row(self.config, row)
         if valid:
-            place = results.partials + (work.partial_head(head) + work.place.split) * self.partial_bytes + d * 4
+            place = self.partial_address(work, results, query_row, work.part) + d * 4
             ptx.store_global(place, value)
             ptx.store_global(place + self.stats_of(d), [maximum, total])
 
-    @cute.jit
-    def write_empty(self, work, results):
-        """A request without tokens: output 0, LSE -inf."""
-        out = results.out
-        tid, _, _ = cute.arch.thread_idx()
-        for index in cutlass.range(tid, self.num_rows * self.config.v_head_dim, self.config.num_threads, unroll=1):
-            d = index % self.config.v_head_dim
-            head, valid = work.query_head(self.config, index // self.config.v_head_dim)
-            if valid:
-                out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
-                if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                    ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
+
+def counter_words(head_blocks):
+    """Words of the counters of taken units, a whole number of cache lines."""
+    return (head_blocks + (COUNTER_WORDS - 1)) // COUNTER_WORDS * COUNTER_WORDS
 
 
 def _row_of(column: int) -> int:

@@ -367,3 +367,63 @@ def load_relaxed(address: Int64, num_words: int, *, loc=None, ip=None) -> list[U
         ip=ip,
     )
     return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
+
+
+@dsl_user_op
+def load_bf16(address: Int64, *, loc=None, ip=None) -> Float32:
+    """One bf16 of read-only global memory as fp32."""
+    asm = "{ .reg .b16 h; .reg .b32 t; ld.global.nc.u16 h, [$1]; mov.b32 t, {0, h}; mov.b32 $0, t; }"
+    return Float32(
+        llvm.inline_asm(
+            Float32.mlir_type,
+            [Int64(address).ir_value(loc=loc, ip=ip)],
+            asm,
+            "=f,l",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def atomic_add(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
+    """Adds to a word of global memory, at GPU scope, without ordering anything else; the word's value before."""
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            [Int64(address).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)],
+            "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;",
+            "=r,l,r,~{memory}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+def _warp_redux(operation: str, x: Int32, *, loc=None, ip=None) -> Int32:
+    # A warp-collective: must not be moved into divergent code, so it is marked as having side effects.
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            [Int32(x).ir_value(loc=loc, ip=ip)],
+            f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;",
+            "=r,r",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def warp_sum(x: Int32, *, loc=None, ip=None) -> Int32:
+    """Sum over the lanes of a warp, in all of them."""
+    return _warp_redux("add", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def warp_max(x: Int32, *, loc=None, ip=None) -> Int32:
+    """Maximum over the lanes of a warp, in all of them."""
+    return _warp_redux("max", x, loc=loc, ip=ip)

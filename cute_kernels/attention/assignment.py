@@ -1,0 +1,154 @@
+"""Which tokens a CTA takes, decided on the device from the lengths: no host synchronisation, one graph for all of them.
+
+A *row* is a request (and the heads of a CTA); a *unit* is one part of a row's tiles, what a CTA works on at a time. If
+the lengths are alike, every row has as many parts as the launch has CTAs for it, and a CTA takes exactly the part and
+row that it is: so it may ask for its first tile before it knows any length. If they are not, all rows are cut into
+parts of about equal size, numbered row by row. CTA i takes unit i, and when it is done the next that nobody has taken:
+one request of 100,000 tokens among a thousand short ones is spread over the whole GPU.
+
+:func:`cute_kernels.attention.schedule.cut_rows` says in plain Python how rows are cut.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from cute_kernels.attention.config import EMPTY_WORD, WARP_THREADS
+from cute_kernels.attention.schedule import ALIKE
+from cute_kernels.device import ptx
+
+NOBODY = 0xFFFFFFFF  # of the counter of taken units between launches: EMPTY_WORD, like the rest of the workspace
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What a launch knows of its requests; run-time values.
+
+    address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: at most so many tokens at a
+    request's end are seen by its queries (of use with a window only). parts: CTAs of a row. units: about how many to
+    make where the lengths differ; 0 if every row has ``parts`` parts whatever its length. counter: address of a word
+    that counts taken units.
+    """
+
+    address: Any
+    batch: Any
+    max_seq_len: Any
+    seen: Any
+    parts: Any
+    units: Any
+    counter: Any
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tiles first_tile + part, first_tile + part + num_parts, ... of a row; run-time integers.
+
+    first_unit: the number of the row's part 0, by which its partial results are found. length: of the row.
+    """
+
+    row: Any
+    part: Any
+    num_parts: Any
+    first_unit: Any
+    length: Any
+    first_tile: Any
+
+
+class Assigner:
+    """Computes units; every warp does so for itself, so that none waits for another."""
+
+    def __init__(self, tile_tokens: int, windowed: bool):
+        self.tile_tokens = tile_tokens
+        self.windowed = windowed
+
+    def length_of(self, requests, row):
+        """Tokens of a request that there is a cache for."""
+        length = ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
+        return cutlass.min(cutlass.max(length, 0), requests.max_seq_len)
+
+    def first_tile(self, requests, length):
+        """The tile of the first token that a query sees."""
+        if const_expr(not self.windowed):
+            return Int32(0)
+        return cutlass.max(length - requests.seen, 0) // self.tile_tokens
+
+    def tiles_of(self, requests, length):
+        """Tiles that a row has to read, at least 1: a request without tokens has an output too."""
+        tiles = (length + (self.tile_tokens - 1)) // self.tile_tokens - self.first_tile(requests, length)
+        return cutlass.max(tiles, 1)
+
+    def rows_of_lane(self, requests):
+        return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
+
+    @cute.jit
+    def tiles_per_part(self, requests, lane: Int32):
+        """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is."""
+        result = Int32(0)
+        if requests.units > 0:
+            total, most = Int32(0), Int32(1)
+            rows = self.rows_of_lane(requests)
+            for i in cutlass.range(rows, unroll=1):
+                row = lane * rows + i
+                if row < requests.batch:
+                    tiles = self.tiles_of(requests, self.length_of(requests, row))
+                    total = total + tiles
+                    most = cutlass.max(most, tiles)
+            total = ptx.warp_sum(total)
+            most = ptx.warp_max(most)
+            if Int64(most) * requests.batch * ALIKE[0] > Int64(total) * ALIKE[1]:
+                result = (total + requests.units - 1) // requests.units
+        return result
+
+    def grid_unit(self, requests, row, part) -> Unit:
+        """The unit of a CTA where rows are cut as the grid is; there is nothing to do if part >= num_parts."""
+        length = self.length_of(requests, row)
+        num_parts = cutlass.min(self.tiles_of(requests, length), requests.parts)
+        return Unit(row, part, num_parts, row * requests.parts, length, self.first_tile(requests, length))
+
+    @cute.jit
+    def find_unit(self, requests, tiles_per_part: Int32, index: Int32, lane: Int32):
+        """Unit ``index`` where the lengths differ: (row, part, num_parts, number of all units)."""
+        rows = self.rows_of_lane(requests)
+        own = Int32(0)
+        for i in cutlass.range(rows, unroll=1):
+            own = own + self.parts_of(requests, lane * rows + i, tiles_per_part)
+        upto = own
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(upto, 1 << step)
+            upto = upto + cutlass.select_(lane >= 1 << step, below, Int32(0))
+        rest = index - (upto - own)
+        found_row, found_part, found_parts = Int32(0), Int32(0), Int32(0)
+        if (rest >= 0) & (rest < own):
+            for i in cutlass.range(rows, unroll=1):
+                parts = self.parts_of(requests, lane * rows + i, tiles_per_part)
+                if (rest >= 0) & (rest < parts):
+                    found_row = lane * rows + i
+                    found_part = rest
+                    found_parts = parts
+                rest = rest - parts
+        # One lane at most has found something, the others hold zeros.
+        num_units = cute.arch.shuffle_sync(upto, WARP_THREADS - 1)
+        return ptx.warp_sum(found_row), ptx.warp_sum(found_part), ptx.warp_sum(found_parts), num_units
+
+    @cute.jit
+    def parts_of(self, requests, row: Int32, tiles_per_part: Int32):
+        """Parts of a row where the lengths differ, 0 for a row that there is not."""
+        parts = Int32(0)
+        if row < requests.batch:
+            tiles = self.tiles_of(requests, self.length_of(requests, row))
+            parts = (tiles + tiles_per_part - 1) // tiles_per_part
+        return parts
+
+    @cute.jit
+    def take(self, requests, num_ctas: Int32, num_units: Int32):
+        """The next unit that nobody has taken; one thread calls it, and every CTA until it gets no unit.
+
+        So the counter is raised a known number of times, and whoever raises it last puts it back.
+        """
+        taken = ptx.atomic_add(requests.counter, Int32(1)) + 1  # from NOBODY, which is -1
+        if taken == cutlass.max(num_units, num_ctas) - 1:
+            ptx.store_global(requests.counter, [cutlass.Uint32(EMPTY_WORD)])
+        return num_ctas + taken

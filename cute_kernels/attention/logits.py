@@ -1,0 +1,134 @@
+"""From raw scores to the softmax's logits: soft cap, ALiBi, bias, and which keys a query sees.
+
+A request's queries are its last tokens: query ``place`` of q_len stands at position length - q_len + place. Logits are
+in powers of two (times log2 e), since the softmax uses exp2 alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, const_expr
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.readers.common import load_float
+from cute_kernels.device import ptx
+
+BIAS_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class FeatureValues:
+    """Run-time values of the features that a variant has.
+
+    window: keys that a query sees, itself included. soft_cap: natural units. sinks, alibi_slopes: addresses of fp32
+    [num_q_heads]. bias: address; bias_strides: elements from one request, query, head and key position to the next.
+    """
+
+    window: Any
+    soft_cap: Any
+    sinks: Any
+    alibi_slopes: Any
+    bias: Any
+    bias_strides: Any
+
+
+@dataclass(frozen=True)
+class QueryColumn:
+    """The query of an accumulator column: its place among the request's queries, and its head; run-time integers."""
+
+    place: Any
+    head: Any
+
+
+class Logits:
+    """Turns a block's raw scores into logits, for the features of a configuration."""
+
+    def __init__(self, config: DecodeConfig):
+        self.features = config.features
+        self.columns = config.columns
+        # Scores that are not transformed stay raw: the softmax scales them in the same instruction that shifts them.
+        self.transforms = self.features.soft_cap or self.features.alibi or self.features.bias is not None
+
+    def open(self, values: FeatureValues, request, q_len, length, columns):
+        """What a warp keeps of a unit: per column the query's position, its slope, and where its bias begins."""
+        state = _LogitState()
+        state.values, state.length, state.q_len = values, length, q_len
+        state.positions = [length - q_len + column.place for column in columns]
+        state.slopes, state.bias_rows = [], []
+        for column in columns:
+            if const_expr(self.features.alibi):
+                slope = load_float(values.alibi_slopes + Int64(column.head) * 4)
+                state.slopes.append(slope * ptx.LOG2_E)
+            if const_expr(self.features.bias is not None):
+                strides = values.bias_strides
+                offset = Int64(request) * strides[0] + Int64(column.place) * strides[1]
+                offset = offset + Int64(column.head) * strides[2]
+                state.bias_rows.append(values.bias + offset * BIAS_BYTES[self.features.bias])
+        return state
+
+    def is_masked(self, state, token, tile_tokens: int):
+        """Whether some query does not see some key of the tile that begins with ``token``."""
+        stop = state.length - (state.q_len - 1) if self.features.causal else state.length
+        masked = token + tile_tokens > stop
+        if self.features.window:
+            # The last query is the first to lose sight of a key.
+            masked = masked | (token < state.length - state.values.window)
+        return masked
+
+    @cute.jit
+    def apply(self, state, s, score_scale: Float32, tokens, masked):
+        """Logits in place of raw scores s [4 rows x columns]; ``tokens``: key position of each row.
+
+        Returns the factor that is left to multiply. masked: whether some key of the tile is hidden from some query.
+        """
+        if const_expr(self.transforms):
+            for j in cutlass.range_constexpr(4):
+                for column in cutlass.range_constexpr(self.columns):
+                    place = self.columns * j + column
+                    s[place] = self.transform(state, column, s[place] * score_scale, tokens[j])
+        if masked:
+            for j in cutlass.range_constexpr(4):
+                for column in cutlass.range_constexpr(self.columns):
+                    place = self.columns * j + column
+                    if self.is_hidden(state, column, tokens[j]):
+                        s[place] = Float32(-Float32.inf)
+        return Float32(1.0) if const_expr(self.transforms) else score_scale
+
+    def transform(self, state, column: int, x, token):
+        """Soft cap, then ALiBi, then bias."""
+        if const_expr(self.features.soft_cap):
+            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): exact to fp32 rounding of the cap, both ends finite.
+            cap = state.values.soft_cap * ptx.LOG2_E
+            e = ptx.exp2(x * (2.0 * ptx.LOG2_E * ptx.reciprocal(cap)))
+            x = ptx.fma(ptx.reciprocal(e + 1.0), -2.0 * cap, cap)
+        if const_expr(self.features.alibi):
+            x = ptx.fma(Float32(token - state.positions[column]), state.slopes[column], x)
+        if const_expr(self.features.bias is not None):
+            x = ptx.fma(self.load_bias(state, column, token), Float32(ptx.LOG2_E), x)
+        return x
+
+    def load_bias(self, state, column: int, token):
+        """The bias of a key; of the last one for tokens past the request's end, which are hidden."""
+        token = cutlass.max(cutlass.min(token, state.length - 1), 0)
+        size = BIAS_BYTES[self.features.bias]
+        address = state.bias_rows[column] + Int64(token) * (state.values.bias_strides[3] * size)
+        return ptx.load_bf16(address) if size == 2 else load_float(address)
+
+    def is_hidden(self, state, column: int, token):
+        """Whether the column's query does not see a key."""
+        position = state.positions[column]
+        hidden = token > position if const_expr(self.features.causal) else token >= state.length
+        if const_expr(self.features.window):
+            hidden = hidden | (token <= position - state.values.window)
+        return hidden
+
+
+class _LogitState:
+    values: Any
+    length: Any
+    q_len: Any
+    positions: list[Any]
+    slopes: list[Any]
+    bias_rows: list[Any]
