@@ -19,18 +19,18 @@ from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Schedule
-from cute_kernels.attention.tiles import int4_tile
+from cute_kernels.attention.tiles import tiles_of
 from layouts.banks import wavefronts
-from layouts.kv.tile import WORD_BYTES
+from layouts.kv.tile import WORD_BYTES, RowTile
 
-LAUNCH_FIELDS = ("num_splits", "cluster_size")
+LAUNCH_FIELDS = ("num_splits",)
 
 
 @dataclass(frozen=True)
 class Rung:
     """One optimisation.
 
-    `off` undoes it: fields of DecodeConfig, and num_splits and cluster_size of the launch. `count` says of a
+    `off` undoes it: fields of DecodeConfig, and num_splits of the launch. `count` says of a
     configuration what the step does to it, where that is a number and not a time.
     """
 
@@ -48,27 +48,24 @@ class Rung:
     def applied(self, schedule: Schedule) -> tuple[DecodeConfig, dict[str, int]]:
         """Configuration and launch with this step off."""
         config = {key: value for key, value in self.off.items() if key not in LAUNCH_FIELDS}
-        launch = {"num_splits": schedule.num_splits, "cluster_size": schedule.cluster_size}
+        launch = {"num_splits": schedule.num_splits}
         launch |= {key: value for key, value in self.off.items() if key in LAUNCH_FIELDS}
-        if "num_splits" in self.off:
-            launch["cluster_size"] = 1
         return dataclasses.replace(schedule.config, **config), launch
 
 
 def bank_counts(config: DecodeConfig) -> str:
     """Wavefronts of the reader's 32-bit loads: as the tile lays rows out, and with rows in token order, unpadded."""
-    tile = int4_tile(config)
+    keys, values = tiles_of(config)
+    assert isinstance(keys, RowTile) and isinstance(values, RowTile)
 
     def most(accesses: list[list[int]]) -> int:
         return max(wavefronts([WORD_BYTES * word for word in words]) for words in accesses)
 
-    k = most([tile.k_words(j, unit) for j in range(4) for unit in range(config.head_dim // tile.k_unit)])
-    v_units = range(config.head_dim // tile.v_unit)
-    v = most([tile.v_words(j, parity, unit) for j in range(4) for parity in range(2) for unit in v_units])
-    pitch = tile.token_words
-    plain_k = most([[lane // 4 * pitch + lane % 4 * tile.k_unit // 32 for lane in range(32)]])
-    plain_v = most([[lane % 4 * 2 * pitch + lane // 4 * tile.v_unit // 64 for lane in range(32)]])
-    padding = tile.copy_pitch_words - tile.copy_tokens * pitch
+    k = most([keys.k_words(j, unit) for j in range(4) for unit in range(keys.k_units)])
+    v = most([values.v_words(j, odd, unit) for j in range(4) for odd in range(2) for unit in range(values.v_units)])
+    plain_k = most([[lane // 4 * keys.token_words + keys.k_word(lane % 4) for lane in range(32)]])
+    plain_v = most([[lane % 4 * 2 * values.token_words + values.v_word(lane // 4) for lane in range(32)]])
+    padding = keys.padding_words
     return (
         f"wavefronts per load of K {k}, of V {v}, with {padding} words between copies; "
         f"rows in token order without padding: K {plain_k}, V {plain_v}"
@@ -107,7 +104,7 @@ LADDER = (
         6,
         "Group-wise INT4 with vector loads",
         "whole tiles are bulk copies whatever the row's width; off: asynchronous copies of 4 bytes by one warp",
-        off={"copy": "word"},
+        off={"k_copy": "word", "v_copy": "word"},
     ),
     Rung(
         7,
@@ -135,12 +132,6 @@ LADDER = (
         "Split the sequence",
         "as many splits as fill every SM, in the same launch",
         off={"num_splits": 1},
-    ),
-    Rung(
-        None,
-        "Merge splits in a cluster",
-        "splits of a cluster merge through distributed shared memory; off: all through global memory",
-        off={"cluster_size": 1},
     ),
     Rung(
         None,
@@ -191,7 +182,7 @@ def _measure_rung(
     if not rung.off:
         return result
     result["off"] = rung.switch
-    on = schedule.config, {"num_splits": schedule.num_splits, "cluster_size": schedule.cluster_size}
+    on = schedule.config, {"num_splits": schedule.num_splits}
     off = rung.applied(schedule)
     if on == off:
         return result | {"why_not": "the schedule runs this shape so anyway"}

@@ -14,7 +14,7 @@ RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
 BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
-MAX_CLUSTER = 8  # CTAs of a cluster on every GPU of sm_90
+EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -143,7 +143,12 @@ class DecodeConfig:
     def merge_bytes(self) -> int:
         """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
         outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
-        return outputs + (self.num_slices + 1) * self.num_rows * PAIR_BYTES
+        return outputs + self.num_slices * self.num_rows * PAIR_BYTES
+
+    @property
+    def partial_words(self) -> int:
+        """Workspace of a query head and split, in words: each vector of 4 columns with its maximum and sum."""
+        return self.v_head_dim + self.v_head_dim // 2
 
     @property
     def smem_bytes(self) -> int:

@@ -122,9 +122,7 @@ class TileCopier:
         step = self.config.num_threads * VECTOR_BYTES
         for run in cutlass.range_constexpr(values.tile_bytes // values.run_bytes):
             stop = address + (run + 1) * values.run_bytes
-            for target in cutlass.range(
-                aligned + run * values.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1
-            ):
+            for target in cutlass.range(aligned + run * values.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1):
                 ptx.store_shared_zero16(target, 0)
 
 

@@ -14,9 +14,11 @@ from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.attention.tiles import HEAD_DIMS, has_headers
+from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.workspace import EMPTY, POOL
 
 # Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
@@ -32,9 +34,7 @@ class Plan:
     schedule: Schedule
     device_index: int
     softmax_scale: float
-    partial_bytes: int  # of the partial outputs, which come before the statistics
-    num_values: int  # fp32 of workspace, 0 if there is nothing to combine
-    num_counters: int
+    num_words: int  # of workspace, 0 if there is nothing to combine
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -50,6 +50,8 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Decode attention on CUDA tensors: (out, lse or None).
 
@@ -75,7 +77,7 @@ def launch(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     try:
-        _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
+        _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale, k_scale, v_scale)
     except (TypeError, ValueError, RuntimeError):
         _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
         raise
@@ -85,7 +87,7 @@ def launch(
 def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out) -> None:
     """Everything that can be said of a call without waiting for the device, and in debug mode the lengths."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-    _check_alignment(q, k_cache, v_cache, out)
+    _check_alignment(q, k_cache, v_cache, kv_format, out)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
 
@@ -96,32 +98,46 @@ def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Te
     return torch.zeros_like(q) if out is None else out.zero_(), lse
 
 
-def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float) -> None:
+def _run(
+    plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float, k_scale=None, v_scale=None
+) -> None:
     index = plan.device_index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
+            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, k_scale, v_scale)
         return
-    values = counters = 0
-    if plan.num_values:
-        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_values, plan.num_counters)
-        values, counters = workspace.values, workspace.counters
-    schedule = plan.schedule
+    partials = 0
+    if plan.num_words:
+        partials = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_words)
     plan.function(
         q,
-        k_cache,
-        v_cache,
+        _as_bytes(k_cache),
+        _as_bytes(v_cache),
         seq_lens,
         out,
         lse.data_ptr() if lse is not None else 0,
-        values,
-        values + plan.partial_bytes,
-        counters,
+        partials,
+        k_scale.data_ptr() if k_scale is not None else 0,
+        v_scale.data_ptr() if v_scale is not None else 0,
+        scale_stride(k_scale),
+        scale_stride(v_scale),
         scale,
-        schedule.num_splits,
-        schedule.cluster_size,
+        plan.schedule.num_splits,
         WRITE_LSE if lse is not None else 0,
     )
+
+
+def _as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as the compiled functions take it: 8-bit codes of any dtype are bytes to them."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 and cache.dtype != torch.uint8 else cache
+
+
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Elements from a KV head's given scales to the next one's: 0 for one scale per tensor ([] or [1]), 1 for one per
+    head ([num_kv_heads] or [num_kv_heads, 1]), else the columns that have their own ([num_kv_heads, head_dim])."""
+    if scale is None or scale.numel() == 1:
+        return 0
+    return scale.shape[-1] if scale.dim() == 2 else 1
 
 
 def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool) -> Plan:
@@ -130,31 +146,38 @@ def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_split
 
 
 def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan:
-    clusters = schedule.num_splits // schedule.cluster_size
-    rows = problem.batch * problem.num_q_heads * clusters
+    rows = problem.batch * problem.num_q_heads * schedule.num_splits
     return Plan(
         function=load(DecodeSpec(schedule.config), arch_of(device.index)),
         schedule=schedule,
         device_index=device.index,
         softmax_scale=problem.head_dim**-0.5,
-        partial_bytes=4 * rows * problem.head_dim,
-        num_values=rows * (problem.head_dim + 2) if clusters > 1 else 0,
-        num_counters=problem.batch * schedule.head_blocks * schedule.cluster_size if clusters > 1 else 0,
+        num_words=rows * schedule.config.partial_words if schedule.num_splits > 1 else 0,
     )
 
 
-def problem_of(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, aligned: bool = True) -> Problem:
-    """What the schedule needs to know of a call."""
-    request_bytes = k_cache[0].numel() * k_cache.element_size() if k_cache.shape[0] else 0
+def problem_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    aligned: bool = True,
+    v_cache: torch.Tensor | None = None,
+) -> Problem:
+    """What the schedule needs to know of a call; ``v_cache`` where it is not as ``k_cache``."""
+    k_format, v_format = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
+    v_cache = k_cache if v_cache is None else v_cache
+    request_bytes = [cache[0].numel() * cache.element_size() if len(cache) else 0 for cache in (k_cache, v_cache)]
     return Problem(
         batch=q.shape[0],
         max_seq_len=k_cache.shape[1],
         num_q_heads=q.shape[2],
         num_kv_heads=k_cache.shape[2],
         head_dim=q.shape[3],
-        kv_format=kv_format,
+        v_head_dim=next(d for d in HEAD_DIMS if format_of(v_format).row_elements(d) == v_cache.shape[3]),
+        k_format=k_format,
+        v_format=v_format,
         q_dtype=Q_DTYPES[q.dtype],
-        aligned=aligned and request_bytes % _BYTES == 0,
+        aligned=aligned and not any(size % _BYTES for size in request_bytes),
         num_sms=_num_sms(q.device),
     )
 
@@ -163,9 +186,9 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check_alignment(q, k_cache, v_cache, out) -> None:
+def _check_alignment(q, k_cache, v_cache, kv_format: str, out) -> None:
     tensors = {"q": q} if out is None else {"q": q, "out": out}
-    if k_cache.dtype != torch.uint8:
+    if not has_headers(format_of(kv_format)):
         tensors |= {"k_cache": k_cache, "v_cache": v_cache}
     for name, tensor in tensors.items():
         if tensor.data_ptr() % _BYTES:
@@ -182,7 +205,7 @@ def _check_alignment(q, k_cache, v_cache, out) -> None:
 
 
 def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:
-    """The configuration, splits and clusters that a call with these tensors uses."""
+    """The configuration and splits that a call with these tensors uses."""
     return make_schedule(problem_of(q, k_cache, kv_format))
 
 
@@ -195,24 +218,19 @@ def bind_config(
     *,
     out: torch.Tensor,
     num_splits: int | None = None,
-    cluster_size: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
     """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
 
-    Splits and clusters are those that the schedule chooses for these tensors; a given ``num_splits`` comes without
-    clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
+    The splits are those that the schedule chooses for these tensors unless given. The tensors are taken to be right.
     """
-    problem = problem_of(q, k_cache, config.kv_format)
-    chosen = make_schedule(problem)
-    if cluster_size is None:
-        cluster_size = chosen.cluster_size if num_splits is None else 1
-    splits = chosen.num_splits if num_splits is None else num_splits
-    if splits % cluster_size:
-        raise ValueError(f"num_splits: got {splits}, want a multiple of cluster_size {cluster_size}")
-    plan = _plan_of(Schedule(config, splits, cluster_size, head_blocks(problem, config)), problem, q.device)
+    problem = problem_of(q, k_cache, (config.k_format, config.v_format), v_cache=v_cache)
+    splits = make_schedule(problem).num_splits if num_splits is None else num_splits
+    plan = _plan_of(Schedule(config, splits, head_blocks(problem, config)), problem, q.device)
 
     def call() -> torch.Tensor:
-        _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
+        _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale, k_scale, v_scale)
         return out
 
     return call
@@ -230,7 +248,7 @@ def launch_splits(
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
     check_scale(softmax_scale)
-    _check_alignment(q, k_cache, v_cache, None)
+    _check_alignment(q, k_cache, v_cache, kv_format, None)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
     batch, _, heads, head_dim = q.shape
@@ -241,10 +259,9 @@ def launch_splits(
     aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
     out = torch.empty_like(q)
-    partial = torch.zeros((batch, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-    stats = torch.zeros((batch, heads, num_splits, 2), dtype=torch.float32, device=q.device)
-    stats[..., 0] = float("-inf")
-    counters = torch.zeros(max(batch * plan.schedule.head_blocks, 1), dtype=torch.int32, device=q.device)
+    words = torch.full(
+        (batch, heads, num_splits, plan.schedule.config.partial_words), EMPTY, dtype=torch.int32, device=q.device
+    )
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device(q.device):
         plan.function(
@@ -254,15 +271,17 @@ def launch_splits(
             seq_lens,
             out,
             0,
-            partial.data_ptr(),
-            stats.data_ptr(),
-            counters.data_ptr(),
+            words.data_ptr(),
+            *[0] * 4,
             scale,
             num_splits,
-            1,
             KEEP_PARTIALS,
         )
-    maximum, total = stats.unbind(-1)
+    empty = words[..., head_dim] == EMPTY  # splits without tokens
+    values = words.view(torch.float32)
+    partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
+    maximum = values[..., head_dim].masked_fill(empty, float("-inf"))
+    total = values[..., head_dim + 1].masked_fill(empty, 0.0)
     normalised = partial / torch.where(total > 0, total, 1.0).unsqueeze(-1)
     ln2 = 0.6931471805599453  # the kernel's maxima are in powers of two
     return out, normalised.transpose(1, 2), (maximum * ln2).transpose(1, 2), total.transpose(1, 2)

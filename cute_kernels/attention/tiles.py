@@ -19,7 +19,7 @@ _GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
 
 
 def has_headers(form: KvFormat) -> bool:
-    """Whether rows carry their scales: they are then copied and read as raw bytes, bare elements through tensor maps."""
+    """Whether rows carry their scales; they are copied and read as raw bytes then, bare elements by tensor maps."""
     return isinstance(form, Int4Format) or (isinstance(form, ByteFormat) and form.header_bytes > 0)
 
 

@@ -201,9 +201,7 @@ class RowTile:
     def k_words(self, j: int, unit: int) -> list[int]:
         """Word read by each lane for row half j and one unit of columns of K."""
         first = self.header_words + self.k_unit // self.word_codes * unit
-        return [
-            self.token_offset(self.block_token(lane // 4, j)) + first + self.k_word(lane % 4) for lane in range(32)
-        ]
+        return [self.token_offset(self.block_token(lane // 4, j)) + first + self.k_word(lane % 4) for lane in range(32)]
 
     def v_words(self, j: int, parity: int, unit: int) -> list[int]:
         """Word read by each lane for token row 2t + parity of row half j and one unit of columns of V."""

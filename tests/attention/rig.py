@@ -181,9 +181,7 @@ def _write_block(memory: np.ndarray, config: DecodeConfig, tile: RowTile | Swizz
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def random_operand(
-    config: DecodeConfig, index: int, seed: int, scale_exponents: tuple[int, int] = (-6, 1)
-) -> Operand:
+def random_operand(config: DecodeConfig, index: int, seed: int, scale_exponents: tuple[int, int] = (-6, 1)) -> Operand:
     """Rows of any codes whose scales are powers of two: times probabilities of few bits, fp16 holds them exactly."""
     form, head_dim = config.formats[index], config.head_dims[index]
     generator = torch.Generator().manual_seed(seed)

@@ -56,9 +56,7 @@ class Int8Codes:
 
     def columns(self, word) -> list[Any]:
         """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
-        return [
-            ptx.add_f16x2((bytes_ & EVEN_BYTES) ^ INT8_MAGIC, Uint32(INT8_OFFSET)) for bytes_ in (word, word >> 8)
-        ]
+        return [ptx.add_f16x2((bytes_ & EVEN_BYTES) ^ INT8_MAGIC, Uint32(INT8_OFFSET)) for bytes_ in (word, word >> 8)]
 
     def align(self, word):
         """A word of a transposed load, two columns of two tokens (columns within tokens), for :meth:`columns`."""

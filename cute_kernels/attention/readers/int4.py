@@ -155,9 +155,7 @@ class Int4ValueReader(RowValueReader):
                 mean = lane_sum(total, (4, 8, 16)) * (1.0 / (8 * len(places)))
                 for unit, code in places:
                     index = self.accumulator(unit, code, column)
-                    state.accumulators[index] = ptx.fma(
-                        mean, Float32(-1.0 / _unit_of(code)), state.accumulators[index]
-                    )
+                    state.accumulators[index] = ptx.fma(mean, Float32(-1.0 / _unit_of(code)), state.accumulators[index])
                 # The shift sums are added up over lanes at the end: one lane takes the amount.
                 index = self._shift_sum(group, column)
                 amount = cutlass.select_(state.g == 0, mean, Float32(0.0))

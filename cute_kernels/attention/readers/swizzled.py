@@ -1,4 +1,4 @@
-"""Rows of bare elements in swizzled tiles: which rows of a matrix a lane addresses. See :mod:`layouts.kv.swizzled_tile`."""
+"""Bare elements in swizzled tiles: which rows of a matrix a lane addresses. See :mod:`layouts.kv.swizzled_tile`."""
 
 from __future__ import annotations
 
