@@ -23,6 +23,8 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
+ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
+UNITS_PER_SM = 4  # that rows of different lengths are cut into, at least
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
@@ -129,6 +131,30 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
     rows = problem.batch * head_blocks(problem, config)
     most = max(1, min(tiles, 2 * problem.num_sms * config.ctas_per_sm // rows))
     return range(1, most + 1)
+
+
+def num_units(batch: int, parts: int, num_sms: int, head_blocks: int) -> int:
+    """About how many units to cut rows of different lengths into: so many that an SM that is early finds another."""
+    return max(batch * parts, -(-UNITS_PER_SM * num_sms // head_blocks))
+
+
+def cut_rows(tiles: list[int], parts: int, units: int) -> list[tuple[int, int, int]]:
+    """The units of a launch in the order of their numbers, as (row, part, number of the row's parts).
+
+    This is what :class:`cute_kernels.attention.assignment.Assigner` computes on the device.
+
+    Args:
+        tiles: of each row, at least 1.
+        parts: CTAs of a row.
+        units: about how many to cut rows of different lengths into; 0 to cut every row into ``parts``.
+    """
+    total, most = sum(tiles), max(tiles, default=1)
+    if not units or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
+        counts = [min(count, parts) for count in tiles]
+    else:
+        each = -(-total // units)
+        counts = [-(-count // each) for count in tiles]
+    return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
 
 
 def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:

@@ -1,4 +1,4 @@
-"""Every cache format, pairs of them, and every head dim on a GPU, kernel by kernel, against fp64 on the dequantised rows.
+"""Every cache format, pairs of them, and every head dim on a GPU, kernel by kernel, against fp64.
 
 Kernels are launched as configurations, so that what the schedule would not choose here is tested too. Those that no
 bundle holds are compiled in parallel before the first test.
@@ -53,17 +53,20 @@ class Case:
         return next((name for name in (self.k_format, self.v_format) if name in Q_DTYPES), "bf16")
 
     def configs(self) -> list[DecodeConfig]:
-        """All candidates of the schedule; with several blocks to a warp, as many fewer warps."""
+        """Candidates of the schedule: all where K and V are alike at head_dim 128, else the first.
+
+        With several blocks to a warp, one warp takes what several would.
+        """
         heads = (self.num_kv_heads * self.group, self.num_kv_heads)
         dims = (self.head_dim, self.v_head_dim)
         formats = (self.k_format, self.v_format)
         problem = Problem(len(LENGTHS), TOKENS, *heads, *dims, *formats, self.q_dtype, aligned=not self.word_copies)
         found = candidate_configs(problem)
+        if self.k_format != self.v_format or dims != (128, 128):
+            found = found[:1]
         if self.blocks_per_warp > 1:
-            found = [
-                dataclasses.replace(config, num_query_blocks=1, blocks_per_warp=self.blocks_per_warp, num_slices=2)
-                for config in found[:1]
-            ]
+            fields = {"num_query_blocks": 1, "blocks_per_warp": self.blocks_per_warp, "num_slices": 2}
+            found = [dataclasses.replace(config, **fields) for config in found[:1]]
         return list(dict.fromkeys(found))
 
 
