@@ -107,14 +107,18 @@ class TileCopier:
     def _copy_boxes(self, tiles, request, token, tokens, stage, barrier, warp):
         """Boxes of all tensor maps, shared among the issuing warps; whole pages past the end are left out."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
-            operand = self.tensor_maps[index]
-            for box in cutlass.range_constexpr(operand.num_boxes):
-                wanted = warp == box % self.num_issuers
-                if const_expr(self.config.page_tokens > 0):
-                    wanted = wanted & (box * operand.box_tokens < tokens)
-                if wanted:
-                    block, first = self.locate(tiles, request, token + box * operand.box_tokens)
-                    operand.copy_box(tiles, block, first, box, stage, barrier)
+            for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
+                if self._takes_box(self.tensor_maps[index], box, tokens, warp):
+                    self._copy_box(self.tensor_maps[index], tiles, request, token, box, stage, barrier)
+
+    def _takes_box(self, operand, box: int, tokens, warp):
+        """Whether a warp asks for a box."""
+        takes = warp == box % self.num_issuers
+        return takes & (box * operand.box_tokens < tokens) if self.config.page_tokens else takes
+
+    def _copy_box(self, operand, tiles, request, token, box: int, stage, barrier):
+        block, first = self.locate(tiles, request, token + box * operand.box_tokens)
+        operand.copy_box(tiles, block, first, box, stage, barrier)
 
     @cute.jit
     def _copy_words(self, tiles, request, token, tokens, stage, warp, lane):

@@ -91,9 +91,8 @@ class Logits:
         if masked:
             for j in cutlass.range_constexpr(4):
                 for column in cutlass.range_constexpr(self.columns):
-                    place = self.columns * j + column
                     if self.is_hidden(state, column, tokens[j]):
-                        s[place] = Float32(-Float32.inf)
+                        s[self.columns * j + column] = Float32(-Float32.inf)
         return Float32(1.0) if const_expr(self.transforms) else score_scale
 
     def transform(self, state, column: int, x, token):
