@@ -221,56 +221,56 @@ class DecodeKernel:
         self.start(tiles, place, row, part, parts, warp, lane)
 
         tiles_per_part = self.assigner.tiles_per_part(requests, lane)
-        num_ctas = shape.batch * parts
-        index = row * parts + part
-        # Position in the ring: how many tiles have gone through it, by stage and parity. The early tile counts as gone
-        # where it turns out not to be the unit's first.
-        stage, phase = Int32(0), Int32(0)
-        early = Int32(0)
+        unit = self.assigner.grid_unit(requests, row, part)
+        unit_row, unit_part, num_parts = row, part, unit.num_parts
+        first_unit, total_units = unit.first_unit, Int32(0)
+        if tiles_per_part > 0:
+            unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
+                requests, tiles_per_part, first_unit + part, lane
+            )
+            first_unit = first_unit + part - unit_part
+        # Position in the ring: how many tiles have gone through it, by stage and parity.
+        stage, phase, issued = Int32(0), Int32(0), Int32(0)
         if const_expr(config.early_tiles > 0):
-            early = cutlass.select_(part * config.tile_tokens < shape.max_seq_len, Int32(1), Int32(0))
-        going = Int32(1)
-        while going != 0:
-            unit = self.assigner.grid_unit(requests, row, part)
-            unit_row, unit_part, num_parts = unit.row, unit.part, unit.num_parts
-            first_unit, total_units = unit.first_unit, Int32(0)
-            if tiles_per_part > 0:
-                unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
-                    requests, tiles_per_part, index, lane
-                )
-                first_unit = index - unit_part
+            asked_for = part * config.tile_tokens < shape.max_seq_len
+            as_expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
+            as_expected = as_expected & (unit.first_tile == 0) & (unit.length > 0)
+            if asked_for:
+                if as_expected:
+                    issued = Int32(1)
+                else:
+                    self.pass_over(barriers, lane)
+                    stage, phase = _advance(stage, phase, config.num_stages)
+        if (unit_row != row) & (unit_part < num_parts):
+            again = self.query_words(place, roles, q, unit_row, lane, given.of_keys(kv_head))
+            for i in cutlass.range_constexpr(len(words)):
+                registers[i] = again[i]
+        while unit_part < num_parts:
             length = self.assigner.length_of(requests, unit_row)
-            work = Work(
-                place, unit_row, unit_part, num_parts, first_unit, length, self.assigner.first_tile(requests, length)
-            )
-            as_expected = (
-                (unit_row == row) & (unit_part == part) & (part < num_parts) & (work.first_tile == 0) & (length > 0)
-            )
-            is_early = cutlass.select_(as_expected, early, Int32(0))
-            if early > is_early:
-                self.pass_over(barriers, lane)
-                stage, phase = _advance(stage, phase, config.num_stages)
-            if unit_part < num_parts:
-                if is_early == 0:
-                    again = self.query_words(place, roles, q, unit_row, lane, given.of_keys(kv_head))
-                    for i in cutlass.range_constexpr(len(words)):
-                        registers[i] = again[i]
-                query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
-                stage, phase = self.process(
-                    work, roles, query, given.of_values(kv_head), features, tiles, results, softmax_scale, ring,
-                    barriers, warp, lane, stage, phase, is_early,
-                )  # fmt: skip
-            early = Int32(0)
-            going = Int32(0)
+            first_tile = self.assigner.first_tile(requests, length)
+            work = Work(place, unit_row, unit_part, num_parts, first_unit, length, first_tile)
+            query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
+            stage, phase = self.process(
+                work, roles, query, given.of_values(kv_head), features, tiles, results, softmax_scale, ring, barriers,
+                warp, lane, stage, phase, issued,
+            )  # fmt: skip
+            issued = Int32(0)
+            num_parts = Int32(0)
             if tiles_per_part > 0:
                 # What the merge has read and written must not be overtaken by the next unit's copies.
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_threads()
                 if warp * WARP_THREADS + lane == 0:
-                    next_unit[0] = self.assigner.take(requests, num_ctas, total_units)
+                    next_unit[0] = self.assigner.take(requests, shape.batch * parts, total_units)
                 cute.arch.sync_threads()
                 index = next_unit[0]
-                going = cutlass.select_(index < total_units, Int32(1), Int32(0))
+                unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
+                    requests, tiles_per_part, index, lane
+                )
+                first_unit = index - unit_part
+                again = self.query_words(place, roles, q, unit_row, lane, given.of_keys(kv_head))
+                for i in cutlass.range_constexpr(len(words)):
+                    registers[i] = again[i]
 
     def query_words(self, place, roles, q, row, lane, k_scale):
         """The words of another request's queries, in the order of the registers that hold the first one's."""
@@ -350,6 +350,10 @@ class DecodeKernel:
     ):  # fmt: skip
         """One unit with tiles; ``issued`` of them are on their way. Returns the ring's position after it."""
         config = self.config
+        # Pinned, or the compiler computes what follows from them once for all units, and keeps it in registers.
+        lane = ptx.pinned(lane)
+        warp = cute.arch.make_warp_uniform(ptx.pinned(warp))
+        roles = self.roles(warp, work.place.first_row)
         full, empty = barriers, barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         refill_stage, refill_phase = stage, phase ^ 1
