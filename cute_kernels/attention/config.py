@@ -50,6 +50,8 @@ class DecodeConfig:
         k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
             bytes, for caches whose rows are not 16-byte aligned).
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
+        units: whether CTAs take one unit after the other where the lengths of requests differ (see
+            :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
         features: what of attention it computes beyond softmax(q K^T) V.
     """
 
@@ -70,6 +72,7 @@ class DecodeConfig:
     k_copy: str = "bulk"
     v_copy: str = "bulk"
     page_tokens: int = 0
+    units: bool = False
     features: Features = PLAIN
 
     @property
@@ -176,6 +179,7 @@ class DecodeConfig:
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         ring = f"r{self.num_stages}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
+        layout += "_units" if self.units else ""
         layout += f"_{self.features.name}" if self.features.name else ""
         return f"decode_{formats}_{self.q_dtype}_{dims}_{shape}_{ring}_{_joined(self.k_copy, self.v_copy)}{layout}"
 

@@ -214,12 +214,43 @@ class DecodeKernel:
         asked = self.key_reader.fetch_query(
             self.query_addresses(place, roles, q, row, lane), given.of_keys(kv_head), lane
         )
+        self.start(tiles, place, row, part, parts, warp, lane)
+
+        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
+        if const_expr(config.units):
+            self.take_units(cta, place, requests, q, asked, row, part, next_unit)
+        else:
+            unit = self.assigner.grid_unit(requests, row, part)
+            work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
+            stage, phase, issued = self.receive_early_tile(cta, work, part < unit.num_parts)
+            if part < unit.num_parts:
+                self.process(cta, work, asked, stage, phase, issued)
+
+    @cute.jit
+    def receive_early_tile(self, cta, work, expected):
+        """(stage, parity, tiles of the unit on their way) after the early tile, if one was asked for.
+
+        The ring's position is how many tiles have gone through it; a tile that is not the unit's first goes by unread.
+        """
+        stage, phase, issued = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.config.early_tiles > 0):
+            part = cute.arch.block_idx()[0]
+            if part * self.config.tile_tokens < work.place.shape.max_seq_len:
+                if expected & (work.first_tile == 0) & (work.length > 0):
+                    issued = Int32(1)
+                else:
+                    self.pass_over(cta.barriers, cta.lane)
+                    stage, phase = _advance(stage, phase, self.config.num_stages)
+        return stage, phase, issued
+
+    @cute.jit
+    def take_units(self, cta, place, requests, q, asked, row, part, next_unit):
+        """One unit after the other, where the lengths differ; else the CTA's own part of its row."""
+        lane = cta.lane
         words = _leaves(asked.words)
         registers = cute.make_rmem_tensor(len(words), Uint32)
         for i in cutlass.range_constexpr(len(words)):
             registers[i] = words[i]
-        self.start(tiles, place, row, part, parts, warp, lane)
-
         tiles_per_part = self.assigner.tiles_per_part(requests, lane)
         unit = self.assigner.grid_unit(requests, row, part)
         unit_row, unit_part, num_parts = row, part, unit.num_parts
@@ -229,20 +260,11 @@ class DecodeKernel:
                 requests, tiles_per_part, first_unit + part, lane
             )
             first_unit = first_unit + part - unit_part
-        # Position in the ring: how many tiles have gone through it, by stage and parity.
-        stage, phase, issued = Int32(0), Int32(0), Int32(0)
-        if const_expr(config.early_tiles > 0):
-            asked_for = part * config.tile_tokens < shape.max_seq_len
-            as_expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-            as_expected = as_expected & (unit.first_tile == 0) & (unit.length > 0)
-            if asked_for:
-                if as_expected:
-                    issued = Int32(1)
-                else:
-                    self.pass_over(barriers, lane)
-                    stage, phase = _advance(stage, phase, config.num_stages)
+        own = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
+        expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
+        stage, phase, issued = self.receive_early_tile(cta, own, expected)
         if (unit_row != row) & (unit_part < num_parts):
-            again = self.query_words(place, roles, q, unit_row, lane, given.of_keys(kv_head))
+            again = self.query_words(cta, place, q, unit_row)
             for i in cutlass.range_constexpr(len(words)):
                 registers[i] = again[i]
         while unit_part < num_parts:
@@ -250,32 +272,31 @@ class DecodeKernel:
             first_tile = self.assigner.first_tile(requests, length)
             work = Work(place, unit_row, unit_part, num_parts, first_unit, length, first_tile)
             query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
-            stage, phase = self.process(
-                work, roles, query, given.of_values(kv_head), features, tiles, results, softmax_scale, ring, barriers,
-                warp, lane, stage, phase, issued,
-            )  # fmt: skip
+            stage, phase = self.process(cta, work, query, stage, phase, issued)
             issued = Int32(0)
             num_parts = Int32(0)
             if tiles_per_part > 0:
                 # What the merge has read and written must not be overtaken by the next unit's copies.
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_threads()
-                if warp * WARP_THREADS + lane == 0:
-                    next_unit[0] = self.assigner.take(requests, shape.batch * parts, total_units)
+                if cta.warp * WARP_THREADS + lane == 0:
+                    next_unit[0] = self.assigner.take(requests, requests.batch * requests.parts, total_units)
                 cute.arch.sync_threads()
                 index = next_unit[0]
                 unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
                     requests, tiles_per_part, index, lane
                 )
                 first_unit = index - unit_part
-                again = self.query_words(place, roles, q, unit_row, lane, given.of_keys(kv_head))
+                # Asked for here, so that they need no registers while the unit before is worked on.
+                again = self.query_words(cta, place, q, unit_row)
                 for i in cutlass.range_constexpr(len(words)):
                     registers[i] = again[i]
 
-    def query_words(self, place, roles, q, row, lane, k_scale):
+    def query_words(self, cta, place, q, row):
         """The words of another request's queries, in the order of the registers that hold the first one's."""
-        addresses = self.query_addresses(place, roles, q, row, lane)
-        return _leaves(self.key_reader.fetch_query(addresses, k_scale, lane).words)
+        addresses = self.query_addresses(place, cta.roles, q, row, cta.lane)
+        k_scale = cta.given.of_keys(place.first_head + cta.roles.head)
+        return _leaves(self.key_reader.fetch_query(addresses, k_scale, cta.lane).words)
 
     def roles(self, warp, first_row) -> "Roles":
         """Which KV head, queries and tokens of its CTA's tiles a warp takes."""
@@ -344,17 +365,10 @@ class DecodeKernel:
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(
-        self, work, roles, query, v_scale, features, tiles, results, softmax_scale, ring, barriers, warp, lane,
-        stage: Int32, phase: Int32, issued: Int32,
-    ):  # fmt: skip
-        """One unit with tiles; ``issued`` of them are on their way. Returns the ring's position after it."""
-        config = self.config
-        # Pinned, or the compiler computes what follows from them once for all units, and keeps it in registers.
-        lane = ptx.pinned(lane)
-        warp = cute.arch.make_warp_uniform(ptx.pinned(warp))
-        roles = self.roles(warp, work.place.first_row)
-        full, empty = barriers, barriers + config.num_stages
+    def process(self, cta, work, query, stage: Int32, phase: Int32, issued: Int32):
+        """One unit; ``issued`` of its tiles are on their way. Returns the ring's position after it."""
+        config, roles, tiles, warp, lane = self.config, cta.roles, cta.tiles, cta.warp, cta.lane
+        full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         refill_stage, refill_phase = stage, phase ^ 1
         for i in cutlass.range(config.num_stages - 1, unroll=1):
@@ -367,10 +381,11 @@ class DecodeKernel:
                     )
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
-        self.key_reader.take_query(keys, query, softmax_scale)
+        self.key_reader.take_query(keys, query, cta.softmax_scale)
+        v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
         columns = [work.place.column(config, roles, keys.t, column) for column in range(config.columns)]
-        logits = self.logits.open(features, work.request, work.place.shape.q_len, work.length, columns)
+        logits = self.logits.open(cta.features, work.request, work.place.shape.q_len, work.length, columns)
         state = WarpState(keys, values, _Softmax(config.columns), logits)
         cute.arch.sync_threads()  # the barriers are initialised
 
@@ -401,7 +416,7 @@ class DecodeKernel:
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
-        self.merger.finish(work, state, results, ring, warp, lane, roles.slice_index)
+        self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
         return stage, phase
 
     @cute.jit
@@ -499,6 +514,22 @@ class GivenScales:
 
     def of_values(self, head):
         return self.v_scale + Int64(head) * self.v_stride * 4
+
+
+@dataclass(frozen=True)
+class Cta:
+    """What a CTA's threads know from the beginning; run-time values."""
+
+    roles: Any
+    tiles: Any
+    results: Any
+    given: Any
+    features: Any
+    softmax_scale: Any
+    ring: Any
+    barriers: Any
+    warp: Any
+    lane: Any
 
 
 @dataclass(frozen=True)
