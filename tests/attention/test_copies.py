@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Problem, candidate_configs
-from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.attention.tiles import HEAD_DIMS, tiles_of
 from cute_kernels.runtime import native
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
+from tests.layouts.dsl_oracle import traced
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the copier is written in nvidia-cutlass-dsl")
 
@@ -88,3 +91,29 @@ def test_bulk_copies_of_equal_size_are_issued_together(config: DecodeConfig):
         assert all(operand.tile.copy_tokens == tokens for operand in operands)
     if config.k_format == config.v_format and config.k_copy == "bulk":
         assert len(bulk) == 1
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_bytes: int):
+    """The DSL's own layout of the shared memory that a tensor map fills, evaluated, for two heads and two stages."""
+    from cute_kernels.attention.copies import TensorMapOperand
+
+    kv_format = {1: "e5m2", 2: "bf16"}[element_bytes]
+    problem = Problem.uniform(1, 4096, 8, 1, head_dim, kv_format, "bf16")
+    config = dataclasses.replace(candidate_configs(problem)[0], num_heads=2)
+    operand = TensorMapOperand(config, 0)
+    tile = operand.tile
+    places = [
+        (t, c, h, s) for t in (0, 1, 7, 8, 37) for c in range(tile.num_chunks) for h in range(2) for s in range(2)
+    ]
+
+    def evaluate() -> list[int]:
+        layout = operand._layout(config.tile_tokens, config.num_heads, 2).outer
+        return [int(layout((t, c * (CHUNK_BYTES // element_bytes), h, s))) for t, c, h, s in places]
+
+    # The swizzle is one of byte addresses: bits 4 up are XORed with those from 7 up, three of them or two.
+    mask = tile.row_chunks - 1
+    addresses = [element_bytes * offset for offset in traced(evaluate)]
+    found = [address ^ (address >> 7 & mask) << 4 for address in addresses]
+    assert found == [s * tile.num_bytes + h * tile.head_bytes + tile.chunk_address(t, c) for t, c, h, s in places]

@@ -4,10 +4,10 @@ Every code is a number that fp16 holds exactly, so bytes become operands without
 
 - E4M3: the hardware converts pairs of neighbouring bytes.
 - E5M2 is the upper byte of an fp16: bytes are put in place.
-- INT8 for V: the byte with its sign bit flipped, below the byte 0x64, is the fp16 1024 + 128 + code; one packed
-  addition of -1152 leaves the code (the magic number of FasterTransformer). For K the addition is saved: the byte with
-  its sign bit flipped alone is the fp16 subnormal (128 + code) * 2**-24, and what all keys have too much, 128 * sum(Q),
-  is what the dot products start from.
+- INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24, which
+  tensor cores multiply exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias.
+  For K that is saved: what every key has too much, 128 * sum(Q), is what the dot products start from. The usual magic
+  number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
 
 A scale in the row stays out of the elements: scores are multiplied by it, and so are probabilities on their way through
 the MMA, whose softmax reference bounds the product (see :mod:`.int4`). A scale given beside the cache touches nothing
@@ -28,11 +28,10 @@ from cute_kernels.device import ptx
 from cute_kernels.kv_formats import ByteFormat, KvFormat
 from layouts.kv.swizzled_tile import LOAD_CHUNKS
 
-EVEN_BYTES = 0x00FF00FF
 ODD_BYTES = 0xFF00FF00
-SIGN_BITS = 0x00800080
-INT8_MAGIC = 0x64806480  # fp16 1024 in each half, and the sign bit of its byte
-INT8_OFFSET = 0xE480E480  # fp16 -1152 in each half
+SIGN_BITS = 0x80808080
+LOW_SIGN_BITS = 0x00800080
+ZERO_OF_CODES = 0x80808080  # fp16 -128 * 2**-24 in each half
 SUBNORMAL_UNIT = 2.0**24  # 1 / value of the fp16 subnormal whose bits are 1
 CHUNK_COLUMNS = 16  # of bytes: what one MMA contracts
 LANE_COLUMNS = 4  # of a chunk: a word
@@ -43,20 +42,21 @@ class Int8Codes:
     """Words of INT8 codes to packed fp16 pairs."""
 
     key_pairs = ((0, 2), (1, 3))  # bytes of a word that :meth:`keys` pairs up
-    key_unit = SUBNORMAL_UNIT
-    key_offset = 128.0
+    unit = SUBNORMAL_UNIT  # 1 / value of the operand that stands for code 1
+    key_offset = 128.0  # what operands of keys have too much, in codes
     selector = 0x5410  # prmt: columns 0 and 1 of two tokens, as :meth:`columns` wants them
 
     def keys(self, word) -> list[Any]:
-        return [(bytes_ & EVEN_BYTES) ^ SIGN_BITS for bytes_ in (word, word >> 8)]
+        positive = word ^ SIGN_BITS
+        return [ptx.prmt(positive, Uint32(0), Uint32(select)) for select in (0x4240, 0x4341)]
 
     def half_keys(self, word, t: Int32):
         """The pair of bytes 2 (t % 2) and the next."""
-        return ptx.prmt(word, Uint32(0), Uint32(0x4140) + Uint32(t % 2) * 0x0202) ^ SIGN_BITS
+        return ptx.prmt(word, Uint32(0), Uint32(0x4140) + Uint32(t % 2) * 0x0202) ^ LOW_SIGN_BITS
 
     def columns(self, word) -> list[Any]:
         """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
-        return [ptx.add_f16x2((bytes_ & EVEN_BYTES) ^ INT8_MAGIC, Uint32(INT8_OFFSET)) for bytes_ in (word, word >> 8)]
+        return [ptx.add_f16x2(pair, Uint32(ZERO_OF_CODES)) for pair in self.keys(word)]
 
     def align(self, word):
         """A word of a transposed load, two columns of two tokens (columns within tokens), for :meth:`columns`."""
@@ -67,7 +67,7 @@ class E4m3Codes:
     """Words of E4M3 codes to packed fp16 pairs; the conversion takes neighbouring bytes."""
 
     key_pairs = ((0, 1), (2, 3))
-    key_unit = 1.0
+    unit = 1.0
     key_offset = 0.0
     selector = 0x5140
 
@@ -86,7 +86,7 @@ class E5m2Codes:
     """Words of E5M2 codes to packed fp16 pairs."""
 
     key_pairs = ((0, 2), (1, 3))
-    key_unit = 1.0
+    unit = 1.0
     key_offset = 0.0
     selector = 0x5410
 
@@ -116,8 +116,8 @@ class _ByteKeys(CodeKeyReader):
         self.codes = codes_of(form)
         self.pairs = self.codes.key_pairs if self.lane_codes == LANE_COLUMNS else ((0, 1),)
         self.factors = (1.0,) * len(self.pairs)
-        self.code_unit = self.codes.key_unit
-        self.sum_factor = -self.codes.key_offset / self.codes.key_unit if self.codes.key_offset else None
+        self.code_unit = self.codes.unit
+        self.sum_factor = -self.codes.key_offset / self.codes.unit if self.codes.key_offset else None
 
     def _fetch_words(self, addresses, num_units: int, lane: Int32):
         """[block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
@@ -190,6 +190,9 @@ class RowValueByteReader(RowValueReader):
             return [pair for select in selectors for pair in self.codes.columns(ptx.prmt(even, odd, select))]
         return self.codes.columns(ptx.prmt(even, odd, state.select))[: self.lane_codes]
 
+    def output(self, value, unit: int, code: int, column: int, terms):
+        return value if self.codes.unit == 1.0 else value * self.codes.unit
+
 
 class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
     """Scores of bare bytes: a chunk of a row, 4 columns to a lane, is what an MMA contracts."""
@@ -257,7 +260,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         if self.given_scale == "channel":
             state.output_scale = given_scale + Int64(state.g * 8)  # columns 2g and 2g + 1
         elif self.given_scale is not None:
-            state.output_scale = load_float(given_scale)
+            state.output_scale = load_float(given_scale) * self.codes.unit
         return state
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
@@ -289,9 +292,9 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return result
 
     def _output_scales(self, state: State, chunk: int):
-        """Given scales of the lane's two columns of a chunk, or None."""
+        """What the lane's two columns of a chunk are multiplied by, or None."""
         if self.given_scale is None:
-            return None
-        if self.given_scale == "channel":
-            return load_floats(state.output_scale, 4 * CHUNK_COLUMNS * chunk, 2)
-        return [state.output_scale] * 2
+            return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
+        if self.given_scale != "channel":
+            return [state.output_scale] * 2
+        return [scale * self.codes.unit for scale in load_floats(state.output_scale, 4 * CHUNK_COLUMNS * chunk, 2)]
