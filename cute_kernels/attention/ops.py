@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_kernels.attention.checks import Q_DTYPES, check_call, check_lengths, check_scale, check_tensors
+from cute_kernels.attention.call import AttentionCall, CallOptions, check_device_values, make_call
+from cute_kernels.attention.checks import Q_DTYPES, check_positive, check_tensors, format_pair, head_dim_of_row
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
-from cute_kernels.attention.reference import decode_attention_reference
+from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.kv_formats import ByteFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
@@ -45,13 +50,14 @@ def launch(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     softmax_scale: float | None,
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
+    options: CallOptions | None = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Decode attention on CUDA tensors: (out, lse or None).
+    """Decode attention on CUDA tensors: (out, lse or None). ``options`` is None for a call that uses none.
 
     A call's schedule is kept by what decides it. The checks that a repeated call has passed before are left to the
     compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
@@ -59,35 +65,83 @@ def launch(
     """
     offset = (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     # The cache's dtypes, because signed bytes would pass for unsigned ones.
-    key = (q.shape, k_cache.shape, q.dtype, k_cache.dtype, v_cache.dtype, q.get_device(), kv_format, num_splits, offset)
-    plan = _plans.get(key)
+    key = (
+        q.shape,
+        k_cache.shape,
+        q.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        q.get_device(),
+        kv_format,
+        num_splits,
+        offset,
+        None if options is None else options_key(options),
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # something unhashable, which no argument may be: the checks say which
+        plan = None
     if softmax_scale is not None:
-        check_scale(softmax_scale)
+        check_positive("softmax_scale", softmax_scale)
     if plan is None or DEBUG:
-        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+        call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
         if plan is None:
+            refuse_missing(call)
             if not k_cache.numel():
                 return _without_tokens(q, out)
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
-            plan = _plans[key] = _make_plan(q, k_cache, kv_format, num_splits, not offset)
+            plan = _plans[key] = _make_plan(q, k_cache, call.k.form.name, num_splits, not offset)
     result = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     try:
         _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
     except (TypeError, ValueError, RuntimeError):
-        _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+        _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
         raise
     return result, lse
 
 
-def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out) -> None:
-    """Everything that can be said of a call without waiting for the device, and in debug mode the lengths."""
-    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+def options_key(options: CallOptions) -> tuple[Any, ...]:
+    """What of the options decides a plan: of tensors everything but their place and contents, of the others the value.
+
+    Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
+    """
+    values = [
+        (value.shape, value.stride(), value.dtype, value.get_device()) if isinstance(value, torch.Tensor) else value
+        for value in options.values()
+    ]
+    return *options, *values
+
+
+def refuse_missing(call: AttentionCall) -> None:
+    """Raises NotImplementedError naming what of a call the kernels cannot do yet."""
+    features = call.features
+    missing = [name for name in ("causal", "window", "soft_cap", "sinks", "alibi") if getattr(features, name)]
+    wanted = {
+        f"q_len {call.q_len}": call.q_len > 1,
+        f"bias in {features.bias}": features.bias is not None,
+        "block_table": features.paged,
+        "cache_layout 'HND'": features.head_major and call.num_kv_heads > 1,
+        f"kv_format {(call.k.form.name, call.v.form.name)}": call.k.form is not call.v.form,
+        f"head_dim {call.head_dim}": call.head_dim not in (64, 128, 256),
+        f"head_dim {call.v.head_dim} of V beside {call.head_dim} of K": call.v.head_dim != call.head_dim,
+    } | {f"kv_format {form.name!r}": isinstance(form, ByteFormat) for form in (call.k.form, call.v.form)}
+    missing += [name for name, is_wanted in wanted.items() if is_wanted]
+    if missing:
+        raise NotImplementedError(f"decode_attention on a GPU: got {', '.join(missing)}, which its kernels lack so far")
+
+
+def _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options) -> AttentionCall:
+    """Everything that can be said of a call without waiting for the device, and in debug mode lengths and pages."""
+    call = make_call(
+        q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, out=out, **(options or {})
+    )
     _check_alignment(q, k_cache, v_cache, out)
     if DEBUG:
-        check_lengths(seq_lens, k_cache.shape[1])
+        check_device_values(call)
+    return call
 
 
 def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,11 +282,8 @@ def launch_splits(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
-    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
-    check_scale(softmax_scale)
-    _check_alignment(q, k_cache, v_cache, None)
-    if DEBUG:
-        check_lengths(seq_lens, k_cache.shape[1])
+    check_positive("softmax_scale", softmax_scale)
+    refuse_missing(_checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None, None))
     batch, _, heads, head_dim = q.shape
     if not k_cache.numel():
         split_out = torch.zeros((batch, num_splits, heads, head_dim), dtype=torch.float32, device=q.device)
@@ -273,46 +324,91 @@ def reference(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     softmax_scale: float | None,
     num_splits: int | None,
     out: torch.Tensor | None = None,
+    options: CallOptions | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU implementation: (out in q's dtype, lse fp32)."""
-    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-    check_scale(softmax_scale)
-    check_lengths(seq_lens, k_cache.shape[1])
-    result, lse = decode_attention_reference(
-        q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale
+    call = make_call(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
+        kv_format=kv_format,
+        softmax_scale=softmax_scale,
+        num_splits=num_splits,
+        out=out,
+        **(options or {}),
     )
-    result = result.to(q.dtype)
-    return (result if out is None else out.copy_(result)), lse.float()
+    check_device_values(call)
+    result, lse = attention_of(call)
+    return (result.to(q.dtype) if out is None else out.copy_(result)), lse
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(
-    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str kv_format, "
-    "float? softmax_scale, int? num_splits) -> (Tensor, Tensor)",
+    "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
+    "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
+    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window=None, float? soft_cap=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _on_cuda(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits):
-    return launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, True, None)
+def dispatch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    softmax_scale: float | None,
+    num_splits: int | None,
+    options: CallOptions | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call through the registered operator: (out, lse)."""
+    k_format, v_format = format_pair(kv_format)
+    return torch.ops.cute_kernels.decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
+        k_format,
+        v_format,
+        softmax_scale=softmax_scale,
+        num_splits=num_splits,
+        **(options or {}),
+    )
 
 
-def _on_meta(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+# The implementations get every argument that differs from the schema's default, and maybe others.
 
 
-_library.impl("decode_attention", reference, "CPU")
+def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options: Unpack[CallOptions]):
+    return reference(
+        q, k_cache, v_cache, seq_lens, (k_format, v_format), softmax_scale, num_splits, None, options or None
+    )
+
+
+def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options: Unpack[CallOptions]):
+    kv_format = k_format if k_format == v_format else (k_format, v_format)
+    return launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, True, None, options or None)
+
+
+def _on_meta(q, k_cache, v_cache, seq_lens, k_format, v_format, **options):
+    v_head_dim = head_dim_of_row(format_of(v_format), v_cache.shape[3])
+    return q.new_empty((*q.shape[:3], v_head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_library.impl("decode_attention", _on_cpu, "CPU")
 _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
+def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOptions | None = None) -> bool:
     """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
 
     Raises TypeError for an argument that is no tensor at all.
@@ -320,6 +416,13 @@ def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any) -> bool:
     if torch.compiler.is_compiling():
         return True
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        return not (q.is_cuda or q.is_cpu)
+        if not (q.is_cuda or q.is_cpu):
+            return True
+        return options is not None and any(_is_special(value) for value in options.values())
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     return True
+
+
+def _is_special(value: object) -> bool:
+    """Whether a value is a tensor that only the dispatcher understands: a fake, a subclass; a parameter is plain."""
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,45 @@
+"""What a call asks of the kernel beyond softmax(q K^T) V, as compile-time facts. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BIAS_DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Features:
+    """The parts of attention that a compiled variant has; the defaults are a plain call of one query on dense caches.
+
+    Values that go with them (the width of the window, the cap, addresses, strides) are arguments of the launch.
+
+    Attributes:
+        causal: queries of one request differ in the keys that they see: q_len > 1 and causal.
+        window: keys further back than the window are not seen.
+        soft_cap: scores go through cap * tanh(score / cap).
+        sinks: every query head has one more logit in the denominator.
+        alibi: scores get slope * (key position - query position).
+        bias: dtype of an additive bias, "fp32" or "bf16"; None without one.
+        paged: tokens are found through a block table.
+        head_major: caches are "HND": the tokens of one head lie together.
+    """
+
+    causal: bool = False
+    window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    bias: str | None = None
+    paged: bool = False
+    head_major: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bias is not None and self.bias not in BIAS_DTYPES:
+            raise ValueError(f"bias: got {self.bias!r}, want None or one of {', '.join(map(repr, BIAS_DTYPES))}")
+
+    @property
+    def name(self) -> str:
+        """Part of a C identifier that tells features apart, "" for none: "causal_window", "bias_bf16_paged"."""
+        names = [name for name in ("causal", "window", "soft_cap", "sinks", "alibi") if getattr(self, name)]
+        names += [f"bias_{self.bias}"] if self.bias else []
+        return "_".join(names + [name for name in ("paged", "head_major") if getattr(self, name)])
