@@ -387,13 +387,35 @@ def dispatch(
 # The implementations get every argument that differs from the schema's default, and maybe others.
 
 
-def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options: Unpack[CallOptions]):
+def _on_cpu(
+    q,
+    k_cache,
+    v_cache,
+    seq_lens,
+    k_format,
+    v_format,
+    *,
+    softmax_scale=None,
+    num_splits=None,
+    **options: Unpack[CallOptions],
+):
     return reference(
         q, k_cache, v_cache, seq_lens, (k_format, v_format), softmax_scale, num_splits, None, options or None
     )
 
 
-def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options: Unpack[CallOptions]):
+def _on_cuda(
+    q,
+    k_cache,
+    v_cache,
+    seq_lens,
+    k_format,
+    v_format,
+    *,
+    softmax_scale=None,
+    num_splits=None,
+    **options: Unpack[CallOptions],
+):
     kv_format = k_format if k_format == v_format else (k_format, v_format)
     return launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, True, None, options or None)
 

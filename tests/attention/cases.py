@@ -57,9 +57,12 @@ class Call:
 
     def reference(self, softmax_scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) in fp64."""
-        options = self.options if softmax_scale is None else self.options | {"softmax_scale": softmax_scale}
         return decode_attention_reference(
-            *self.tensors, kv_format=self.kv_format, compute_dtype=torch.float64, **options
+            *self.tensors,
+            kv_format=self.kv_format,
+            softmax_scale=softmax_scale,
+            compute_dtype=torch.float64,
+            **self.options,
         )
 
     def row(self, index: int) -> Call:
