@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import CallOptions
-from cute_kernels.attention.checks import check_out, format_pair
+from cute_kernels.attention.checks import format_pair
 from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
 
@@ -160,21 +160,9 @@ def decode_attention(
             "alibi_slopes": alibi_slopes,
             "bias": bias,
         }
-    if ops.needs_dispatch(q, k_cache, v_cache, seq_lens, options):
-        result, lse = ops.dispatch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, options)
-        if out is not None:
-            check_out(out, q, result.shape[3])
-            result = out.copy_(result)
-    elif q.is_cuda:
-        result, lse = ops.launch(
-            q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options
-        )
-    else:
-        result, lse = ops.reference(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out, options)
-    if not return_lse:
-        return result
-    assert lse is not None
-    return result, lse
+    path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
+    result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
+    return (result, lse) if return_lse else result
 
 
 def decode_attention_splits(

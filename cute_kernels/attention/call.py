@@ -28,6 +28,21 @@ class CallOptions(TypedDict, total=False):
     bias: torch.Tensor | None
 
 
+NO_OPTIONS: CallOptions = {
+    "block_table": None,
+    "cache_layout": "NHD",
+    "k_scale": None,
+    "v_scale": None,
+    "causal": True,
+    "window": None,
+    "soft_cap": None,
+    "sinks": None,
+    "alibi_slopes": None,
+    "bias": None,
+}
+"""The defaults, complete and in the order that every complete set of options has."""
+
+
 @dataclass(frozen=True, eq=False)
 class GivenScale:
     """A scale that lies beside the cache: of head h and column d it is element h * head_stride + d * channel_stride.

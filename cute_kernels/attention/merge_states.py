@@ -117,9 +117,9 @@ def merge_states(
             count, whatever its out holds.
 
     Returns:
-        (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The arithmetic
-        is fp32. More parts are merged one after the other. Sinks do not merge: leave them out of the parts, and multiply
-        what comes out by sigmoid(lse - sinks).
+        (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The
+        arithmetic is fp32. More parts are merged one after the other. Sinks do not merge: leave them out of the parts,
+        and multiply what comes out by sigmoid(lse - sinks).
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
+from torch.compiler import is_compiling
 
-from cute_kernels.attention.call import AttentionCall, CallOptions, check_device_values, make_call
-from cute_kernels.attention.checks import Q_DTYPES, check_positive, check_tensors, format_pair, head_dim_of_row
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions, check_device_values, make_call
+from cute_kernels.attention.checks import (
+    Q_DTYPES,
+    check_out,
+    check_positive,
+    check_tensors,
+    format_pair,
+    head_dim_of_row,
+)
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.reference import attention_of
@@ -20,13 +28,12 @@ from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 # Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 _BYTES = 16  # alignment of bulk copies and tensor maps
 _MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
+_PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
 
 
 @dataclass(frozen=True)
@@ -98,21 +105,22 @@ def launch(
     try:
         _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
     except (TypeError, ValueError, RuntimeError):
-        _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
+        refuse_missing(_checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options))
         raise
     return result, lse
 
 
 def options_key(options: CallOptions) -> tuple[Any, ...]:
-    """What of the options decides a plan: of tensors everything but their place and contents, of the others the value.
+    """What of complete options (see `NO_OPTIONS`) decides a plan: of tensors everything but their place and contents,
+    of the others the value.
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    values = [
-        (value.shape, value.stride(), value.dtype, value.get_device()) if isinstance(value, torch.Tensor) else value
-        for value in options.values()
-    ]
-    return *options, *values
+    values: list[Any] = list(options.values())
+    for index, value in enumerate(values):
+        if type(value) in _PLAIN_TENSORS:
+            values[index] = value.shape, value.stride(), value.dtype, value.get_device()
+    return tuple(values)
 
 
 def refuse_missing(call: AttentionCall) -> None:
@@ -123,7 +131,7 @@ def refuse_missing(call: AttentionCall) -> None:
         f"q_len {call.q_len}": call.q_len > 1,
         f"bias in {features.bias}": features.bias is not None,
         "block_table": features.paged,
-        "cache_layout 'HND'": features.head_major and call.num_kv_heads > 1,
+        "cache_layout 'HND'": features.head_major,
         f"kv_format {(call.k.form.name, call.v.form.name)}": call.k.form is not call.v.form,
         f"head_dim {call.head_dim}": call.head_dim not in (64, 128, 256),
         f"head_dim {call.v.head_dim} of V beside {call.head_dim} of K": call.v.head_dim != call.head_dim,
@@ -327,10 +335,11 @@ def reference(
     kv_format: str | tuple[str, str],
     softmax_scale: float | None,
     num_splits: int | None,
-    out: torch.Tensor | None = None,
+    return_lse: bool,
+    out: torch.Tensor | None,
     options: CallOptions | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU implementation: (out in q's dtype, lse fp32)."""
+) -> tuple[torch.Tensor, Any]:
+    """Decode attention on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
     call = make_call(
         q,
         k_cache,
@@ -367,57 +376,35 @@ def dispatch(
     kv_format: str | tuple[str, str],
     softmax_scale: float | None,
     num_splits: int | None,
-    options: CallOptions | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call through the registered operator: (out, lse)."""
-    k_format, v_format = format_pair(kv_format)
-    return torch.ops.cute_kernels.decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        seq_lens,
-        k_format,
-        v_format,
-        softmax_scale=softmax_scale,
-        num_splits=num_splits,
-        **(options or {}),
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: CallOptions | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """Decode attention through the registered operator: (out, lse, asked for or not)."""
+    formats = format_pair(kv_format)
+    scalars = {"softmax_scale": softmax_scale, "num_splits": num_splits}
+    result, lse = torch.ops.cute_kernels.decode_attention(
+        q, k_cache, v_cache, seq_lens, *formats, **scalars, **(options or {})
     )
+    if out is None:
+        return result, lse
+    check_out(out, q, result.shape[3])
+    return out.copy_(result), lse
 
 
-# The implementations get every argument that differs from the schema's default, and maybe others.
+def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
+    formats = k_format, v_format
+    return reference(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, _complete(options))
 
 
-def _on_cpu(
-    q,
-    k_cache,
-    v_cache,
-    seq_lens,
-    k_format,
-    v_format,
-    *,
-    softmax_scale=None,
-    num_splits=None,
-    **options: Unpack[CallOptions],
-):
-    return reference(
-        q, k_cache, v_cache, seq_lens, (k_format, v_format), softmax_scale, num_splits, None, options or None
-    )
+def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
+    formats = k_format if k_format == v_format else (k_format, v_format)
+    return launch(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, _complete(options))
 
 
-def _on_cuda(
-    q,
-    k_cache,
-    v_cache,
-    seq_lens,
-    k_format,
-    v_format,
-    *,
-    softmax_scale=None,
-    num_splits=None,
-    **options: Unpack[CallOptions],
-):
-    kv_format = k_format if k_format == v_format else (k_format, v_format)
-    return launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, True, None, options or None)
+def _complete(options: dict[str, Any]) -> CallOptions | None:
+    """Options as an implementation gets them: those that differ from the schema's defaults, and maybe others."""
+    return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
 
 
 def _on_meta(q, k_cache, v_cache, seq_lens, k_format, v_format, **options):
@@ -430,21 +417,19 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
-def needs_dispatch(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOptions | None = None) -> bool:
-    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
+def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOptions | None) -> Callable[..., Any]:
+    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
 
-    Raises TypeError for an argument that is no tensor at all.
+    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
+    argument that is no tensor at all.
     """
-    if torch.compiler.is_compiling():
-        return True
+    if is_compiling():
+        return dispatch
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        if not (q.is_cuda or q.is_cpu):
-            return True
-        return options is not None and any(_is_special(value) for value in options.values())
+        if options is not None:
+            for value in options.values():
+                if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
+                    return dispatch
+        return launch if q.is_cuda else reference if q.is_cpu else dispatch
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
-    return True
-
-
-def _is_special(value: object) -> bool:
-    """Whether a value is a tensor that only the dispatcher understands: a fake, a subclass; a parameter is plain."""
-    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
+    return dispatch

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 import cute_kernels
 from cute_kernels.attention import decode_attention, decode_attention_splits, ops
+from cute_kernels.attention.call import NO_OPTIONS
 from cute_kernels.attention.call import make_call as make_checked
 from cute_kernels.attention.reference import combine
 from tests.attention import strategies
@@ -261,14 +262,25 @@ def test_rows_past_the_length_are_never_looked_at():
 def test_sinks_that_are_a_parameter_do_not_leave_the_short_way():
     call = small_call("bf16", sinks=True)
     parameter = torch.nn.Parameter(call.options["sinks"])
-    assert not ops.needs_dispatch(*call.tensors, {"sinks": parameter})
+    assert ops.path_of(*call.tensors, {"sinks": parameter}) is ops.reference
     assert torch.equal(call.run(sinks=parameter), call.run())
 
 
 def test_other_kinds_of_tensors_do():
     call = small_call("bf16", sinks=True)
     with torch._subclasses.FakeTensorMode() as mode:
-        assert ops.needs_dispatch(*call.tensors, {"sinks": mode.from_tensor(call.options["sinks"])})
+        assert ops.path_of(*call.tensors, {"sinks": mode.from_tensor(call.options["sinks"])}) is ops.dispatch
+
+
+def test_the_public_call_hands_on_complete_options_in_their_order(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "reference", lambda *arguments: seen.append(arguments[-1]) or (None, None))
+    call = small_call("bf16", sinks=True)
+    call.run()
+    call.run(sinks=None)
+    torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", bias=None, causal=False)
+    assert list(seen[0]) == list(NO_OPTIONS) and seen[1] is None
+    assert all(seen[0][name] == default for name, default in NO_OPTIONS.items() if name != "sinks")
 
 
 # -- what decides a plan -----------------------------------------------------------------------------------------------
@@ -282,15 +294,16 @@ def test_options_that_differ_in_what_is_checked_have_different_keys():
         {"block_table": table[:, :3]},
         {"block_table": table[:, :3].contiguous()},
         {"block_table": table.long()},
-        {"block_table": None, "sinks": sinks},
-        {"block_table": None, "alibi_slopes": sinks},
+        {"sinks": sinks},
+        {"alibi_slopes": sinks},
         {"window": 4},
         {"soft_cap": 4},
         {"window": 5},
     ]
-    keys = [ops.options_key(options) for options in different]
+    keys = [ops.options_key(NO_OPTIONS | options) for options in different]
     assert len(set(keys)) == len(different)
-    assert ops.options_key({"sinks": sinks}) == ops.options_key({"sinks": torch.ones(8)})
+    again = torch.nn.Parameter(torch.ones(8))
+    assert ops.options_key(NO_OPTIONS | {"sinks": again}) == keys[4]
 
 
 MISSING = {
