@@ -32,14 +32,14 @@ def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) 
 
 
 def schedule_for(inputs: DecodeInputs) -> Schedule:
-    """What the public call chooses for these inputs: configuration, splits, clusters."""
+    """What the public call chooses for these inputs: configuration, splits."""
     return ops.schedule_for(inputs.q, inputs.k_cache, inputs.kv_format)
 
 
 def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: int) -> Callable[[], torch.Tensor]:
     """The kernel compiled for `config` on these inputs, its output poisoned once.
 
-    `call`: num_splits and cluster_size; what is not given is as the public call chooses it.
+    `call`: num_splits; what is not given is as the public call chooses it.
     """
     out = torch.full_like(inputs.q, torch.nan)
     return ops.bind_config(config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, out=out, **call)

@@ -23,14 +23,14 @@ from cute_kernels.attention.tiles import int4_tile
 from layouts.banks import wavefronts
 from layouts.kv.tile import WORD_BYTES
 
-LAUNCH_FIELDS = ("num_splits", "cluster_size")
+LAUNCH_FIELDS = ("num_splits",)
 
 
 @dataclass(frozen=True)
 class Rung:
     """One optimisation.
 
-    `off` undoes it: fields of DecodeConfig, and num_splits and cluster_size of the launch. `count` says of a
+    `off` undoes it: fields of DecodeConfig, and num_splits of the launch. `count` says of a
     configuration what the step does to it, where that is a number and not a time.
     """
 
@@ -48,10 +48,8 @@ class Rung:
     def applied(self, schedule: Schedule) -> tuple[DecodeConfig, dict[str, int]]:
         """Configuration and launch with this step off."""
         config = {key: value for key, value in self.off.items() if key not in LAUNCH_FIELDS}
-        launch = {"num_splits": schedule.num_splits, "cluster_size": schedule.cluster_size}
+        launch = {"num_splits": schedule.num_splits}
         launch |= {key: value for key, value in self.off.items() if key in LAUNCH_FIELDS}
-        if "num_splits" in self.off:
-            launch["cluster_size"] = 1
         return dataclasses.replace(schedule.config, **config), launch
 
 
@@ -138,12 +136,6 @@ LADDER = (
     ),
     Rung(
         None,
-        "Merge splits in a cluster",
-        "splits of a cluster merge through distributed shared memory; off: all through global memory",
-        off={"cluster_size": 1},
-    ),
-    Rung(
-        None,
         "First tile before the length",
         "the first tile is asked for while the request's length is still on its way; off: length, then tile",
         off={"early_tiles": 0},
@@ -191,7 +183,7 @@ def _measure_rung(
     if not rung.off:
         return result
     result["off"] = rung.switch
-    on = schedule.config, {"num_splits": schedule.num_splits, "cluster_size": schedule.cluster_size}
+    on = schedule.config, {"num_splits": schedule.num_splits}
     off = rung.applied(schedule)
     if on == off:
         return result | {"why_not": "the schedule runs this shape so anyway"}

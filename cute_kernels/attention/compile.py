@@ -15,9 +15,9 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
-    The function takes (q, k_cache, v_cache, seq_lens, out, lse, partial_out, partial_stats, counters, softmax_scale,
-    num_splits, cluster_size, mode) as :meth:`DecodeKernel.__call__` describes them: torch tensors as they are, then
-    addresses and numbers. It runs on torch's current stream.
+    The function takes (q, k_cache, v_cache, seq_lens, out, lse, partials, softmax_scale, num_splits, mode) as
+    :meth:`DecodeKernel.__call__` describes them: torch tensors as they are, then addresses and numbers. It runs on
+    torch's current stream.
     """
 
     config: DecodeConfig
@@ -75,9 +75,8 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
         *caches,
         tensor(cutlass.Int32, (batch,), 4),
         queries[1],
-        *[cutlass.Int64(0)] * 4,
+        *[cutlass.Int64(0)] * 2,
         cutlass.Float32(1.0),
-        cutlass.Int32(1),
         cutlass.Int32(1),
         cutlass.Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),

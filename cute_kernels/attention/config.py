@@ -13,7 +13,7 @@ MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
 RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
 BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
-MAX_CLUSTER = 8  # CTAs of a cluster on every GPU of sm_90
+EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAIR_BYTES = 8  # a softmax maximum and sum
 
 
@@ -95,7 +95,12 @@ class DecodeConfig:
         """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
         rows = self.num_roles * HEADS_PER_WARP
         outputs = self.num_slices * rows * (self.head_dim + MERGE_PAD) * 4
-        return outputs + (self.num_slices + 1) * rows * PAIR_BYTES
+        return outputs + self.num_slices * rows * PAIR_BYTES
+
+    @property
+    def partial_words(self) -> int:
+        """Workspace of a query head and split, in words: each vector of 4 columns with its maximum and sum."""
+        return self.head_dim + self.head_dim // 2
 
     @property
     def smem_bytes(self) -> int:

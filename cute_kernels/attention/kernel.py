@@ -19,21 +19,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.attention.config import (
     HEADS_PER_WARP,
-    KEEP_PARTIALS,
-    MAX_CLUSTER,
-    MERGE_PAD,
-    PAIR_BYTES,
-    WARP_THREADS,
-    WRITE_LSE,
     DecodeConfig,
 )
 from cute_kernels.attention.copies import make_copier
+from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.readers import make_reader
 from cute_kernels.device import ptx
 
-LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
+RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x < 2**11
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
-COMBINE_BATCH = 4  # partial results that a thread of the last CTA loads at a time
 
 
 class DecodeKernel:
@@ -43,6 +37,7 @@ class DecodeKernel:
         self.config = config
         self.reader = make_reader(config)
         self.copier = make_copier(config)
+        self.merger = Merger(config, self.reader)
 
     @cute.jit
     def __call__(
@@ -53,12 +48,9 @@ class DecodeKernel:
         seq_lens: cute.Tensor,
         out: cute.Tensor,
         lse: Int64,
-        partial_out: Int64,
-        partial_stats: Int64,
-        counters: Int64,
+        partials: Int64,
         softmax_scale: Float32,
         num_splits: Int32,
-        cluster_size: Int32,
         mode: Int32,
         stream,
     ):
@@ -66,10 +58,9 @@ class DecodeKernel:
 
         q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32
         [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
-        written if bit 0 of ``mode``; with clusters = num_splits / cluster_size, partial_out fp32 [batch, num_q_heads,
-        clusters, head_dim] and partial_stats fp32 [batch, num_q_heads, clusters, 2] (maximum in powers of 2, sum);
-        counters int32 [batch, gridDim.y, cluster_size], zero before and after. Bit 1 of ``mode``:
-        write partial results even where there is nothing to combine.
+        written if bit 0 of ``mode``; partials fp32 [batch, num_q_heads, num_splits, 3/2 head_dim] (unnormalised
+        values, then for every 4 of them their maximum in powers of 2 and their sum), every word EMPTY before and after.
+        Bit 1 of ``mode``: write and leave the partial results of all splits.
         """
         config = self.config
         cache_shape: Any = k_cache.shape
@@ -84,20 +75,17 @@ class DecodeKernel:
             seq_lens,
             out,
             lse,
-            partial_out,
-            partial_stats,
-            counters,
+            partials,
             softmax_scale,
             max_seq_len,
             num_kv_heads,
             group,
             query_groups,
-            cluster_size,
+            cute.ceil_div(1 << RECIPROCAL_BITS, query_groups),
             mode,
         ).launch(
             grid=(num_splits, num_kv_heads // config.num_heads * query_groups, batch),
             block=(config.num_threads, 1, 1),
-            cluster=(cluster_size, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
@@ -111,31 +99,26 @@ class DecodeKernel:
         seq_lens: cute.Tensor,
         out: cute.Tensor,
         lse: Int64,
-        partial_out: Int64,
-        partial_stats: Int64,
-        counters: Int64,
+        partials: Int64,
         softmax_scale: Float32,
         max_seq_len: Int32,
         num_kv_heads: Int32,
         group: Int32,
         query_groups: Int32,
-        cluster_size: Int32,
+        query_groups_reciprocal: Int32,
         mode: Int32,
     ):
         config = self.config
         split, head_block, batch = cute.arch.block_idx()
-        num_splits, head_blocks, _ = cute.arch.grid_dim()
+        num_splits = cute.arch.grid_dim()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
-        flag = smem.allocate_tensor(Int32, cute.make_layout(1))
-        # A division takes over 100 cycles, so there is none on the usual way to the first copy.
-        head_part, query_part = head_block, Int32(0)
-        if query_groups > 1:
-            head_part = head_block // query_groups
-            query_part = head_block % query_groups
+        # A division would take over 100 cycles on the way to the first copy.
+        head_part = (head_block * query_groups_reciprocal) >> RECIPROCAL_BITS
+        query_part = head_block - head_part * query_groups
         place = Place(
             batch=batch,
             split=split,
@@ -145,35 +128,28 @@ class DecodeKernel:
             group=group,
             num_kv_heads=num_kv_heads,
             max_seq_len=max_seq_len,
-            cluster=cute.arch.cluster_idx()[0],
-            cluster_rank=cute.arch.block_in_cluster_idx()[0],
-            cluster_size=cluster_size,
-            cluster_log2=(cluster_size >> 1) - (cluster_size >> 3),  # of 1, 2, 4 or 8
-            counter=(batch * head_blocks + head_block) * cluster_size + cute.arch.block_in_cluster_idx()[0],
         )
         roles = self.roles(warp, place.first_query)
         tiles = self.copier.open(source, ring, barriers, place)
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
-        # first whatever the length turns out to be.
+        # first whatever the length turns out to be. The queries go first: the tile has no use without them.
         length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
-        self.start(place, tiles, barriers, warp, lane)
         q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
         query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
+        self.start(place, tiles, barriers, warp, lane)
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
         num_tiles = (length + config.tile_tokens - 1) // config.tile_tokens
         active_splits = cutlass.min(num_tiles, num_splits)
-        active_clusters = (active_splits + cluster_size - 1) >> place.cluster_log2
-        work = Work(place=place, length=length, active_clusters=active_clusters)
-        results = Results(out, lse, partial_out, partial_stats, counters, mode)
-        if place.cluster < active_clusters:
-            # A CTA without tokens in a cluster that has some takes part in its merge with nothing.
-            self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, flag, warp, lane)
+        work = Work(place=place, length=length, active_splits=active_splits)
+        results = Results(out, lse, partials, mode)
+        if split < active_splits:
+            self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, warp, lane)
         else:
             self.drain(work, barriers)
         if num_tiles == 0:
             if split == 0:
-                self.write_empty(work, results)
+                self.merger.write_empty(work, results)
 
     def roles(self, warp, first_query) -> "Roles":
         """Which KV head, query heads and tokens of its CTA's tiles a warp takes."""
@@ -189,14 +165,11 @@ class DecodeKernel:
     def start(self, place, tiles, barriers, warp, lane):
         """Initialises the barriers and asks for the first tiles that the cache, if not the request, may have."""
         config = self.config
-        if warp == 0:
-            if lane == 0:
-                for stage in cutlass.range_constexpr(config.num_stages):
-                    cute.arch.mbarrier_init(barriers + stage, self.copier.arrivals)
-                    cute.arch.mbarrier_init(barriers + (config.num_stages + stage), config.num_warps)
-                cute.arch.mbarrier_init_fence()
-            cute.arch.sync_warp()
-        if const_expr(self.copier.num_issuers > 1):
+        one_issuer = self.copier.num_issuers == 1
+        # What the first tiles need comes first; other warps than the issuing one wait for a CTA barrier anyway.
+        first = config.early_tiles if one_issuer else 2 * config.num_stages
+        self.init_barriers(barriers, 0, first, warp, lane)
+        if const_expr(not one_issuer):
             cute.arch.sync_threads()
         if warp < self.copier.num_issuers:
             for i in cutlass.range_constexpr(config.early_tiles):
@@ -204,6 +177,20 @@ class DecodeKernel:
                     self.copier.copy_tile(
                         tiles, place, self.tile_token(place, i), place.max_seq_len, Int32(i), warp, lane
                     )
+        self.init_barriers(barriers, first, 2 * config.num_stages, warp, lane)
+
+    @cute.jit
+    def init_barriers(self, barriers, begin: int, end: int, warp, lane):
+        """Initialises some of the barriers: those of full stages, then those of empty ones."""
+        if const_expr(begin < end):
+            if warp == 0:
+                if lane == 0:
+                    for i in cutlass.range_constexpr(begin, end):
+                        full = i < self.config.num_stages
+                        arrivals = self.copier.arrivals if full else self.config.num_warps
+                        cute.arch.mbarrier_init(barriers + i, arrivals)
+                    cute.arch.mbarrier_init_fence()
+                cute.arch.sync_warp()
 
     def tile_token(self, place, i):
         """First token of the i-th tile of a split: splits take turns."""
@@ -221,8 +208,8 @@ class DecodeKernel:
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, work, roles, query, tiles, results, softmax_scale, ring, barriers, flag, warp, lane):
-        """Everything a CTA of a cluster with at least one tile does."""
+    def process(self, work, roles, query, tiles, results, softmax_scale, ring, barriers, warp, lane):
+        """Everything a CTA with at least one tile does."""
         config = self.config
         place = work.place
         full, empty = barriers, barriers + config.num_stages
@@ -251,8 +238,8 @@ class DecodeKernel:
             address = self.copier.stage_address(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, softmax, address, block, first_token, work.length)
-            # Every other time round the ring: often enough, and without a counter of its own.
-            if stage + phase == 0:
+            # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
+            if (stage == config.num_stages - 1) & (phase == 1):
                 self.reader.recentre(state)
             cute.arch.sync_warp()
             if lane == 0:
@@ -260,8 +247,9 @@ class DecodeKernel:
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
-        self.drain(work, barriers)
-        self.finish(work, state, softmax, results, ring, flag, warp, lane, roles.slice_index)
+        if const_expr(config.early_tiles > 1):
+            self.drain(work, barriers)
+        self.merger.finish(work, state, softmax, results, ring, warp, lane, roles.slice_index)
 
     @cute.jit
     def attend(self, state, softmax, address, block: int, first_token: Int32, length: Int32):
@@ -320,206 +308,6 @@ class DecodeKernel:
             factors.append(factor)
         self.reader.rescale(state, factors)
 
-    # -- results --------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def finish(self, work, state, softmax, results, ring, flag, warp, lane, slice_index):
-        """Merges the CTA's warps, then the cluster's CTAs, then (last arriver) the row's clusters."""
-        address = ring.toint()
-        tid = warp * WARP_THREADS + lane
-        cluster_size = work.place.cluster_size
-        share = self.num_vectors >> work.place.cluster_log2  # the CTA's heads are a multiple of 8
-        first = work.place.cluster_rank * share
-        last = first + share
-        self.publish_warp(state, softmax, address, warp, lane, slice_index)
-        cute.arch.sync_threads()
-        if cluster_size > 1:
-            self.merge_cluster(work, results, address, tid, first, last)
-        else:
-            self.merge_cta(work, results, address, tid)
-        if work.active_clusters > 1:
-            self.combine_if_last(work, results, flag, tid, first, last)
-        if cluster_size > 1:
-            cute.arch.cluster_wait()  # and they have read this one's
-
-    @cute.jit
-    def merge_cta(self, work, results, address, tid):
-        """Merges the slices of a CTA that is a cluster of its own."""
-        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
-            maximum, total, value = self.merge_slices(address, index)
-            self.store_result(work, results, index, maximum, total, value)
-
-    @cute.jit
-    def merge_cluster(self, work, results, address, tid, first, last):
-        """Merges the slices, then this CTA's share of the vectors over the cluster, reading its peers' memory."""
-        cluster_size = work.place.cluster_size
-        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
-            maximum, total, value = self.merge_slices(address, index)
-            self.publish_cta(address, index, maximum, total, value)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
-            if cluster_size == 2:
-                maximum, total, value = self.read_cluster(address, index, 2, cluster_size)
-                self.store_result(work, results, index, maximum, total, value)
-            else:
-                maximum, total, value = self.read_cluster(address, index, MAX_CLUSTER, cluster_size)
-                self.store_result(work, results, index, maximum, total, value)
-        # This CTA has read its peers' memory. Relaxed: releasing would wait for the stores of the results.
-        cute.arch.cluster_arrive_relaxed()
-
-    def read_cluster(self, address, index, most: int, cluster_size):
-        """One vector added up over the cluster's CTAs, with the loads of up to ``most`` of them in flight at a time."""
-        place, stats = self._place(address, index)
-        stats = stats + self.config.num_slices * self.num_rows * PAIR_BYTES
-        pairs, values = [], []
-        for rank in range(most):
-            peer = cutlass.min(rank, cluster_size - 1)
-            pair = ptx.load_cluster(ptx.map_to_cta(stats, peer), 0, 2)
-            pairs.append([cutlass.select_(rank >= cluster_size, Float32(LOWEST), pair[0]), pair[1]])
-            values.append(ptx.load_cluster(ptx.map_to_cta(place, peer), 0, 4))
-        return _merge(pairs, values)
-
-    @property
-    def num_vectors(self) -> int:
-        """Vectors of 4 columns in the outputs of a CTA."""
-        return self.num_rows * self.config.head_dim // 4
-
-    @property
-    def num_rows(self) -> int:
-        """Query heads that a CTA has room for."""
-        return self.config.num_roles * HEADS_PER_WARP
-
-    @property
-    def pitch(self) -> int:
-        """Bytes from one query head to the next in the merge buffer."""
-        return 4 * (self.config.head_dim + MERGE_PAD)
-
-    def stats_offset(self) -> int:
-        """Byte offset of the (maximum, sum) pairs behind the outputs of all slices."""
-        return self.config.num_slices * self.num_rows * self.pitch
-
-    @cute.jit
-    def publish_warp(self, state, softmax, address, warp, lane, slice_index):
-        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
-        totals = [_lane_sum(softmax.total[column]) for column in range(2)]
-        values = self.reader.outputs(state)
-        cute.arch.sync_threads()  # every warp has read its last tile
-        row = warp % self.config.num_roles * HEADS_PER_WARP + 2 * (lane % 4)
-        base = address + (slice_index * self.num_rows + row) * self.pitch
-        for column, first, run in values:
-            for i in cutlass.range_constexpr(0, len(run), 4):
-                ptx.store_shared(base + first * 4, column * self.pitch + 4 * i, run[i : i + 4])
-        if lane < 4:
-            stats = address + self.stats_offset() + (slice_index * self.num_rows + row) * 8
-            for column in cutlass.range_constexpr(2):
-                ptx.store_shared(stats, 8 * column, [softmax.maximum[column], totals[column]])
-
-    def _place(self, address, index):
-        """Shared addresses of a vector of the first slice's outputs and of its row's (maximum, sum)."""
-        row, d = self._vector(index)
-        return address + row * self.pitch + d * 4, address + self.stats_offset() + row * 8
-
-    def merge_slices(self, address, index):
-        """Adds up one vector over the CTA's slices."""
-        place, stats = self._place(address, index)
-        slices = range(self.config.num_slices)
-        pairs = [_floats(ptx.load_shared_vector(stats, i * self.num_rows * 8, 2)) for i in slices]
-        values = [_floats(ptx.load_shared_vector(place, i * self.num_rows * self.pitch, 4)) for i in slices]
-        return _merge(pairs, values)
-
-    def publish_cta(self, address, index, maximum, total, value):
-        """Leaves a merged vector in place of the first slice's; the statistics behind those that others still read."""
-        place, stats = self._place(address, index)
-        ptx.store_shared(place, 0, value)
-        ptx.store_shared(stats, self.config.num_slices * self.num_rows * PAIR_BYTES, [maximum, total])
-
-    @cute.jit
-    def store_result(self, work, results, index, maximum, total, value):
-        """One vector of a cluster's result: normalised into ``out`` if it is the row's only one, else as a partial."""
-        row, d = self._vector(index)
-        head, valid = work.query_head(self.config, row)
-        if valid:
-            if work.active_clusters == 1:
-                self.store_output(work, results, head, d, maximum, total, value)
-            if (work.active_clusters > 1) | ((results.mode & KEEP_PARTIALS) != 0):
-                self.store_partial(work, results, head, d, maximum, total, value)
-
-    @cute.jit
-    def store_output(self, work, results, head, d, maximum, total, value):
-        scale = ptx.reciprocal(total)
-        pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
-        words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
-        element = work.output_row(head) * self.config.head_dim + d
-        ptx.store_global(results.out.iterator.toint() + element * 2, words)
-        if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-            ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
-
-    @cute.jit
-    def store_partial(self, work, results, head, d, maximum, total, value):
-        place = work.partial_head(head) + work.place.cluster
-        ptx.store_global(results.partial_out + (place * self.config.head_dim + d) * 4, value)
-        if d == 0:
-            ptx.store_global(results.partial_stats + place * 8, [maximum, total])
-
-    @cute.jit
-    def combine_if_last(self, work, results, flag, tid, first, last):
-        """Counts this CTA in; the one that completes its share of the row adds up all clusters' partials."""
-        cute.arch.sync_threads()
-        if tid == 0:
-            # Acquire-release: publishes what the barrier above has gathered, and sees what the others published.
-            counter = results.counters + Int64(work.place.counter) * 4
-            flag[0] = ptx.atomic_inc_wrap(counter, work.active_clusters - 1)
-        cute.arch.sync_threads()
-        if flag[0] == work.active_clusters - 1:
-            for index in cutlass.range(first + tid, last, self.config.num_threads, unroll=1):
-                self.combine_partials(work, results, index)
-
-    @cute.jit
-    def combine_partials(self, work, results, index):
-        """One vector of the output: sum over the clusters' partials, in order, ``COMBINE_BATCH`` loads in flight."""
-        row, d = self._vector(index)
-        head, valid = work.query_head(self.config, row)
-        if valid:
-            place = work.partial_head(head)
-            stats = results.partial_stats + place * 8
-            source = results.partial_out + (place * self.config.head_dim + d) * 4
-            maximum, total = Float32(LOWEST), Float32(0.0)
-            value = cute.make_rmem_tensor(4, Float32)
-            value.fill(0.0)
-            for begin in cutlass.range(0, work.active_clusters, COMBINE_BATCH, unroll=1):
-                pairs = [[maximum, total]]
-                vectors = [[value[c] for c in range(4)]]
-                for i in cutlass.range_constexpr(COMBINE_BATCH):
-                    cluster = cutlass.min(begin + i, work.active_clusters - 1)
-                    absent = begin + i >= work.active_clusters
-                    pair = ptx.load_global(stats + Int64(cluster) * 8, 2)
-                    pairs.append([cutlass.select_(absent, Float32(LOWEST), pair[0]), pair[1]])
-                    vectors.append(ptx.load_global(source + Int64(cluster) * (self.config.head_dim * 4), 4))
-                merged = _merge(pairs, vectors)
-                maximum, total = merged[0], merged[1]
-                for c in cutlass.range_constexpr(4):
-                    value[c] = merged[2][c]
-            self.store_output(work, results, head, d, maximum, total, [value[c] for c in range(4)])
-
-    @cute.jit
-    def write_empty(self, work, results):
-        """A request without tokens: output 0, LSE -inf."""
-        out = results.out
-        tid, _, _ = cute.arch.thread_idx()
-        for index in cutlass.range(tid, self.num_rows * self.config.head_dim, self.config.num_threads, unroll=1):
-            d = index % self.config.head_dim
-            head, valid = work.query_head(self.config, index // self.config.head_dim)
-            if valid:
-                out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
-                if (d == 0) & ((results.mode & WRITE_LSE) != 0):
-                    ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
-
-    def _vector(self, index):
-        """(row, first column) of a vector of the CTA's outputs."""
-        vectors = self.config.head_dim // 4
-        return index // vectors, index % vectors * 4
-
 
 class _Softmax:
     """Running maximum (log2 units) and sum per head column of a lane; the sum is over the lane's own tokens."""
@@ -552,11 +340,6 @@ class Place:
     group: Any  # query heads per KV head
     num_kv_heads: Any
     max_seq_len: Any
-    cluster: Any  # of the row's clusters
-    cluster_rank: Any
-    cluster_size: Any
-    cluster_log2: Any
-    counter: Any
 
 
 @dataclass(frozen=True)
@@ -565,7 +348,7 @@ class Work:
 
     place: Any
     length: Any
-    active_clusters: Any  # clusters of this row that have tokens
+    active_splits: Any  # splits of this row that have tokens
 
     def query_head(self, config: DecodeConfig, r):
         """(index among all query heads, whether it exists) of row r of the CTA's query heads."""
@@ -580,20 +363,8 @@ class Work:
         return Int64(self.place.batch) * (self.place.num_kv_heads * self.place.group) + head
 
     def partial_head(self, head):
-        """Row of the workspace where the clusters of a query head begin."""
-        return self.output_row(head) * (self.place.num_splits >> self.place.cluster_log2)
-
-
-@dataclass(frozen=True)
-class Results:
-    """What a CTA writes: the output tensor, and addresses."""
-
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_stats: Any
-    counters: Any
-    mode: Any
+        """Row of the workspace where the splits of a query head begin."""
+        return self.output_row(head) * self.place.num_splits
 
 
 def _advance(stage, phase, num_stages: int):
@@ -608,27 +379,3 @@ def _lane_max(value):
     for offset in (4, 8, 16):
         value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
     return value
-
-
-def _lane_sum(value):
-    for offset in (4, 8, 16):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value
-
-
-def _floats(words):
-    return [word.bitcast(Float32) for word in words]
-
-
-def _merge(pairs, vectors):
-    """Sum of softmax partials: (maximum, sum) pairs and their unnormalised outputs, in order, to one of each."""
-    maximum = pairs[0][0]
-    for pair in pairs[1:]:
-        maximum = ptx.fmax(maximum, pair[0])
-    total = Float32(0.0)
-    value = [Float32(0.0)] * len(vectors[0])
-    for (its_maximum, its_total), vector in zip(pairs, vectors, strict=True):
-        weight = ptx.exp2(its_maximum - maximum)
-        total = total + weight * its_total
-        value = [v + weight * part for v, part in zip(value, vector, strict=True)]
-    return maximum, total, value

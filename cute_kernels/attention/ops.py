@@ -26,7 +26,7 @@ from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make
 from cute_kernels.kv_formats import ByteFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.workspace import POOL
+from cute_kernels.runtime.workspace import EMPTY, POOL
 
 # Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
@@ -44,9 +44,7 @@ class Plan:
     schedule: Schedule
     device_index: int
     softmax_scale: float
-    partial_bytes: int  # of the partial outputs, which come before the statistics
-    num_values: int  # fp32 of workspace, 0 if there is nothing to combine
-    num_counters: int
+    num_words: int  # of workspace, 0 if there is nothing to combine
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -164,11 +162,9 @@ def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | Non
         with torch.cuda.device(index):
             _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
         return
-    values = counters = 0
-    if plan.num_values:
-        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_values, plan.num_counters)
-        values, counters = workspace.values, workspace.counters
-    schedule = plan.schedule
+    partials = 0
+    if plan.num_words:
+        partials = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_words)
     plan.function(
         q,
         k_cache,
@@ -176,12 +172,9 @@ def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | Non
         seq_lens,
         out,
         lse.data_ptr() if lse is not None else 0,
-        values,
-        values + plan.partial_bytes,
-        counters,
+        partials,
         scale,
-        schedule.num_splits,
-        schedule.cluster_size,
+        plan.schedule.num_splits,
         WRITE_LSE if lse is not None else 0,
     )
 
@@ -192,16 +185,13 @@ def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_split
 
 
 def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan:
-    clusters = schedule.num_splits // schedule.cluster_size
-    rows = problem.batch * problem.num_q_heads * clusters
+    rows = problem.batch * problem.num_q_heads * schedule.num_splits
     return Plan(
         function=load(DecodeSpec(schedule.config), arch_of(device.index)),
         schedule=schedule,
         device_index=device.index,
         softmax_scale=problem.head_dim**-0.5,
-        partial_bytes=4 * rows * problem.head_dim,
-        num_values=rows * (problem.head_dim + 2) if clusters > 1 else 0,
-        num_counters=problem.batch * schedule.head_blocks * schedule.cluster_size if clusters > 1 else 0,
+        num_words=rows * schedule.config.partial_words if schedule.num_splits > 1 else 0,
     )
 
 
@@ -244,7 +234,7 @@ def _check_alignment(q, k_cache, v_cache, out) -> None:
 
 
 def schedule_for(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str) -> Schedule:
-    """The configuration, splits and clusters that a call with these tensors uses."""
+    """The configuration and splits that a call with these tensors uses."""
     return make_schedule(problem_of(q, k_cache, kv_format))
 
 
@@ -257,21 +247,14 @@ def bind_config(
     *,
     out: torch.Tensor,
     num_splits: int | None = None,
-    cluster_size: int | None = None,
 ) -> Callable[[], torch.Tensor]:
     """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
 
-    Splits and clusters are those that the schedule chooses for these tensors; a given ``num_splits`` comes without
-    clusters unless ``cluster_size`` says otherwise. The tensors are taken to be right.
+    The splits are those that the schedule chooses for these tensors unless given. The tensors are taken to be right.
     """
     problem = problem_of(q, k_cache, config.kv_format)
-    chosen = make_schedule(problem)
-    if cluster_size is None:
-        cluster_size = chosen.cluster_size if num_splits is None else 1
-    splits = chosen.num_splits if num_splits is None else num_splits
-    if splits % cluster_size:
-        raise ValueError(f"num_splits: got {splits}, want a multiple of cluster_size {cluster_size}")
-    plan = _plan_of(Schedule(config, splits, cluster_size, head_blocks(problem, config)), problem, q.device)
+    splits = make_schedule(problem).num_splits if num_splits is None else num_splits
+    plan = _plan_of(Schedule(config, splits, head_blocks(problem, config)), problem, q.device)
 
     def call() -> torch.Tensor:
         _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
@@ -300,10 +283,9 @@ def launch_splits(
     aligned = not (k_cache.data_ptr() | v_cache.data_ptr()) % _BYTES
     plan = _make_plan(q, k_cache, kv_format, num_splits, aligned)
     out = torch.empty_like(q)
-    partial = torch.zeros((batch, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-    stats = torch.zeros((batch, heads, num_splits, 2), dtype=torch.float32, device=q.device)
-    stats[..., 0] = float("-inf")
-    counters = torch.zeros(max(batch * plan.schedule.head_blocks, 1), dtype=torch.int32, device=q.device)
+    words = torch.full(
+        (batch, heads, num_splits, plan.schedule.config.partial_words), EMPTY, dtype=torch.int32, device=q.device
+    )
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device(q.device):
         plan.function(
@@ -313,15 +295,16 @@ def launch_splits(
             seq_lens,
             out,
             0,
-            partial.data_ptr(),
-            stats.data_ptr(),
-            counters.data_ptr(),
+            words.data_ptr(),
             scale,
             num_splits,
-            1,
             KEEP_PARTIALS,
         )
-    maximum, total = stats.unbind(-1)
+    empty = words[..., head_dim] == EMPTY  # splits without tokens
+    values = words.view(torch.float32)
+    partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
+    maximum = values[..., head_dim].masked_fill(empty, float("-inf"))
+    total = values[..., head_dim + 1].masked_fill(empty, 0.0)
     normalised = partial / torch.where(total > 0, total, 1.0).unsqueeze(-1)
     ln2 = 0.6931471805599453  # the kernel's maxima are in powers of two
     return out, normalised.transpose(1, 2), (maximum * ln2).transpose(1, 2), total.transpose(1, 2)

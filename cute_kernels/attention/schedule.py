@@ -8,15 +8,14 @@ these terms; its constants were measured on an H200 (docs/design/decode_attentio
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.config import HEADS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.kv_formats import DenseFormat, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share of the memory's rate an SM can digest
-CLUSTER_MERGE_US = 0.9  # merge of a cluster through distributed shared memory
-GLOBAL_MERGE_US = 1.6  # merge of clusters through memory: store, count, load
-GLOBAL_MERGE_PER_PARTIAL_US = 0.05
+COMBINE_US = 0.8  # combining splits: store and load
+COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
@@ -59,13 +58,11 @@ class Schedule:
     Attributes:
         config: the compiled variant.
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
-        cluster_size: how many of them merge through distributed shared memory; divides num_splits.
         head_blocks: CTAs per split that cover all query heads.
     """
 
     config: DecodeConfig
     num_splits: int
-    cluster_size: int
     head_blocks: int
 
 
@@ -73,19 +70,19 @@ class Schedule:
 def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     """The fastest schedule by the model; ``num_splits`` fixes the splits.
 
-    Fixed splits are merged through memory alone, in an order that depends on nothing else, so a request's result does
-    not depend on the rest of the batch.
+    Splits are combined in an order that depends on their number alone, so with fixed splits a request's result does not
+    depend on the rest of the batch.
     """
     configs = candidate_configs(problem)
     if num_splits is not None:
-        return Schedule(configs[0], num_splits, 1, head_blocks(problem, configs[0]))
+        return Schedule(configs[0], num_splits, head_blocks(problem, configs[0]))
     options = [
-        (estimate_us(problem, config, splits, cluster), splits, cluster, index)
+        (estimate_us(problem, config, splits), splits, index)
         for index, config in enumerate(configs)
-        for splits, cluster in split_options(problem, config)
+        for splits in split_options(problem, config)
     ]
-    _, splits, cluster, index = min(options)
-    return Schedule(configs[index], splits, cluster, head_blocks(problem, configs[index]))
+    _, splits, index = min(options)
+    return Schedule(configs[index], splits, head_blocks(problem, configs[index]))
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
@@ -94,20 +91,15 @@ def head_blocks(problem: Problem, config: DecodeConfig) -> int:
     return problem.num_kv_heads // config.num_heads * query_groups
 
 
-def split_options(problem: Problem, config: DecodeConfig) -> list[tuple[int, int]]:
-    """(num_splits, cluster_size) worth considering."""
+def split_options(problem: Problem, config: DecodeConfig) -> range:
+    """Numbers of splits worth considering."""
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
     rows = problem.batch * head_blocks(problem, config)
     most = max(1, min(tiles, 2 * problem.num_sms * config.ctas_per_sm // rows))
-    options = [(splits, 1) for splits in range(1, most + 1)]
-    options += [(splits, 2) for splits in range(2, most + 1, 2)]
-    # A GPC's SMs do not divide evenly into wide clusters: with more CTAs than half the SMs, some SMs would get two.
-    widest = min(most, problem.num_sms // 2 // rows)
-    options += [(splits, MAX_CLUSTER) for splits in range(MAX_CLUSTER, widest + 1, MAX_CLUSTER)]
-    return options
+    return range(1, most + 1)
 
 
-def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int, cluster_size: int) -> float:
+def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:
     """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens."""
     form = config.format
     rows = problem.batch * head_blocks(problem, config)
@@ -127,14 +119,11 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int, cluster
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
     if config.ctas_per_sm == 4:
         streaming *= 1 + SMALL_TILE_COST
-    return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _merge_us(num_splits, cluster_size)
+    return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
 
 
-def _merge_us(num_splits: int, cluster_size: int) -> float:
-    clusters = num_splits // cluster_size
-    inside = CLUSTER_MERGE_US if cluster_size > 1 else 0.0
-    outside = GLOBAL_MERGE_US + GLOBAL_MERGE_PER_PARTIAL_US * clusters if clusters > 1 else 0.0
-    return inside + outside
+def _combine_us(num_splits: int) -> float:
+    return COMBINE_US + COMBINE_PER_SPLIT_US * num_splits if num_splits > 1 else 0.0
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------

@@ -241,22 +241,6 @@ def async_copy_word(destination: Int32, source: Int64, *, loc=None, ip=None) -> 
 
 
 @dsl_user_op
-def atomic_inc_wrap(address: Int64, last: Int32, *, loc=None, ip=None) -> Int32:
-    """Atomic old = *p; *p = old >= last ? 0 : old + 1, acquire-release at GPU scope: a counter that resets itself."""
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type,
-            [Int64(address).ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip)],
-            "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;",
-            "=r,l,r,~{memory}",
-            has_side_effects=True,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
 def load_shared(address: Int32, offset: int, *, loc=None, ip=None) -> Uint32:
     """One 32-bit word of shared memory at ``address + offset`` bytes, ``offset`` known at compile time."""
     return Uint32(
@@ -309,29 +293,6 @@ def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> No
 
 
 @dsl_user_op
-def map_to_cta(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
-    """The shared::cluster address of a shared-memory address in the CTA of ``rank`` of this cluster."""
-    return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def load_cluster(address: Int32, offset: int, num_values: int, *, loc=None, ip=None) -> list[Float32]:
-    """2 or 4 fp32 from the shared memory of any CTA of the cluster in one access."""
-    f32 = Float32.mlir_type
-    outputs = ", ".join(f"${i}" for i in range(num_values))
-    struct = llvm.inline_asm(
-        _struct(f32, num_values),
-        [Int32(address).ir_value(loc=loc, ip=ip)],
-        f"ld.shared::cluster.v{num_values}.f32 {{{outputs}}}, [${num_values} + {offset}];",
-        ",".join(["=f"] * num_values) + ",r,~{memory}",
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
-    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(num_values)]
-
-
-@dsl_user_op
 def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
     """1, 2 or 4 words of read-only global memory in one access, issued where it stands."""
     u32 = Uint32.mlir_type
@@ -366,17 +327,17 @@ def store_global(address: Int64, values: Sequence, *, loc=None, ip=None) -> None
 
 
 @dsl_user_op
-def load_global(address: Int64, num_values: int, *, loc=None, ip=None) -> list[Float32]:
-    """2 or 4 fp32 from global memory through L2 (never a stale L1 line): what another CTA has just written."""
-    f32 = Float32.mlir_type
-    outputs = ", ".join(f"${i}" for i in range(num_values))
+def load_relaxed(address: Int64, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
+    """2 or 4 words of global memory, each as some CTA of the GPU has last written it."""
+    u32 = Uint32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
-        _struct(f32, num_values),
+        _struct(u32, num_words),
         [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"ld.global.cg.v{num_values}.f32 {{{outputs}}}, [${num_values}];",
-        ",".join(["=f"] * num_values) + ",l,~{memory}",
+        f"ld.relaxed.gpu.global.v{num_words}.u32 {{{outputs}}}, [${num_words}];",
+        ",".join(["=r"] * num_words) + ",l,~{memory}",
         has_side_effects=True,
         loc=loc,
         ip=ip,
     )
-    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(num_values)]
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]

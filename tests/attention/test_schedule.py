@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
-from cute_kernels.attention.config import HEADS_PER_WARP, MAX_CLUSTER, DecodeConfig
+from cute_kernels.attention.config import HEADS_PER_WARP, DecodeConfig
 from cute_kernels.attention.schedule import (
     Problem,
     candidate_configs,
@@ -79,12 +79,10 @@ def test_the_head_blocks_cover_every_query_head_once(problem: Problem):
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_splits_are_bounded_and_made_of_whole_clusters(problem: Problem):
+def test_splits_are_bounded(problem: Problem):
     schedule = make_schedule(problem)
     tiles = -(-problem.max_seq_len // schedule.config.tile_tokens)
     assert 1 <= schedule.num_splits <= max(1, tiles)
-    assert schedule.num_splits % schedule.cluster_size == 0
-    assert 1 <= schedule.cluster_size <= MAX_CLUSTER
     # Splits are there to fill the GPU: with one split per row, or at most two rounds of CTAs.
     ctas = problem.batch * schedule.head_blocks * schedule.num_splits
     assert schedule.num_splits == 1 or ctas <= 2 * problem.num_sms * schedule.config.ctas_per_sm
@@ -94,10 +92,10 @@ def test_splits_are_bounded_and_made_of_whole_clusters(problem: Problem):
 @given(problems())
 def test_the_choice_is_the_cheapest_by_the_model(problem: Problem):
     chosen = make_schedule(problem)
-    cost = estimate_us(problem, chosen.config, chosen.num_splits, chosen.cluster_size)
+    cost = estimate_us(problem, chosen.config, chosen.num_splits)
     for config in candidate_configs(problem):
-        for splits, cluster in split_options(problem, config):
-            assert cost <= estimate_us(problem, config, splits, cluster)
+        for splits in split_options(problem, config):
+            assert cost <= estimate_us(problem, config, splits)
 
 
 @settings(max_examples=200, deadline=None)
@@ -106,7 +104,7 @@ def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, nu
     """The order of every sum must not depend on the rest of the batch, nor on what else the model might prefer."""
     schedules = [make_schedule(dataclasses.replace(problem, batch=b), num_splits) for b in (batch, other)]
     assert schedules[0] == schedules[1]
-    assert (schedules[0].num_splits, schedules[0].cluster_size) == (num_splits, 1)
+    assert schedules[0].num_splits == num_splits
 
 
 @settings(max_examples=200, deadline=None)
@@ -135,25 +133,16 @@ def test_16_bit_caches_go_through_tensor_maps(problem: Problem):
 def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     schedule = make_schedule(Problem(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
-    assert (schedule.num_splits, schedule.cluster_size) == (1, 1)
+    assert schedule.num_splits == 1
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
-@pytest.mark.parametrize(
-    ("batch", "num_splits", "cluster_size"), [(32, 4, 1), (64, 2, 2), (128, 1, 1), (256, 1, 1), (512, 1, 1)]
-)
-def test_int4_splits_are_the_measured_best(kv_format, batch, num_splits, cluster_size):
-    schedule = make_schedule(issue_problem(kv_format, batch))
-    assert (schedule.num_splits, schedule.cluster_size) == (num_splits, cluster_size)
-
-
-@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g4"])
-def test_one_request_is_spread_over_clusters_of_eight(kv_format):
-    schedule = make_schedule(issue_problem(kv_format, 1))
-    assert schedule.cluster_size == MAX_CLUSTER and schedule.num_splits > MAX_CLUSTER
+@pytest.mark.parametrize(("batch", "num_splits"), [(1, 32), (8, 16), (32, 4), (64, 2), (128, 1), (256, 1), (512, 1)])
+def test_int4_splits_are_the_measured_best(kv_format, batch, num_splits):
+    assert make_schedule(issue_problem(kv_format, batch)).num_splits == num_splits
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -168,7 +157,7 @@ def test_the_model_never_expects_to_beat_the_memory(kv_format):
         problem = issue_problem(kv_format, batch)
         schedule = make_schedule(problem)
         row = schedule.config.format.row_bytes(problem.head_dim)
-        expected = estimate_us(problem, schedule.config, schedule.num_splits, schedule.cluster_size)
+        expected = estimate_us(problem, schedule.config, schedule.num_splits)
         assert expected >= 2 * batch * problem.max_seq_len * row / 4.8e6  # 4.8 TB/s is what an H200's HBM is sold as
 
 

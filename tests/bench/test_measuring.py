@@ -263,9 +263,7 @@ def test_every_switch_of_the_ladder_can_be_compiled_and_matters_at_some_batch(kv
         for schedule in schedules:
             config, launch = rung.applied(schedule)
             assert config.can_implement() is None, rung.title
-            assert launch["num_splits"] % launch["cluster_size"] == 0
-            on = schedule.config, schedule.num_splits, schedule.cluster_size
-            changes.append((config, launch["num_splits"], launch["cluster_size"]) != on)
+            changes.append((config, launch["num_splits"]) != (schedule.config, schedule.num_splits))
         assert any(changes) == bool(rung.off), f"{rung.title}: the switch changes nothing"
 
 

@@ -70,8 +70,8 @@ class Case:
 
 CASES = {
     "int4_g1": Case("int4_g1", (600, 33, 0)),
-    "int4_g1-cluster": Case("int4_g1", (2048,)),
-    "int4_g1-clusters": Case("int4_g1", (8192,)),
+    "int4_g1-one-combiner": Case("int4_g1", (1024,)),
+    "int4_g1-combiners": Case("int4_g1", (8192,)),
     "int4_g1-splits": Case("int4_g1", (600, 300, 1, 0), num_splits=3),
     "int4_g1-words": Case("int4_g1", (517, 5, 0), num_splits=2),
     "int4_g1-mha": Case("int4_g1", (96, 33, 0), num_kv_heads=32, group=1),
@@ -80,7 +80,7 @@ CASES = {
     "int4_g4-heads": Case("int4_g4", (96, 33, 0), num_splits=2, num_kv_heads=8),
     "int4_g8-d256": Case("int4_g8", (200, 31), head_dim=256),
     "bf16": Case("bf16", (600, 33, 0)),
-    "bf16-cluster": Case("bf16", (1600,)),
+    "bf16-combiners": Case("bf16", (1600,)),
     "bf16-splits": Case("bf16", (299, 1, 0), num_splits=3, num_kv_heads=2),
     "bf16-d256": Case("bf16", (150, 31), head_dim=256, group=5),
     "fp16-d64": Case("fp16", (300, 64), num_kv_heads=3, head_dim=64, group=24),
@@ -94,7 +94,7 @@ def missing() -> list[str]:
 
 
 def run(name: str) -> None:
-    """One case on the GPU, twice: the counters of split calls must be left as they were found."""
+    """One case on the GPU, twice: the workspace of split calls must be left as it was found."""
     case = CASES[name]
     call = case.call()
     tensors = [tensor.cuda() for tensor in call.tensors]
@@ -103,8 +103,7 @@ def run(name: str) -> None:
         out, lse = on_gpu.run(return_lse=True, num_splits=case.num_splits)
         assert_close(call, out.cpu(), lse.cpu())
     schedule = case.schedule()
-    splits = f"{schedule.num_splits} splits in clusters of {schedule.cluster_size}"
-    print(f"{name}: right, {splits}, {schedule.config.name}", flush=True)
+    print(f"{name}: right, {schedule.num_splits} splits, {schedule.config.name}", flush=True)
 
 
 def main(arguments: list[str]) -> int:

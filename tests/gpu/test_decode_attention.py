@@ -57,12 +57,12 @@ def call_for(layout: HeadLayout, group: int, lengths: list[int], max_seq_len: in
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_kernel_with_every_kind_of_split(layout: HeadLayout):
-    """All candidates of the schedule, also those that it would not choose here; merges of warps, clusters and rows."""
+    """All candidates of the schedule, also those that it would not choose here; merges of warps and splits."""
     call = call_for(layout, layout.groups[-1], [0, 1, 33, 256, 513, 1200], 1200)
     for config in layout.configs():
-        for num_splits, cluster_size in ((None, None), (1, 1), (5, 1), (6, 2), (8, 8), (32, 8)):
+        for num_splits in (None, 1, 2, 5, 8, 19, 32):
             out = torch.full_like(call.q, torch.nan)
-            run = ops.bind_config(config, *call.tensors, out=out, num_splits=num_splits, cluster_size=cluster_size)
+            run = ops.bind_config(config, *call.tensors, out=out, num_splits=num_splits)
             assert_close(call, run())
 
 

@@ -1,0 +1,349 @@
+"""From the warps' sums to the output: merge in shared memory, then over the splits of a row through memory.
+
+A split's result travels without a fence or a counter: its words are flags as well. The workspace holds ``EMPTY`` in
+every word between launches; a split stores its partial result over it and is done; the last splits of the row, the
+*combiners*, poll until no word is EMPTY, add up in a fixed order, and put EMPTY back. So from the last store to the
+combined output it is one store and one load. (The idea of data that announces itself is that of NCCL's LL protocol.)
+
+EMPTY is a NaN that no arithmetic yields: the hardware's own NaN is 0x7fffffff. A combiner waits for CTAs of lower
+index, and for other combiners of its row, which have stored their results before they wait. CTAs of a grid start in
+the order of their index, so whatever a combiner waits for has started, or is among fewer CTAs than an SM holds.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.attention.config import (
+    EMPTY_WORD,
+    HEADS_PER_WARP,
+    KEEP_PARTIALS,
+    MERGE_PAD,
+    PAIR_BYTES,
+    WARP_THREADS,
+    WRITE_LSE,
+    DecodeConfig,
+)
+from cute_kernels.device import ptx
+
+LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
+COMBINE_BATCH = 4  # partial results that a thread loads at a time
+GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values, aligned to vectors
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a CTA writes: addresses of the output, of the log-sum-exps and of the workspace; run-time values."""
+
+    out: Any
+    lse: Any
+    partials: Any
+    mode: Any
+
+
+@dataclass(frozen=True)
+class Share:
+    """The vectors of its row that a combiner puts together, and how its threads divide the work; run-time integers."""
+
+    first: Any  # vector
+    count: Any
+    groups_log2: Any  # threads per vector, each for some of the splits
+    num_splits: Any  # splits that have tokens
+    split: Any  # this CTA's
+
+
+class Merger:
+    """The end of a CTA: what its warps, and then the splits of its row, have summed up becomes output."""
+
+    def __init__(self, config: DecodeConfig, reader):
+        self.config = config
+        self.reader = reader
+        self.num_rows = config.num_roles * HEADS_PER_WARP  # query heads that a CTA has room for
+        self.num_vectors = self.num_rows * config.head_dim // 4  # of 4 columns
+        self.pitch = 4 * (config.head_dim + MERGE_PAD)  # bytes between query heads in the merge buffer
+        self.stats_offset = config.num_slices * self.num_rows * self.pitch
+
+    @cute.jit
+    def finish(self, work, state, softmax, results, ring, warp, lane, slice_index):
+        """Merges the CTA's warps; a row's only split stores the output, others their part."""
+        address = ring.toint()
+        tid = warp * WARP_THREADS + lane
+        self.publish_warp(state, softmax, address, warp, lane, slice_index)
+        cute.arch.sync_threads()
+        if work.active_splits == 1:
+            for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+                maximum, total, value = self.merge_slices(address, index)
+                self.store_output(work, results, index, maximum, total, value)
+                if (results.mode & KEEP_PARTIALS) != 0:
+                    self.store_partial(work, results, index, maximum, total, value)
+        else:
+            self.finish_split(work, results, address, tid)
+
+    @cute.jit
+    def finish_split(self, work, results, address, tid):
+        """Stores the parts that other CTAs combine, then combines this CTA's share of the row if it has one."""
+        split, active = work.place.split, work.active_splits
+        combiners_log2 = self.combiners_log2(active)
+        rank = split - (active - (1 << combiners_log2))
+        count = self.num_vectors >> combiners_log2
+        first = rank * count  # negative for CTAs that combine nothing
+        keep = (results.mode & KEEP_PARTIALS) != 0
+        for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
+            if (rank < 0) | (index < first) | (index >= first + count) | keep:
+                maximum, total, value = self.merge_slices(address, index)
+                self.store_partial(work, results, index, maximum, total, value)
+        if rank >= 0:
+            # As many threads to a vector as there are, if that is more than one.
+            groups_log2 = cutlass.max(combiners_log2 - self.direct_log2, 0)
+            share = Share(first=first, count=count, groups_log2=groups_log2, num_splits=active, split=split)
+            self.combine(work, results, share, address, tid, keep)
+
+    @property
+    def direct_log2(self) -> int:
+        """log2 of the combiners from which on a CTA has a thread for every vector of its share."""
+        return (-(-self.num_vectors // self.config.num_threads) - 1).bit_length()
+
+    @property
+    def most_combiners_log2(self) -> int:
+        """log2 of the most CTAs that can share a row: each takes whole query heads."""
+        return (self.num_rows & -self.num_rows).bit_length() - 1
+
+    def combiners_log2(self, active):
+        """log2 of how many of ``active`` splits combine a row: a thread should load one batch for one vector."""
+        result = Int32(0)
+        for log2 in range(1, self.most_combiners_log2 + 1):
+            # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
+            groups_log2 = log2 - 1 - self.direct_log2
+            wanted = active > 1 if groups_log2 < 0 else active > COMBINE_BATCH << groups_log2
+            result = cutlass.select_(wanted & (active >= 1 << log2), Int32(log2), result)
+        return result
+
+    # -- within the CTA -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def publish_warp(self, state, softmax, address, warp, lane, slice_index):
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
+        totals = [lane_sum(softmax.total[column]) for column in range(2)]
+        values = self.reader.outputs(state)
+        cute.arch.sync_threads()  # every warp has read its last tile
+        row = warp % self.config.num_roles * HEADS_PER_WARP + 2 * (lane % 4)
+        base = address + (slice_index * self.num_rows + row) * self.pitch
+        for column, first, run in values:
+            for i in cutlass.range_constexpr(0, len(run), 4):
+                ptx.store_shared(base + first * 4, column * self.pitch + 4 * i, run[i : i + 4])
+        if lane < 4:
+            stats = self.stats_address(address, row) + slice_index * PAIR_BYTES
+            for column in cutlass.range_constexpr(2):
+                pair = [softmax.maximum[column], totals[column]]
+                ptx.store_shared(stats, self.config.num_slices * PAIR_BYTES * column, pair)
+
+    def merge_slices(self, address, index):
+        """Adds up one vector over the CTA's slices: (maximum, sum, values)."""
+        row, d = self.vector(index)
+        place, stats = address + row * self.pitch + d * 4, self.stats_address(address, row)
+        slices = self.config.num_slices
+        words = 2 if slices % 2 else 4  # of one load: a pair, or those of two slices
+        numbers = []
+        for first in range(0, 2 * slices, words):
+            numbers += _floats(ptx.load_shared_vector(stats, 4 * first, words))
+        pairs = [numbers[2 * i : 2 * i + 2] for i in range(slices)]
+        values = [_floats(ptx.load_shared_vector(place, i * self.num_rows * self.pitch, 4)) for i in range(slices)]
+        return _merge(pairs, values)
+
+    def stats_address(self, address, row):
+        """Where the (maximum, sum) pairs of a query head's slices lie, behind the outputs."""
+        return address + self.stats_offset + row * (self.config.num_slices * PAIR_BYTES)
+
+    def vector(self, index):
+        """(row, first column) of a vector of the CTA's outputs."""
+        vectors = self.config.head_dim // 4
+        return index // vectors, index % vectors * 4
+
+    # -- over the splits of a row ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def combine(self, work, results, share, address, tid, keep):
+        """Adds up this CTA's share of the row over all splits and stores it."""
+        if share.groups_log2 == 0:
+            for v in cutlass.range(tid, share.count, self.config.num_threads, unroll=1):
+                sums = self.gather(work, results, share, address, share.first + v, Int32(0))
+                self.store_output(work, results, share.first + v, sums[0], sums[1], [sums[2 + c] for c in range(4)])
+                if not keep:
+                    self.clear(work, results, share, share.first + v, Int32(0))
+        else:
+            self.combine_in_groups(work, results, share, address, tid, keep)
+
+    @cute.jit
+    def combine_in_groups(self, work, results, share, address, tid, keep):
+        """As there are more threads than vectors, groups of threads take some splits each and meet in shared memory."""
+        step = self.config.num_threads >> share.groups_log2
+        group, member = tid // step, tid % step
+        index = share.first + member
+        sums = cute.make_rmem_tensor(6, Float32)
+        sums.fill(0.0)
+        if member < share.count:
+            gathered = self.gather(work, results, share, address, index, group)
+            for i in cutlass.range_constexpr(6):
+                sums[i] = gathered[i]
+        cute.arch.sync_threads()  # all have read the slices, whose place the groups' sums take
+        place = address + (group * step + member) * GROUP_BYTES
+        if member < share.count:
+            ptx.store_shared(place, 0, [sums[i] for i in range(4)])
+            ptx.store_shared(place, 16, [sums[4], sums[5]])
+        cute.arch.sync_threads()
+        if tid < share.count:
+            for other in cutlass.range(1, Int32(1) << share.groups_log2, 1, unroll=1):
+                source = place + other * step * GROUP_BYTES
+                head = _floats(ptx.load_shared_vector(source, 0, 4))
+                tail = _floats(ptx.load_shared_vector(source, 16, 2))
+                self.add(sums, [head[0:2]], [[*head[2:4], *tail]])
+            self.store_output(work, results, index, sums[0], sums[1], [sums[2 + c] for c in range(4)])
+        if (member < share.count) & (not keep):
+            self.clear(work, results, share, index, group)
+
+    def add(self, sums, pairs, vectors):
+        """Adds partial results to ``sums``: maximum, sum, and four values."""
+        merged = _merge([[sums[0], sums[1]], *pairs], [[sums[2 + c] for c in range(4)], *vectors])
+        for i, value in enumerate((merged[0], merged[1], *merged[2])):
+            sums[i] = value
+
+    @cute.jit
+    def gather(self, work, results, share, address, index, group):
+        """One vector over the splits of a group of threads (every 2**groups_log2-th); group 0 adds the CTA's own."""
+        sums = cute.make_rmem_tensor(6, Float32)
+        sums.fill(0.0)
+        sums[0] = Float32(LOWEST)
+        if group == 0:
+            own = self.merge_slices(address, index)
+            sums[0] = own[0]
+            sums[1] = own[1]
+            for c in cutlass.range_constexpr(4):
+                sums[2 + c] = own[2][c]
+        row, d = self.vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            source = results.partials + work.partial_head(head) * self.partial_bytes + d * 4
+            step = Int32(COMBINE_BATCH) << share.groups_log2
+            for begin in cutlass.range(group, share.num_splits, step, unroll=1):
+                self.gather_batch(share, source, self.stats_of(d), begin, sums)
+        return sums
+
+    @cute.jit
+    def gather_batch(self, share, source, stats, begin, sums):
+        """Waits for up to COMBINE_BATCH partial results of other splits, and adds them."""
+        words = cute.make_rmem_tensor(6 * COMBINE_BATCH, Uint32)
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                split, absent = self.batch_split(share, begin, i)
+                if not absent:
+                    place = source + Int64(split) * self.partial_bytes
+                    vector = ptx.load_relaxed(place, 4)
+                    pair = ptx.load_relaxed(place + stats, 2)
+                    for w in cutlass.range_constexpr(6):
+                        words[6 * i + w] = pair[w] if w < 2 else vector[w - 2]
+                else:
+                    for w in cutlass.range_constexpr(6):
+                        words[6 * i + w] = Uint32(0)
+            for w in cutlass.range_constexpr(6 * COMBINE_BATCH):
+                missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
+        pairs, vectors = [], []
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            absent = self.batch_split(share, begin, i)[1]
+            values = [words[6 * i + w].bitcast(Float32) for w in range(6)]
+            pairs.append([cutlass.select_(absent, Float32(LOWEST), values[0]), values[1]])
+            vectors.append(values[2:])
+        self.add(sums, pairs, vectors)
+
+    @cute.jit
+    def clear(self, work, results, share, index, group):
+        """Empties the places of the partial results that this thread has gathered, once the output is on its way."""
+        row, d = self.vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            source = results.partials + work.partial_head(head) * self.partial_bytes + d * 4
+            for split in cutlass.range(group, share.num_splits, Int32(1) << share.groups_log2, unroll=1):
+                if split != share.split:
+                    place = source + Int64(split) * self.partial_bytes
+                    ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4)
+                    ptx.store_global(place + self.stats_of(d), [Uint32(EMPTY_WORD)] * 2)
+
+    def batch_split(self, share, begin, i: int):
+        """(split, whether there is nothing to read) of the i-th place of a batch."""
+        split = begin + (Int32(i) << share.groups_log2)
+        return split, (split >= share.num_splits) | (split == share.split)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of one split's partial result for a query head."""
+        return 4 * self.config.partial_words
+
+    def stats_of(self, d):
+        """From a vector of a partial result to its own copy of (maximum, sum), which one thread alone reads."""
+        return self.config.head_dim * 4 + d // 4 * PAIR_BYTES - d * 4
+
+    # -- stores ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_output(self, work, results, index, maximum, total, value):
+        row, d = self.vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            scale = ptx.reciprocal(total)
+            pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
+            words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
+            element = work.output_row(head) * self.config.head_dim + d
+            ptx.store_global(results.out.iterator.toint() + element * 2, words)
+            if (d == 0) & ((results.mode & WRITE_LSE) != 0):
+                ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
+
+    @cute.jit
+    def store_partial(self, work, results, index, maximum, total, value):
+        row, d = self.vector(index)
+        head, valid = work.query_head(self.config, row)
+        if valid:
+            place = results.partials + (work.partial_head(head) + work.place.split) * self.partial_bytes + d * 4
+            ptx.store_global(place, value)
+            ptx.store_global(place + self.stats_of(d), [maximum, total])
+
+    @cute.jit
+    def write_empty(self, work, results):
+        """A request without tokens: output 0, LSE -inf."""
+        out = results.out
+        tid, _, _ = cute.arch.thread_idx()
+        for index in cutlass.range(tid, self.num_rows * self.config.head_dim, self.config.num_threads, unroll=1):
+            d = index % self.config.head_dim
+            head, valid = work.query_head(self.config, index // self.config.head_dim)
+            if valid:
+                out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
+                if (d == 0) & ((results.mode & WRITE_LSE) != 0):
+                    ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
+
+
+def lane_sum(value):
+    """Sum over the eight lanes that hold different tokens of the same heads."""
+    for offset in (4, 8, 16):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset)
+    return value
+
+
+def _floats(words):
+    return [word.bitcast(Float32) for word in words]
+
+
+def _merge(pairs, vectors):
+    """Sum of softmax partials: (maximum, sum) pairs and their unnormalised outputs, in order, to one of each."""
+    maximum = pairs[0][0]
+    for pair in pairs[1:]:
+        maximum = ptx.fmax(maximum, pair[0])
+    total = Float32(0.0)
+    value = [Float32(0.0)] * len(vectors[0])
+    for (its_maximum, its_total), vector in zip(pairs, vectors, strict=True):
+        weight = ptx.exp2(its_maximum - maximum)
+        total = total + weight * its_total
+        value = [v + weight * part for v, part in zip(value, vector, strict=True)]
+    return maximum, total, value
