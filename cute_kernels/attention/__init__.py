@@ -1,19 +1,25 @@
-"""Decode attention over BF16, FP16 and INT4 KV caches.
+"""Decode attention over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
 
-Read on in `reference` (what it means), `formats`, `config`, `schedule`, `kernel`, `compile`, `ops`.
+Read on in `reference` (what it means), `call` (what a checked call is), `config`, `schedule`, `kernel`, `compile`,
+`ops`; `merge_states` joins results over parts of a context.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
 from cute_kernels.attention import ops
-from cute_kernels.attention.checks import check_call, check_lengths, check_out, check_scale
+from cute_kernels.attention.call import CallOptions
+from cute_kernels.attention.checks import format_pair
+from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
 
-__all__ = ["decode_attention", "decode_attention_splits"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["decode_attention", "decode_attention_splits", "merge_states"]
 
 
 @overload
@@ -23,11 +29,12 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     softmax_scale: float | None = ...,
     num_splits: int | None = ...,
     return_lse: Literal[False] = ...,
     out: torch.Tensor | None = ...,
+    **options: Unpack[CallOptions],
 ) -> torch.Tensor: ...
 
 
@@ -38,11 +45,12 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     softmax_scale: float | None = ...,
     num_splits: int | None = ...,
     return_lse: Literal[True],
     out: torch.Tensor | None = ...,
+    **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -53,11 +61,12 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     softmax_scale: float | None = ...,
     num_splits: int | None = ...,
     return_lse: bool = ...,
     out: torch.Tensor | None = ...,
+    **options: Unpack[CallOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -67,57 +76,93 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
+    block_table: torch.Tensor | None = None,
+    cache_layout: str = "NHD",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q K^T * softmax_scale) V for one new token per request, over its cached tokens.
+    """softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
+
+    Query i of request b stands at position p = seq_lens[b] - q_len + i: the queries are the last tokens, and their K
+    and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), then capped, then
+    biased by position and by ``bias``, then masked, in this order.
 
     Args:
-        q: bf16 or fp16 [batch, 1, num_q_heads, head_dim]; head_dim 64, 128 or 256.
-        k_cache, v_cache: [batch, max_seq_len, num_kv_heads, row] in ``kv_format``; num_kv_heads divides num_q_heads,
-            and query head h reads KV head h // (num_q_heads // num_kv_heads).
-        seq_lens: int32 [batch], on the same device: how many tokens of each request to attend to, 0 to max_seq_len. It
-            is read on the device: one captured CUDA graph serves changing lengths.
-        kv_format: "bf16" or "fp16" (row = head_dim elements, q in the same dtype), or "int4_g1", "int4_g2", "int4_g4",
-            "int4_g8": uint8 rows of :class:`layouts.kv.Int4Row` with that many groups.
+        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256.
+        k_cache, v_cache: rows in ``kv_format``, contiguous. Without a block table [batch, max_seq_len, num_kv_heads,
+            row], with one [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Alike but
+            for their rows: V's may have another head_dim. num_kv_heads divides num_q_heads, and query head h reads KV
+            head h // (num_q_heads // num_kv_heads).
+        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. It is
+            read on the device: one captured CUDA graph serves changing lengths.
+        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's. A "bf16" or "fp16" cache
+            wants q in its dtype.
+        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
+            block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
+        cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
+            page_size, row].
+        k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
+            or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel").
         softmax_scale: a positive number, default head_dim ** -0.5.
+        causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
+        window: sliding window: only keys with p - window < j <= p are seen, the query's own among them.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+        sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
+        alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
+        bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
+            block table), added to the scores; -inf masks.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
             batch.
-        return_lse: also return the log-sum-exp of the scaled scores.
-        out: where to write the result, as q in shape and dtype.
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: where to write the result, contiguous.
 
     Returns:
-        out [batch, 1, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [batch, 1, num_q_heads],
-        natural log. A request of length 0 gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs
-        give bitwise equal outputs.
+        out [batch, q_len, num_q_heads, head_dim of V] in q's dtype; with ``return_lse`` also fp32 [batch, q_len,
+        num_q_heads], natural log. A query that sees no key gives out 0 and lse -inf: so do those of a request of length
+        0, and the first q_len - seq_lens[b] of a shorter one than q_len. Softmax and accumulation are fp32. Equal
+        inputs give bitwise equal outputs.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths are
-            not looked at on a GPU (that would wait for it): longer ones are taken as max_seq_len. With
-            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always.
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
+            pages are not looked at on a GPU (that would wait for it): longer requests are taken as max_seq_len. With
+            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always; the
+            message names the request and the position.
         UnsupportedGPUError: the GPU is none that the kernels are compiled for.
 
     CPU tensors are served by the reference implementation.
     """
-    if ops.needs_dispatch(q, k_cache, v_cache, seq_lens):
-        result, lse = torch.ops.cute_kernels.decode_attention(
-            q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits
-        )
-        if out is not None:
-            check_out(out, q)
-            result = out.copy_(result)
-    elif q.is_cuda:
-        result, lse = ops.launch(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out)
-    else:
-        result, lse = ops.reference(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, out)
-    if not return_lse:
-        return result
-    assert lse is not None
-    return result, lse
+    if type(kv_format) is not str:
+        kv_format = format_pair(kv_format)
+    options: CallOptions | None = None
+    plain = block_table is k_scale is v_scale is window is soft_cap is sinks is alibi_slopes is bias is None
+    if not plain or causal is not True or cache_layout != "NHD":
+        options = {
+            "block_table": block_table,
+            "cache_layout": cache_layout,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "causal": causal,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+            "bias": bias,
+        }
+    path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
+    result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
+    return (result, lse) if return_lse else result
 
 
 def decode_attention_splits(
@@ -140,9 +185,6 @@ def decode_attention_splits(
     """
     if isinstance(q, torch.Tensor) and q.is_cuda:
         return ops.launch_splits(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
-    check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
-    check_scale(softmax_scale)
-    check_lengths(seq_lens, k_cache.shape[1])
     out, split_out, split_max, split_sum = decode_attention_splits_reference(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, softmax_scale=softmax_scale
     )

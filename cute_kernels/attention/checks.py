@@ -1,58 +1,36 @@
-"""What a call of decode attention may look like; errors name the argument, what came and what is wanted."""
+"""What the arguments of decode attention may look like; errors name the argument, what came and what is wanted.
+
+Each function looks at one argument. Nothing here waits for a GPU. :func:`cute_kernels.attention.call.make_call` puts
+them together; :func:`cute_kernels.attention.call.check_device_values` is what waits.
+"""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from cute_kernels.attention.tiles import HEAD_DIMS
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
 
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+BIAS_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+CACHE_LAYOUTS = ("NHD", "HND")
+MAX_Q_LEN = 16
 MAX_BATCH = 65535  # the grid's third dimension
 MAX_SPLITS = 65535  # times the tokens of a tile, they fit 32 bits
 MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 32 bits
+PAGE_SIZES = range(16, 257, 16)
 
 
-def check_call(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    kv_format: str,
-    num_splits: int | None,
-    out: torch.Tensor | None,
-) -> KvFormat:
-    """Raises TypeError or ValueError unless the arguments describe a decode step; returns the format.
+def shape_of(tensor: torch.Tensor) -> list[int]:
+    """A shape as messages print it."""
+    return list(tensor.shape)
 
-    Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
-    """
-    form = format_of(kv_format)
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
-    if out is not None:
-        tensors["out"] = out
-    check_tensors(**tensors)
-    for name, tensor in tensors.items():
-        _check_tensor(name, tensor, q.device)
-    _check_query(q, kv_format, form)
-    batch, _, num_q_heads, head_dim = q.shape
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_cache(name, cache, batch, head_dim, kv_format, form)
-    if v_cache.shape != k_cache.shape:
-        raise ValueError(f"v_cache: got shape {_shape(v_cache)}, want that of k_cache, {_shape(k_cache)}")
-    num_kv_heads = k_cache.shape[2]
-    if num_q_heads % num_kv_heads:
-        raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")
-    if seq_lens.dtype != torch.int32:
-        raise TypeError(f"seq_lens: got dtype {seq_lens.dtype}, want torch.int32")
-    if seq_lens.shape != (batch,):
-        raise ValueError(f"seq_lens: got shape {_shape(seq_lens)}, want [{batch}], the batch of q")
-    if num_splits is not None and (
-        not isinstance(num_splits, int) or isinstance(num_splits, bool) or not 1 <= num_splits <= MAX_SPLITS
-    ):
-        raise ValueError(f"num_splits: got {num_splits!r}, want None or an int from 1 to {MAX_SPLITS}")
-    if out is not None:
-        check_out(out, q)
-    return form
+
+# -- any tensor --------------------------------------------------------------------------------------------------------
 
 
 def check_tensors(**tensors: object) -> None:
@@ -62,80 +40,213 @@ def check_tensors(**tensors: object) -> None:
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``."""
-    check_tensors(out=out)
-    if out.dtype != q.dtype:
-        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
-    if out.shape != q.shape:
-        raise ValueError(f"out: got shape {_shape(out)}, want {_shape(q)}, that of q")
-
-
-def check_scale(softmax_scale: float | None) -> None:
-    """Raises TypeError or ValueError unless the scale is None or a positive finite number.
-
-    The kernel masks scores with -inf before it scales them: times zero or a negative number that would count.
-    """
-    if softmax_scale is None:
-        return
-    if not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale: got {type(softmax_scale).__name__}, want None or a number")
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: got {softmax_scale}, want None or a positive finite number")
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises ValueError unless a tensor lies where q does."""
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where q is")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()} for shape {_shape(tensor)}, want a contiguous tensor")
+        raise ValueError(
+            f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want a contiguous tensor"
+        )
 
 
-def _check_query(q: torch.Tensor, kv_format: str, form: KvFormat) -> None:
+def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int, what: str) -> None:
+    """Raises TypeError or ValueError unless the tensor is a contiguous ``dtype`` [size]."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+    if tensor.shape != (size,):
+        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}], {what}")
+    check_contiguous(name, tensor)
+
+
+# -- the operands ------------------------------------------------------------------------------------------------------
+
+
+def format_pair(kv_format: Any) -> tuple[str, str]:
+    """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
+    if isinstance(kv_format, str):
+        return kv_format, kv_format
+    if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
+        return kv_format[0], kv_format[1]
+    raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")
+
+
+def check_formats(kv_format: Any) -> tuple[KvFormat, KvFormat]:
+    """K's and V's format; ValueError lists the known names."""
+    k_name, v_name = format_pair(kv_format)
+    return format_of(k_name), format_of(v_name)
+
+
+def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
+    """Raises TypeError or ValueError unless q can be attended with over caches of these formats."""
+    check_contiguous("q", q)
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
     if q.dtype not in Q_DTYPES:
         raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
-    if form.cache_dtype in Q_DTYPES and form.cache_dtype != q.dtype:
-        raise TypeError(f"q: got dtype {q.dtype}, want {form.cache_dtype}, that of a {kv_format} cache")
-    if q.shape[1] != 1:
-        raise ValueError(f"q: got q_len {q.shape[1]}, want 1")
-    if q.shape[3] not in HEAD_DIMS:
-        raise ValueError(f"q: got head_dim {q.shape[3]}, want one of {', '.join(map(str, HEAD_DIMS))}")
-    if q.shape[0] > MAX_BATCH:
-        raise ValueError(f"q: got a batch of {q.shape[0]}, want at most {MAX_BATCH}")
-    if q.shape[2] == 0:
+    for form in forms:
+        if isinstance(form, DenseFormat) and form.dtype != q.dtype:
+            raise TypeError(f"q: got dtype {q.dtype}, want {form.dtype}, that of a {form.name} cache")
+    batch, q_len, num_q_heads, head_dim = q.shape
+    if not 1 <= q_len <= MAX_Q_LEN:
+        raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q: got head_dim {head_dim}, want one of {', '.join(map(str, HEAD_DIMS))}")
+    if batch > MAX_BATCH:
+        raise ValueError(f"q: got a batch of {batch}, want at most {MAX_BATCH}")
+    if num_q_heads == 0:
         raise ValueError("q: got no query heads, want at least one per KV head")
 
 
-def _check_cache(name: str, cache: torch.Tensor, batch: int, head_dim: int, kv_format: str, form: KvFormat) -> None:
+def check_layout(cache_layout: Any) -> None:
+    if cache_layout not in CACHE_LAYOUTS:
+        raise ValueError(f"cache_layout: got {cache_layout!r}, want {' or '.join(map(repr, CACHE_LAYOUTS))}")
+
+
+def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
+    """Raises TypeError or ValueError unless a cache has four dimensions, no gaps and a dtype of its format."""
+    check_contiguous(name, cache)
     if cache.dim() != 4:
-        raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: [batch, max_seq_len, num_kv_heads, row]")
+        raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: {dimensions}")
     if cache.dtype not in form.cache_dtypes:
-        raise TypeError(f"{name}: got dtype {cache.dtype}, want {form.cache_dtype} for {kv_format}")
-    if cache.shape[0] != batch:
-        raise ValueError(f"{name}: got a batch of {cache.shape[0]}, want {batch}, that of q")
+        wanted = " or ".join(map(str, form.cache_dtypes))
+        raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+
+
+def check_key_rows(k_cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
     row = form.row_elements(head_dim)
-    if cache.shape[3] != row:
+    if k_cache.shape[3] != row:
         raise ValueError(
-            f"{name}: got rows of {cache.shape[3]} elements, want {row} for {kv_format} at head_dim {head_dim}"
+            f"k_cache: got rows of {k_cache.shape[3]} elements, want {row} for {form.name} at head_dim {head_dim}"
         )
-    if cache.shape[2] == 0:
-        raise ValueError(f"{name}: got no KV heads, want at least 1")
-    if cache.shape[1] > MAX_TOKENS:
-        raise ValueError(f"{name}: got {cache.shape[1]} tokens a request, want at most {MAX_TOKENS}")
-    if cache.shape[1] * cache.shape[2] * form.row_bytes(head_dim) >= 2**40:
-        raise ValueError(f"{name}: got {_shape(cache)}, want less than 2**40 bytes a request")
 
 
-def check_lengths(seq_lens: torch.Tensor, max_seq_len: int) -> None:
-    """Raises ValueError if a length is negative or longer than the cache. Waits for the device."""
-    if seq_lens.numel() == 0:
+def head_dim_of_row(form: KvFormat, row: int) -> int:
+    """The head_dim whose rows have ``row`` elements, for a row that has one; symbolic sizes stay symbolic."""
+    header = form.row_elements(0)  # row sizes are a header and a multiple of head_dim
+    return (row - header) * HEAD_DIMS[0] // (form.row_elements(HEAD_DIMS[0]) - header)
+
+
+def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
+    """The head_dim of V, which the size of its rows says; ValueError if none has such rows."""
+    row = v_cache.shape[3]
+    for head_dim in HEAD_DIMS:
+        if form.row_elements(head_dim) == row:
+            return head_dim
+    rows = ", ".join(str(form.row_elements(head_dim)) for head_dim in HEAD_DIMS)
+    dims = ", ".join(map(str, HEAD_DIMS))
+    raise ValueError(f"v_cache: got rows of {row} elements, want one of {rows} for {form.name} at head_dim {dims}")
+
+
+def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:
+    """Raises TypeError or ValueError unless the table is int32 [batch, max_pages] with its columns side by side."""
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"block_table: got dtype {block_table.dtype}, want torch.int32")
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table: got shape {shape_of(block_table)}, want [{batch}, max_pages], a row for each request of q"
+        )
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"k_cache: got pages of {page_size} tokens, want a multiple of 16 from 16 to 256")
+    if num_pages == 0 and block_table.numel():
+        raise ValueError("k_cache: got no pages, want at least one")
+
+
+def check_given_scale(
+    name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int
+) -> tuple[int, int] | None:
+    """Strides of a scale beside the cache from head to head and from column to column, None without one.
+
+    Raises TypeError or ValueError unless the scale is what the format wants: fp32 [] or [1] ("tensor"), [num_kv_heads]
+    or [num_kv_heads, 1] ("head"), [num_kv_heads, head_dim] ("channel"), or None for a format that has none.
+    """
+    if form.given_scale is None:
+        if scale is not None:
+            raise ValueError(
+                f"{name}: got a tensor of shape {shape_of(scale)}, want None: {form.name} has no such scale"
+            )
+        return None
+    shapes = {
+        "tensor": ([], [1]),
+        "head": ([num_kv_heads], [num_kv_heads, 1]),
+        "channel": ([num_kv_heads, head_dim],),
+    }[form.given_scale]
+    wanted = f"{' or '.join(map(str, shapes))} for {form.name}"
+    if scale is None:
+        raise ValueError(f"{name}: got None, want torch.float32 {wanted}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
+    if shape_of(scale) not in shapes:
+        raise ValueError(f"{name}: got shape {shape_of(scale)}, want {wanted}")
+    if form.given_scale == "tensor":
+        return 0, 0
+    return scale.stride(0), scale.stride(1) if form.given_scale == "channel" else 0
+
+
+# -- the scores --------------------------------------------------------------------------------------------------------
+
+
+def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Strides of the bias in elements over ``shape`` [batch, q_len, num_q_heads, max_seq_len], 0 where it repeats.
+
+    Raises TypeError or ValueError unless it is fp32 or bf16 and broadcasts to that shape.
+    """
+    if bias.dtype not in BIAS_DTYPES:
+        raise TypeError(f"bias: got dtype {bias.dtype}, want torch.float32 or torch.bfloat16")
+    padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(padded) != 4 or any(size not in (1, full) for size, full in zip(padded, shape, strict=True)):
+        raise ValueError(
+            f"bias: got shape {shape_of(bias)}, want one that broadcasts to [batch, q_len, num_q_heads, max_seq_len], "
+            f"here {list(shape)}"
+        )
+    strides = (0,) * (4 - bias.dim()) + bias.stride()
+    batch, query, head, key = (0 if size == 1 else stride for size, stride in zip(padded, strides, strict=True))
+    return batch, query, head, key
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless a number is None or positive and finite.
+
+    For softmax_scale because the kernel masks scores with -inf before it scales them: times zero or a negative number
+    that would count.
+    """
+    if value is None:
         return
-    low, high = (int(value) for value in torch.aminmax(seq_lens))
-    if low < 0 or high > max_seq_len:
-        raise ValueError(f"seq_lens: got lengths from {low} to {high}, want 0 to {max_seq_len}, the cache's tokens")
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {type(value).__name__}, want None or a number")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: got {value}, want None or a positive finite number")
 
 
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
+def check_count(name: str, value: Any, most: int | None = None) -> None:
+    """Raises ValueError unless ``value`` is None or an int from 1 (to ``most``)."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        raise ValueError(
+            f"{name}: got {value!r}, want None or an int {'of at least 1' if most is None else f'from 1 to {most}'}"
+        )
+
+
+def check_causal(causal: Any) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: got {causal!r}, want True or False")
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def check_out(out: object, q: torch.Tensor, v_head_dim: int) -> None:
+    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out: got {type(out).__name__}, want a torch.Tensor")
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
+    wanted = [*q.shape[:3], v_head_dim]
+    if shape_of(out) != wanted:
+        raise ValueError(f"out: got shape {shape_of(out)}, want {wanted}: q's, with the head_dim of V")

@@ -1,37 +1,56 @@
 """Decode attention in plain PyTorch: what the operator means, and what runs on a CPU.
 
-One query token per request attends to the first `seq_lens[b]` rows of its K and V cache. Everything is written for
-reading: dequantise a block of tokens, score, running softmax, accumulate. The loop over blocks of tokens exists only to
-bound memory; softmax state carries over between blocks as in FlashAttention's online softmax (Milakov and Gimelshein,
-2018), so the result does not depend on the block size beyond rounding.
+The last `q_len` tokens of each request attend to the first `seq_lens[b]` tokens of its K and V cache. Everything is
+written for reading: fetch and dequantise a block of tokens, score, mask, running softmax, accumulate. The loop over
+blocks of tokens exists only to bound memory; softmax state carries over between blocks as in FlashAttention's online
+softmax (Milakov and Gimelshein, 2018), so the result does not depend on the block size beyond rounding.
+
+Of one query at position p and one key at position j, per query head h:
+
+    score = softmax_scale * (q . k)
+    score = soft_cap * tanh(score / soft_cap)             if there is a cap
+    score = score + alibi_slopes[h] * (j - p)             if there are slopes
+    score = score + bias[b, i, h, j]                      if there is a bias
+    seen  = j < seq_lens[b] and (j <= p, if causal) and (p - window < j <= p, if there is a window)
+
+A sink is one more logit in the denominator. The log-sum-exp leaves it out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from cute_kernels.kv_formats import format_of
+from cute_kernels.attention.call import AttentionCall, CacheOperand, CallOptions, check_device_values, make_call
 
-# Elements of one dequantised block of K (and of V): 128 MiB each in fp32, whatever the batch.
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Elements of one dequantised block of K (and of V), and of its scores: 128 MiB each in fp32, whatever the batch.
 _BLOCK_ELEMENTS = 1 << 25
 
 SplitTokens = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Partial(NamedTuple):
-    """Attention over a part of each row's tokens; parts combine exactly (see `combine`).
+    """Attention over a part of each request's tokens; parts combine exactly (see `combine`).
 
-    out: [batch, num_q_heads, head_dim], normalised over the part, 0 where the part is empty.
-    max: [batch, num_q_heads], the greatest scaled score, natural units, -inf where the part is empty.
-    sum: [batch, num_q_heads], sum of exp(score - max), 0 where the part is empty.
+    out: [batch, q_len, num_q_heads, v_head_dim], normalised over the part, 0 where the part is empty.
+    max: [batch, q_len, num_q_heads], the greatest score, natural units, -inf where the part is empty.
+    sum: [batch, q_len, num_q_heads], sum of exp(score - max), 0 where the part is empty.
     """
 
     out: torch.Tensor
     max: torch.Tensor
     sum: torch.Tensor
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """Natural log of the sum of exponentials, -inf where the part is empty."""
+        return self.max + self.sum.log()
 
 
 def decode_attention_reference(
@@ -40,33 +59,65 @@ def decode_attention_reference(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     softmax_scale: float | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    **options: Unpack[CallOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q K^T * softmax_scale) V over the first `seq_lens[b]` cached tokens of each request.
+    """Attention as the module's text defines it; arguments as :func:`cute_kernels.decode_attention`.
 
-    q: [batch, 1, num_q_heads, head_dim], any floating dtype. k_cache, v_cache: [batch, max_seq_len, num_kv_heads, row]
-    in `kv_format`. Query head h reads KV head h // (num_q_heads // num_kv_heads). seq_lens: int [batch].
-    softmax_scale: default head_dim ** -0.5. compute_dtype: float32, or float64 for use as a yardstick.
+    compute_dtype: float32, or float64 for use as a yardstick.
 
-    Returns out [batch, 1, num_q_heads, head_dim] and lse [batch, 1, num_q_heads] (natural log of the sum of
-    exponentials), both in `compute_dtype`: not rounded to q's dtype, so that a kernel's error can be measured against
-    them. A request of length 0 gives out 0 and lse -inf. Rows at or beyond the length are never looked at: they may
-    hold anything, NaN included. Works on CPU and CUDA; reads seq_lens on the host.
+    Returns out [batch, q_len, num_q_heads, v_head_dim] and lse [batch, q_len, num_q_heads], both in `compute_dtype`:
+    not rounded to q's dtype, so that a kernel's error can be measured against them. Works on CPU and CUDA; reads
+    lengths and pages on the host.
+
+    Raises TypeError and ValueError as `decode_attention`, and ValueError for lengths and pages that cannot be right.
     """
-    stop = seq_lens.to(torch.int64)
-    part = attend(
-        q,
-        k_cache,
-        v_cache,
-        torch.zeros_like(stop),
-        stop,
-        kv_format=kv_format,
-        softmax_scale=softmax_scale,
-        compute_dtype=compute_dtype,
-    )
-    return part.out.unsqueeze(1), (part.max + part.sum.log()).unsqueeze(1)
+    call = make_call(q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale, **options)
+    check_device_values(call)
+    return attention_of(call, compute_dtype)
+
+
+def attention_of(call: AttentionCall, compute_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a checked call, as `decode_attention_reference`."""
+    stop = call.seq_lens.to(torch.int64)
+    part = attend(call, torch.zeros_like(stop), stop, compute_dtype)
+    return apply_sinks(part.out, part.lse, call.sinks), part.lse
+
+
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """out * exp(lse) / (exp(lse) + exp(sink)): [batch, q_len, num_q_heads, v_head_dim] with one sink per query head."""
+    if sinks is None:
+        return out
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, 0)  # -inf - -inf would be NaN
+    return out * kept.unsqueeze(-1)
+
+
+def merge_states_reference(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each.
+
+    out_a, out_b: [..., num_heads, head_dim]; lse_a, lse_b: [..., num_heads], natural log. Where an lse is -inf, that
+    part does not count, whatever its out holds; where both are, out is 0 and lse -inf. Returns both in `compute_dtype`.
+    """
+    lse_a, lse_b = lse_a.to(compute_dtype), lse_b.to(compute_dtype)
+    top = torch.maximum(lse_a, lse_b)
+    weights = [_exp_difference(lse, top).unsqueeze(-1) for lse in (lse_a, lse_b)]
+    parts = [
+        (out.to(compute_dtype) * weight).masked_fill(weight == 0, 0)
+        for out, weight in zip((out_a, out_b), weights, strict=True)
+    ]
+    total = (weights[0] + weights[1]).squeeze(-1)
+    return _normalise(parts[0] + parts[1], total), top + total.log()
+
+
+# -- parts of the tokens -----------------------------------------------------------------------------------------------
 
 
 def decode_attention_splits_reference(
@@ -75,43 +126,36 @@ def decode_attention_splits_reference(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: str | tuple[str, str],
     num_splits: int,
     softmax_scale: float | None = None,
     split_tokens: SplitTokens | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same attention with each row cut into `num_splits` parts, and what each part contributes.
+    """Attention of one query with each request cut into `num_splits` parts, and what each part contributes.
 
-    split_tokens: rule (int64 seq_lens [batch], num_splits) -> tokens per split, int64 [batch]; split s of row b covers
-    [s * n, (s + 1) * n) below the length. Default: an even share, rounded up (`even_split_tokens(1)`).
+    split_tokens: rule (int64 seq_lens [batch], num_splits) -> tokens per split, int64 [batch]; split s of request b
+    covers [s * n, (s + 1) * n) below the length. Default: an even share, rounded up (`even_split_tokens(1)`).
 
-    Returns out [batch, 1, num_q_heads, head_dim], split_out [batch, num_splits, num_q_heads, head_dim] (normalised per
-    split), split_max and split_sum [batch, num_splits, num_q_heads] as in `Partial`, all in `compute_dtype`.
+    Returns out [batch, 1, num_q_heads, v_head_dim], split_out [batch, num_splits, num_q_heads, v_head_dim] (normalised
+    per split), split_max and split_sum [batch, num_splits, num_q_heads] as in `Partial`, all in `compute_dtype`.
     """
-    if num_splits < 1:
-        raise ValueError(f"num_splits: got {num_splits}, want at least 1")
+    call = make_call(
+        q, k_cache, v_cache, seq_lens, kv_format=kv_format, softmax_scale=softmax_scale, num_splits=num_splits
+    )
+    if call.q_len != 1:
+        raise ValueError(f"q: got q_len {call.q_len}, want 1")
+    check_device_values(call)
     lengths = seq_lens.to(torch.int64)
     tokens = (split_tokens or even_split_tokens(1))(lengths, num_splits)
-    parts = [
-        attend(
-            q,
-            k_cache,
-            v_cache,
-            torch.minimum(tokens * split, lengths),
-            torch.minimum(tokens * (split + 1), lengths),
-            kv_format=kv_format,
-            softmax_scale=softmax_scale,
-            compute_dtype=compute_dtype,
-        )
-        for split in range(num_splits)
-    ]
-    split_out, split_max, split_sum = (torch.stack(pieces, dim=1) for pieces in zip(*parts, strict=True))
+    bounds = [torch.minimum(tokens * split, lengths) for split in range(num_splits + 1)]
+    parts = [attend(call, start, stop, compute_dtype) for start, stop in itertools.pairwise(bounds)]
+    split_out, split_max, split_sum = (torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True))
     return combine(split_out, split_max, split_sum).out.unsqueeze(1), split_out, split_max, split_sum
 
 
 def even_split_tokens(tile_tokens: int) -> SplitTokens:
-    """Rule for `split_tokens`: an even share of the row, rounded up to a multiple of `tile_tokens`."""
+    """Rule for `split_tokens`: an even share of the request, rounded up to a multiple of `tile_tokens`."""
 
     def rule(seq_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
         share = (seq_lens + num_splits - 1) // num_splits
@@ -121,7 +165,7 @@ def even_split_tokens(tile_tokens: int) -> SplitTokens:
 
 
 def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.Tensor) -> Partial:
-    """Joins parts stacked along dim 1 ([batch, num_splits, num_q_heads(, head_dim)]) into one."""
+    """Joins parts stacked along dim 1 ([batch, num_splits, num_q_heads(, v_head_dim)]) into one, without that dim."""
     total_max = split_max.amax(dim=1)
     weight = split_sum * _exp_difference(split_max, total_max.unsqueeze(1))
     total_sum = weight.sum(dim=1)
@@ -129,62 +173,100 @@ def combine(split_out: torch.Tensor, split_max: torch.Tensor, split_sum: torch.T
     return Partial(_normalise(weighted, total_sum), total_max, total_sum)
 
 
-def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    start: torch.Tensor,
-    stop: torch.Tensor,
-    *,
-    kv_format: str,
-    softmax_scale: float | None = None,
-    compute_dtype: torch.dtype = torch.float32,
-) -> Partial:
-    """Attention over tokens [start[b], stop[b]) of each row b; arguments as in `decode_attention_reference`."""
-    form = format_of(kv_format)
-    batch, num_q_heads, head_dim, max_seq_len, num_kv_heads = _check(q, k_cache, v_cache, stop)
-    want = (form.cache_dtype, form.row_elements(head_dim))
-    if (k_cache.dtype, k_cache.shape[-1]) != want:
-        raise ValueError(
-            f"k_cache: got {k_cache.dtype} rows of {k_cache.shape[-1]}, want {want[0]} rows of {want[1]} "
-            f"for {kv_format} at head_dim {head_dim}"
-        )
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    heads = q.reshape(batch, num_kv_heads, num_q_heads // num_kv_heads, head_dim).to(compute_dtype) * scale
-    state = (
-        heads.new_zeros(heads.shape),
-        heads.new_full(heads.shape[:-1], -torch.inf),
-        heads.new_zeros(heads.shape[:-1]),
-    )
-    first, last = (int(start.min()), min(int(stop.max()), max_seq_len)) if batch else (0, 0)
-    block = max(1, _BLOCK_ELEMENTS // max(1, batch * num_kv_heads * head_dim))
+def attend(call: AttentionCall, start: torch.Tensor, stop: torch.Tensor, compute_dtype: torch.dtype) -> Partial:
+    """Attention over tokens [start[b], stop[b]) of each request b (int64 [batch]), without the sinks.
+
+    Rows of the cache that no query sees are fetched at most, never counted: they may hold anything, NaN included.
+    """
+    batch, q_len, heads, group = call.batch, call.q_len, call.num_kv_heads, call.group
+    queries = call.q.reshape(batch, q_len, heads, group, call.head_dim).to(compute_dtype) * call.softmax_scale
+    weighted = queries.new_zeros(batch, q_len, heads, group, call.v.head_dim)
+    top = queries.new_full(weighted.shape[:-1], -torch.inf)
+    total = queries.new_zeros(weighted.shape[:-1])
+
+    start = torch.maximum(start, call.first_seen(call.seq_lens.to(torch.int64)))
+    first, last = (int(start.min()), int(stop.max())) if batch else (0, 0)
+    token_elements = batch * max(heads * max(call.head_dim, call.v.head_dim), q_len * call.num_q_heads)
+    block = max(1, _BLOCK_ELEMENTS // max(1, token_elements))
     for begin in range(first, last, block):
-        end = min(begin + block, last)
-        position = torch.arange(begin, end, device=q.device)
-        valid = (position >= start[:, None]) & (position < stop[:, None])
-        keys, values = (form.dequantize(cache[:, begin:end], head_dim, compute_dtype) for cache in (k_cache, v_cache))
-        state = _accumulate(state, heads, keys, values, valid)
-    weighted, top, total = (tensor.reshape(batch, num_q_heads, *tensor.shape[3:]) for tensor in state)
-    return Partial(_normalise(weighted, total), top, total)
+        keys_at = torch.arange(begin, min(begin + block, last), device=call.q.device)
+        inside = (keys_at >= start[:, None]) & (keys_at < stop[:, None])
+        seen = inside[:, None] & seen_keys(call, keys_at)
+        keys = fetch(call, call.k, keys_at, compute_dtype)
+        # Where the weight is 0 the value must be 0 too: what lies where nobody looks may be NaN.
+        values = fetch(call, call.v, keys_at, compute_dtype).masked_fill(~seen.any(dim=1)[:, :, None, None], 0)
+
+        scores = scores_of(call, queries, keys, keys_at).masked_fill(~seen[:, :, None, None, :], -torch.inf)
+        new_top = torch.maximum(top, scores.amax(dim=-1))
+        weights = _exp_difference(scores, new_top.unsqueeze(-1))
+        shrink = _exp_difference(top, new_top)
+        weighted = weighted * shrink.unsqueeze(-1) + torch.einsum("bikgt,btkd->bikgd", weights, values)
+        total = total * shrink + weights.sum(dim=-1)
+        top = new_top
+    out = _normalise(weighted, total)
+    return Partial(out.flatten(2, 3), top.flatten(2, 3), total.flatten(2, 3))
 
 
-def _accumulate(
-    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    heads: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    valid: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One step of the online softmax. heads [b, kv, group, d], keys and values [b, t, kv, d], valid [b, t]."""
-    weighted, top, total = state
-    scores = torch.einsum("bkgd,btkd->bkgt", heads, keys).masked_fill(~valid[:, None, None, :], -torch.inf)
-    # Where the weight is 0 the value must be 0 too: what lies beyond the length may be NaN.
-    values = values.masked_fill(~valid[:, :, None, None], 0)
-    new_top = torch.maximum(top, scores.amax(dim=-1))
-    weights = _exp_difference(scores, new_top.unsqueeze(-1))
-    shrink = _exp_difference(top, new_top)
-    weighted = weighted * shrink.unsqueeze(-1) + torch.einsum("bkgt,btkd->bkgd", weights, values)
-    return weighted, new_top, total * shrink + weights.sum(dim=-1)
+def seen_keys(call: AttentionCall, keys_at: torch.Tensor) -> torch.Tensor:
+    """bool [batch, q_len, tokens]: which of the keys at positions `keys_at` [tokens] each query sees, if they exist."""
+    distance = query_positions(call)[:, :, None] - keys_at
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if call.causal:
+        seen &= distance >= 0
+    if call.window is not None:
+        seen &= distance < call.window
+    return seen
+
+
+def query_positions(call: AttentionCall) -> torch.Tensor:
+    """int64 [batch, q_len]: the queries are a request's last tokens; negative where it is shorter than that."""
+    steps = torch.arange(call.q_len, device=call.q.device) - call.q_len
+    return call.seq_lens.to(torch.int64)[:, None] + steps
+
+
+def scores_of(call: AttentionCall, queries: torch.Tensor, keys: torch.Tensor, keys_at: torch.Tensor) -> torch.Tensor:
+    """Scores before masks, [batch, q_len, num_kv_heads, group, tokens].
+
+    queries [batch, q_len, num_kv_heads, group, head_dim], scaled; keys [batch, tokens, num_kv_heads, head_dim].
+    """
+    scores = torch.einsum("bikgd,btkd->bikgt", queries, keys)
+    if call.soft_cap is not None:
+        scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.to(scores.dtype).reshape(call.num_kv_heads, call.group)
+        distance = (keys_at - query_positions(call)[:, :, None]).to(scores.dtype)
+        scores = scores + slopes[:, :, None] * distance[:, :, None, None, :]
+    if call.bias is not None:
+        full = call.bias.tensor.expand(call.batch, call.q_len, call.num_q_heads, call.max_seq_len)
+        part = full[..., keys_at].to(scores.dtype)
+        scores = scores + part.unflatten(2, (call.num_kv_heads, call.group))
+    return scores
+
+
+def fetch(call: AttentionCall, operand: CacheOperand, keys_at: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens `keys_at` [tokens] of every request, dequantised: [batch, tokens, num_kv_heads, head_dim].
+
+    Positions in pages that nobody sees come from some page of the cache.
+    """
+    cache = operand.cache
+    if cache.element_size() == 1:
+        cache = cache.view(torch.uint8)  # torch cannot index FP8
+    if call.head_major:
+        cache = cache.transpose(1, 2)
+    if call.block_table is None:
+        rows = cache[:, keys_at]
+    else:
+        pages = call.block_table[:, keys_at // call.page_size].clamp(0, call.num_blocks - 1)
+        rows = cache[pages, keys_at % call.page_size]
+    return operand.form.dequantize(rows, operand.head_dim, dtype, given_scale_of(operand))
+
+
+def given_scale_of(operand: CacheOperand) -> torch.Tensor | None:
+    """The scale beside the cache as the format wants it: broadcastable to [..., num_kv_heads, head_dim]."""
+    if operand.scale is None:
+        return None
+    scale = operand.scale.tensor
+    return scale.reshape(-1, 1) if operand.form.given_scale == "head" else scale
 
 
 def _exp_difference(value: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
@@ -194,22 +276,3 @@ def _exp_difference(value: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 
 def _normalise(weighted: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return weighted / total.masked_fill(total == 0, 1).unsqueeze(-1)
-
-
-def _check(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[int, int, int, int, int]:
-    """Returns batch, num_q_heads, head_dim, max_seq_len, num_kv_heads."""
-    if q.dim() != 4 or q.shape[1] != 1:
-        raise ValueError(f"q: got shape {tuple(q.shape)}, want [batch, 1, num_q_heads, head_dim]")
-    batch, _, num_q_heads, head_dim = q.shape
-    if k_cache.dim() != 4 or k_cache.shape[0] != batch:
-        raise ValueError(f"k_cache: got shape {tuple(k_cache.shape)}, want [{batch}, max_seq_len, num_kv_heads, row]")
-    if v_cache.shape != k_cache.shape:
-        raise ValueError(f"v_cache: got shape {tuple(v_cache.shape)}, want k_cache's {tuple(k_cache.shape)}")
-    if seq_lens.shape != (batch,):
-        raise ValueError(f"seq_lens: got shape {tuple(seq_lens.shape)}, want [{batch}]")
-    _, max_seq_len, num_kv_heads, _ = k_cache.shape
-    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
-        raise ValueError(f"q: got {num_q_heads} heads, want a multiple of the cache's {num_kv_heads}")
-    return batch, num_q_heads, head_dim, max_seq_len, num_kv_heads

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
@@ -41,6 +42,9 @@ class Problem:
         head_dim: of q and K.
         v_head_dim: of V and out.
         k_format, v_format, q_dtype: names.
+        q_len: queries of a request.
+        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
+        features: what the call asks for beyond softmax(q K^T) V.
         aligned: whether caches of rows with headers start on 16 bytes and a request's part of them is a multiple of 16
             bytes.
         num_sms: SMs of the GPU.
@@ -55,6 +59,9 @@ class Problem:
     k_format: str
     v_format: str
     q_dtype: str
+    q_len: int = 1
+    page_tokens: int = 0
+    features: Features = PLAIN
     aligned: bool = True
     num_sms: int = NUM_SMS
 
@@ -84,6 +91,11 @@ class Problem:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
+    @property
+    def rows(self) -> int:
+        """Queries per KV head of a request: of all its positions and of the group's heads."""
+        return self.group * self.q_len
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -93,11 +105,13 @@ class Schedule:
         config: the compiled variant.
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
+        num_units: about how many units to cut rows of different lengths into, 0 to cut all alike.
     """
 
     config: DecodeConfig
     num_splits: int
     head_blocks: int
+    num_units: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -116,12 +130,15 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
         for splits in split_options(problem, config)
     ]
     _, splits, index = min(options)
-    return Schedule(configs[index], splits, head_blocks(problem, configs[index]))
+    config = configs[index]
+    blocks = head_blocks(problem, config)
+    units = num_units(problem.batch, splits, problem.num_sms, blocks) if config.units and problem.batch > 1 else 0
+    return Schedule(config, splits, blocks, units)
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
     """CTAs that cover the heads of one request."""
-    query_groups = -(-problem.group // config.head_queries)
+    query_groups = -(-problem.rows // config.head_queries)
     return problem.num_kv_heads // config.num_heads * query_groups
 
 
@@ -195,7 +212,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         reason = cannot_read(format_of(name), head_dim)
         if reason is not None:
             raise ValueError(f"kv_format: {reason}")
-    blocks = query_blocks(problem.group)
+    blocks, per_warp = query_blocks(problem.rows)
     with_headers = [has_headers(format_of(name)) for name in names]
     if not any(with_headers):
         make, counts = bare_config, (1, 2, 4)
@@ -209,12 +226,10 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
     return list(dict.fromkeys(make(base, ctas) for ctas in counts))
 
 
-def query_blocks(group: int) -> int:
-    """Blocks of 8 query heads of a CTA: a power of two, at most 4; more are more CTAs."""
-    blocks = 1
-    while blocks < 4 and blocks * BLOCK_QUERIES < group:
-        blocks *= 2
-    return blocks
+def query_blocks(rows: int) -> tuple[int, int]:
+    """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
+    per_warp = 2 if rows > BLOCK_QUERIES else 1
+    return 2 if rows > per_warp * BLOCK_QUERIES else 1, per_warp
 
 
 def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -> int:

@@ -5,21 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cute_kernels
-from cute_kernels.attention import decode_attention, decode_attention_splits
+from cute_kernels.attention import decode_attention, decode_attention_splits, ops
+from cute_kernels.attention.call import NO_OPTIONS
+from cute_kernels.attention.call import make_call as make_checked
 from cute_kernels.attention.reference import combine
-from tests.attention.cases import FORMATS, Call, assert_close, make_call, poison_past_lengths
+from tests.attention import strategies
+from tests.attention.cases import ALL_FORMATS, FORMATS, Call, assert_close, assert_is, make_call, poison_unseen
+from tests.attention.oracle import oracle
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
 
+# One call for each thing that may be asked for, and one for all of them.
+EVERYTHING: dict[str, Any] = {
+    "q_len": 3, "v_head_dim": 128, "page_size": 16, "cache_layout": "HND", "window": 20, "soft_cap": 9.0,
+    "sinks": True, "alibi": True, "bias": "bf16",
+}  # fmt: skip
+ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "queries": ("bf16", {"q_len": 4}),
+    "not causal": ("bf16", {"q_len": 4, "causal": False}),
+    "pages": ("int4_g4", {"page_size": 16}),
+    "heads first": ("bf16", {"cache_layout": "HND"}),
+    "window": ("bf16", {"window": 9}),
+    "cap": ("bf16", {"soft_cap": 9.0}),
+    "sinks": ("bf16", {"sinks": True}),
+    "slopes": ("bf16", {"alibi": True}),
+    "bias": ("bf16", {"bias": "fp32"}),
+    "head_dims": ("bf16", {"v_head_dim": 96}),
+    "pair": (("int8_token_head", "int4_g2"), {}),
+    "scales": (("int8_channel", "e4m3_head"), {}),
+    "everything": (("int8_tensor", "e5m2"), EVERYTHING),
+}
+everything_asked = pytest.mark.parametrize(("kv_format", "asked"), ASKED.values(), ids=list(ASKED))
 
-def small_call(kv_format: str = "int4_g4", **options) -> Call:
+
+def small_call(kv_format: str | tuple[str, str] = "int4_g4", **options: Any) -> Call:
     return make_call(kv_format, [0, 1, 17, 40], num_kv_heads=2, group=3, head_dim=64, **options)
 
 
@@ -30,34 +56,14 @@ def test_the_package_offers_it():
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    kv_format=st.sampled_from(FORMATS),
-    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
-    num_kv_heads=st.integers(1, 4),
-    group=st.integers(1, 9),
-    head_dim=st.sampled_from([64, 128, 256]),
-    q_dtype=st.sampled_from(["bf16", "fp16"]),
-    spare=st.integers(0, 5),
-    seed=st.integers(0, 2**31),
-)
-def test_it_is_the_fp64_reference_rounded_to_the_dtype_of_q(
-    kv_format, lengths, num_kv_heads, group, head_dim, q_dtype, spare, seed
-):
-    call = make_call(
-        kv_format,
-        lengths,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=head_dim,
-        q_dtype=q_dtype,
-        max_seq_len=max(lengths) + spare,
-        seed=seed,
-    )
+@settings(max_examples=100, deadline=None)
+@given(strategies.calls())
+def test_it_is_the_oracle_rounded_to_the_dtype_of_q(arguments):
+    call = make_call(**arguments)
     out, lse = call.run(return_lse=True)
-    assert (out.shape, out.dtype) == (call.q.shape, call.q.dtype)
+    assert (out.shape[:3], out.dtype) == (call.q.shape[:3], call.q.dtype)
     assert (lse.shape, lse.dtype) == (call.q.shape[:3], torch.float32)
-    assert_close(call, out, lse)
+    assert_is(call, out, lse, oracle(call))
 
 
 @every_format
@@ -122,27 +128,51 @@ def test_a_parameter_is_as_good_as_a_tensor():
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-@every_format
-@pytest.mark.parametrize(("softmax_scale", "num_splits"), [(None, None), (0.2, 3)])
-def test_the_operator_passes_opcheck(kv_format, softmax_scale, num_splits):
-    call = small_call(kv_format)
+def opcheck(call: Call, **options: Any) -> None:
     torch.library.opcheck(
-        torch.ops.cute_kernels.decode_attention.default, (*call.tensors, kv_format, softmax_scale, num_splits)
+        torch.ops.cute_kernels.decode_attention.default,
+        (*call.tensors, *call.format_names),
+        {"softmax_scale": None, "num_splits": None} | call.options | options,
     )
 
 
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+@pytest.mark.parametrize(("softmax_scale", "num_splits"), [(None, None), (0.2, 3)])
+def test_the_operator_passes_opcheck(kv_format, softmax_scale, num_splits):
+    opcheck(small_call(kv_format), softmax_scale=softmax_scale, num_splits=num_splits)
+
+
+@everything_asked
+def test_the_operator_passes_opcheck_with_whatever_is_asked(kv_format, asked):
+    opcheck(small_call(kv_format, **asked))
+
+
 @pytest.mark.parametrize("device", ["meta", "fake"])
-def test_shapes_and_dtypes_without_data(device):
-    call = small_call()
+@everything_asked
+def test_shapes_and_dtypes_without_data(device, kv_format, asked):
+    call = small_call(kv_format, **asked)
+    want, want_lse = call.run(return_lse=True)
+
+    def bodiless(move):
+        tensors = [move(tensor) for tensor in call.tensors]
+        options = {key: move(x) if isinstance(x, torch.Tensor) else x for key, x in call.options.items()}
+        return decode_attention(*tensors, kv_format=kv_format, return_lse=True, **options)
+
     if device == "meta":
-        tensors = [tensor.to("meta") for tensor in call.tensors]
-        out, lse = decode_attention(*tensors, kv_format="int4_g4", return_lse=True)
+        out, lse = bodiless(lambda tensor: tensor.to("meta"))
     else:
         with torch._subclasses.FakeTensorMode() as mode:
-            tensors = [mode.from_tensor(tensor) for tensor in call.tensors]
-            out, lse = decode_attention(*tensors, kv_format="int4_g4", return_lse=True)
-    assert (out.shape, out.dtype) == (call.q.shape, call.q.dtype)
-    assert (lse.shape, lse.dtype) == (call.q.shape[:3], torch.float32)
+            out, lse = bodiless(mode.from_tensor)
+    assert (out.shape, out.dtype) == (want.shape, want.dtype)
+    assert (lse.shape, lse.dtype) == (want_lse.shape, want_lse.dtype)
+
+
+@everything_asked
+def test_the_operator_is_the_call(kv_format, asked):
+    call = small_call(kv_format, **asked)
+    through = torch.ops.cute_kernels.decode_attention(*call.tensors, *call.format_names, **call.options)
+    for got, want in zip(through, call.run(return_lse=True), strict=True):
+        assert torch.equal(got, want)
 
 
 def attend(call: Call, **options):
@@ -172,6 +202,22 @@ def test_it_compiles_without_graph_breaks(kv_format, backend):
         other = call.with_lengths(lengths)
         for got, want in zip(compiled(*other.tensors), step(*other.tensors), strict=True):
             torch.testing.assert_close(got, want)
+
+
+@everything_asked
+def test_whatever_is_asked_compiles_without_graph_breaks(kv_format, asked):
+    torch.compiler.reset()
+    call = small_call(kv_format, **asked)
+    given = {name: value for name, value in call.options.items() if isinstance(value, torch.Tensor)}
+    fixed = {name: value for name, value in call.options.items() if name not in given}
+
+    def step(tensors, given):
+        out, lse = decode_attention(*tensors, kv_format=kv_format, return_lse=True, **given, **fixed)
+        return out + 1.0, lse * 2.0
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(call.tensors, given), step(call.tensors, given), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_it_compiles_for_changing_shapes():
@@ -209,5 +255,81 @@ def test_a_wrong_out_is_refused_on_every_path(wrap):
 def test_rows_past_the_length_are_never_looked_at():
     clean = small_call("fp16", poison=False)
     want = clean.run()
-    poison_past_lengths(clean)
+    poison_unseen(clean)
     assert torch.equal(clean.run(), want)
+
+
+def test_sinks_that_are_a_parameter_do_not_leave_the_short_way():
+    call = small_call("bf16", sinks=True)
+    parameter = torch.nn.Parameter(call.options["sinks"])
+    assert ops.path_of(*call.tensors, {"sinks": parameter}) is ops.reference
+    assert torch.equal(call.run(sinks=parameter), call.run())
+
+
+def test_other_kinds_of_tensors_do():
+    call = small_call("bf16", sinks=True)
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert ops.path_of(*call.tensors, {"sinks": mode.from_tensor(call.options["sinks"])}) is ops.dispatch
+
+
+def test_the_public_call_hands_on_complete_options_in_their_order(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "reference", lambda *arguments: seen.append(arguments[-1]) or (None, None))
+    call = small_call("bf16", sinks=True)
+    call.run()
+    call.run(sinks=None)
+    torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", bias=None, causal=False)
+    assert list(seen[0]) == list(NO_OPTIONS) and seen[1] is None
+    assert all(seen[0][name] == default for name, default in NO_OPTIONS.items() if name != "sinks")
+
+
+# -- what decides a plan -----------------------------------------------------------------------------------------------
+
+
+def test_options_that_differ_in_what_is_checked_have_different_keys():
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    sinks = torch.zeros(8)
+    different: list[Any] = [
+        {"block_table": table},
+        {"block_table": table[:, :3]},
+        {"block_table": table[:, :3].contiguous()},
+        {"block_table": table.long()},
+        {"sinks": sinks},
+        {"alibi_slopes": sinks},
+        {"window": 4},
+        {"soft_cap": 4},
+        {"window": 5},
+    ]
+    keys = [ops.options_key(NO_OPTIONS | options) for options in different]
+    assert len(set(keys)) == len(different)
+    again = torch.nn.Parameter(torch.ones(8))
+    assert ops.options_key(NO_OPTIONS | {"sinks": again}) == keys[4]
+
+
+MISSING = {
+    "queries": "causal, q_len 4",
+    "not causal": "q_len 4",
+    "pages": "block_table",
+    "heads first": "cache_layout 'HND'",
+    "window": "window",
+    "cap": "soft_cap",
+    "sinks": "sinks",
+    "slopes": "alibi",
+    "bias": "bias in fp32",
+    "head_dims": "head_dim 96 of V beside 64 of K",
+    "pair": r"kv_format \('int8_token_head', 'int4_g2'\), kv_format 'int8_token_head'",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), MISSING.items(), ids=list(MISSING))
+def test_a_gpu_names_what_its_kernels_lack(name, message):
+    kv_format, asked = ASKED[name]
+    call = small_call(kv_format, **asked)
+    with pytest.raises(NotImplementedError, match=f"decode_attention on a GPU: got {message}, which its kernels lack"):
+        ops.refuse_missing(make_checked(*call.tensors, kv_format=kv_format, **call.options))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"causal": False}])
+def test_a_gpu_takes_options_that_ask_for_nothing(options):
+    call = small_call("bf16")
+    ops.refuse_missing(make_checked(*call.tensors, kv_format="bf16", **options))

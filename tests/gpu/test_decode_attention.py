@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cute_kernels.attention import decode_attention_splits, ops
 from cute_kernels.attention.reference import combine
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
-from tests.attention.cases import FORMATS, Call, assert_close, make_call, poison_past_lengths, store
+from tests.attention.cases import FORMATS, Call, assert_close, make_call, poison_unseen, store
 from tests.gpu.layout_table import LAYOUTS, HeadLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
@@ -216,7 +216,7 @@ def call_with(kv_format: str, k: torch.Tensor, v: torch.Tensor, q_factor: float 
     call = make_call(kv_format, lengths, group=group, head_dim=head_dim, max_seq_len=tokens, device=CUDA)
     q = (call.q.float() * q_factor).to(call.q.dtype)
     call = dataclasses.replace(call, q=q, k_cache=store(k, kv_format), v_cache=store(v, kv_format))
-    poison_past_lengths(call)
+    poison_unseen(call)
     return call
 
 

@@ -1,0 +1,358 @@
+"""A call of decode attention as one object: checked, and every option in the form that kernels and reference take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+
+from cute_kernels.attention import checks
+from cute_kernels.attention.checks import shape_of
+from cute_kernels.attention.features import Features
+from cute_kernels.kv_formats import KvFormat
+
+
+class CallOptions(TypedDict, total=False):
+    """What a plain call leaves alone; :func:`cute_kernels.attention.decode_attention` says what each means."""
+
+    block_table: torch.Tensor | None
+    cache_layout: str
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+NO_OPTIONS: CallOptions = {
+    "block_table": None,
+    "cache_layout": "NHD",
+    "k_scale": None,
+    "v_scale": None,
+    "causal": True,
+    "window": None,
+    "soft_cap": None,
+    "sinks": None,
+    "alibi_slopes": None,
+    "bias": None,
+}
+"""The defaults, complete and in the order that every complete set of options has."""
+
+
+@dataclass(frozen=True, eq=False)
+class GivenScale:
+    """A scale that lies beside the cache: of head h and column d it is element h * head_stride + d * channel_stride.
+
+    tensor: fp32, on the cache's device. A stride is 0 where one scale serves all heads, or all columns.
+    """
+
+    tensor: torch.Tensor
+    head_stride: int
+    channel_stride: int
+
+
+@dataclass(frozen=True, eq=False)
+class CacheOperand:
+    """K or V of a call.
+
+    Attributes:
+        cache: contiguous, 4 dimensions as the call's layout orders them.
+        form: its format.
+        head_dim: elements that a row stands for.
+        block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
+            or KV head to the next. Where the row of a token lies: block * block_stride + place in the block *
+            token_stride + head * head_stride; the sum may exceed 32 bits.
+        scale: where the format wants one that is given.
+    """
+
+    cache: torch.Tensor
+    form: KvFormat
+    head_dim: int
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    scale: GivenScale | None
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """An additive bias: element b * strides[0] + i * strides[1] + h * strides[2] + j * strides[3], strides 0 where it
+    repeats; fp32 or bf16."""
+
+    tensor: torch.Tensor
+    strides: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One checked call.
+
+    Attributes:
+        q: [batch, q_len, num_q_heads, head_dim], contiguous.
+        k, v: the caches.
+        seq_lens: int32 [batch].
+        block_table: int32 [batch, max_pages], columns side by side, or None for contiguous caches.
+        num_kv_heads, max_seq_len: of the caches; max_seq_len is what a request's row of the table, or its contiguous
+            cache, has room for.
+        page_size: tokens of a page; max_seq_len for contiguous caches, whose requests are one block each.
+        num_blocks: pages of the cache; the batch for contiguous caches.
+        head_major: whether the caches are "HND".
+        softmax_scale: the default filled in.
+        causal: whether keys after the query are hidden; a window implies it.
+        window: None where it would hide nothing.
+        soft_cap: None for none.
+        sinks, alibi_slopes: fp32 [num_q_heads], contiguous.
+        bias: over [batch, q_len, num_q_heads, max_seq_len].
+        num_splits: as given.
+        out: where the result goes, contiguous [batch, q_len, num_q_heads, v.head_dim] in q's dtype; None for a new one.
+    """
+
+    q: torch.Tensor
+    k: CacheOperand
+    v: CacheOperand
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    num_kv_heads: int
+    max_seq_len: int
+    page_size: int
+    num_blocks: int
+    head_major: bool
+    softmax_scale: float
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    bias: Bias | None
+    num_splits: int | None
+    out: torch.Tensor | None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and K; V's is ``v.head_dim``."""
+        return self.q.shape[3]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.q_len, self.num_q_heads, self.v.head_dim
+
+    def first_seen(self, lengths: torch.Tensor) -> torch.Tensor:
+        """int64 [batch]: the first position that some query sees; a window hides what lies further back from all."""
+        if self.window is None:
+            return torch.zeros_like(lengths)
+        return (lengths - self.q_len - self.window + 1).clamp(min=0)
+
+    @property
+    def features(self) -> Features:
+        """What decides the compiled variant besides shapes and formats."""
+        return Features(
+            causal=self.causal and self.q_len > 1,
+            window=self.window is not None,
+            soft_cap=self.soft_cap is not None,
+            sinks=self.sinks is not None,
+            alibi=self.alibi_slopes is not None,
+            bias=checks.BIAS_DTYPES[self.bias.tensor.dtype] if self.bias is not None else None,
+            paged=self.block_table is not None,
+            head_major=self.head_major,
+        )
+
+
+def make_call(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: Any,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_layout: str = "NHD",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> AttentionCall:
+    """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+    """
+    forms = checks.check_formats(kv_format)
+    checks.check_layout(cache_layout)
+    needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
+    optional = {
+        "out": out,
+        "block_table": block_table,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+    }
+    tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
+    checks.check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        checks.check_place(name, tensor, q.device)
+    checks.check_query(q, forms)
+    batch, q_len, num_q_heads, head_dim = q.shape
+    blocks = _check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
+    checks.check_key_rows(k_cache, forms[0], head_dim)
+    v_head_dim = checks.check_value_rows(v_cache, forms[1])
+    checks.check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
+    if sinks is not None:
+        checks.check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")
+    if alibi_slopes is not None:
+        checks.check_vector("alibi_slopes", alibi_slopes, torch.float32, num_q_heads, "one for each query head")
+    checks.check_positive("softmax_scale", softmax_scale)
+    checks.check_positive("soft_cap", soft_cap)
+    checks.check_causal(causal)
+    checks.check_count("window", window)
+    checks.check_count("num_splits", num_splits, checks.MAX_SPLITS)
+    if out is not None:
+        checks.check_out(out, q, v_head_dim)
+        checks.check_contiguous("out", out)
+    max_seq_len = blocks.max_seq_len
+    return AttentionCall(
+        q=q,
+        k=_operand("k_scale", k_cache, forms[0], head_dim, blocks, k_scale),
+        v=_operand("v_scale", v_cache, forms[1], v_head_dim, blocks, v_scale),
+        seq_lens=seq_lens,
+        block_table=block_table,
+        num_kv_heads=blocks.num_kv_heads,
+        max_seq_len=max_seq_len,
+        page_size=blocks.tokens,
+        num_blocks=blocks.num_blocks,
+        head_major=blocks.head_major,
+        softmax_scale=head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
+        causal=causal or window is not None,
+        window=window if window is not None and window < max_seq_len else None,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        bias=None if bias is None else Bias(bias, checks.check_bias(bias, (batch, q_len, num_q_heads, max_seq_len))),
+        num_splits=num_splits,
+        out=out,
+    )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How the caches are cut: into pages, or into one block per request."""
+
+    num_blocks: int
+    tokens: int  # of a block
+    num_kv_heads: int
+    head_major: bool
+    max_seq_len: int
+
+
+def _check_caches(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    forms: tuple[KvFormat, KvFormat],
+    head_major: bool,
+    block_table: torch.Tensor | None,
+) -> _Blocks:
+    """What the two caches have in common; their rows are not looked at yet."""
+    batch, num_q_heads = q.shape[0], q.shape[2]
+    tokens_name = "max_seq_len" if block_table is None else "page_size"
+    inner = f"num_kv_heads, {tokens_name}" if head_major else f"{tokens_name}, num_kv_heads"
+    dimensions = f"[{'batch' if block_table is None else 'num_pages'}, {inner}, row]"
+    for name, cache, form in (("k_cache", k_cache, forms[0]), ("v_cache", v_cache, forms[1])):
+        checks.check_cache(name, cache, form, dimensions)
+        if block_table is None and cache.shape[0] != batch:
+            raise ValueError(f"{name}: got a batch of {cache.shape[0]}, want {batch}, that of q")
+    num_blocks = k_cache.shape[0]
+    num_kv_heads, tokens = (k_cache.shape[1], k_cache.shape[2]) if head_major else (k_cache.shape[2], k_cache.shape[1])
+    if num_kv_heads == 0:
+        raise ValueError("k_cache: got no KV heads, want at least 1")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache: got shape {shape_of(v_cache)}, want that of k_cache, {shape_of(k_cache)}, but for the rows"
+        )
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"q: got {num_q_heads} query heads, want a multiple of the cache's {num_kv_heads} KV heads")
+    max_seq_len = tokens
+    if block_table is not None:
+        checks.check_block_table(block_table, batch, num_blocks, tokens)
+        max_seq_len = block_table.shape[1] * tokens
+    name = "k_cache" if block_table is None else "block_table"
+    if max_seq_len > checks.MAX_TOKENS:
+        raise ValueError(f"{name}: got {max_seq_len} tokens a request, want at most {checks.MAX_TOKENS}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tokens * num_kv_heads * cache.shape[3] * cache.element_size() >= 2**40:
+            raise ValueError(f"{name}: got {shape_of(cache)}, want less than 2**40 bytes a request")
+    return _Blocks(num_blocks, tokens, num_kv_heads, head_major, max_seq_len)
+
+
+def _operand(
+    scale_name: str, cache: torch.Tensor, form: KvFormat, head_dim: int, blocks: _Blocks, scale: torch.Tensor | None
+) -> CacheOperand:
+    # From the shape: dimensions of size 1 may have any stride.
+    row = cache.shape[3] * cache.element_size()
+    token_stride, head_stride = (row, blocks.tokens * row) if blocks.head_major else (blocks.num_kv_heads * row, row)
+    strides = checks.check_given_scale(scale_name, scale, form, blocks.num_kv_heads, head_dim)
+    return CacheOperand(
+        cache=cache,
+        form=form,
+        head_dim=head_dim,
+        block_stride=blocks.tokens * blocks.num_kv_heads * row,
+        token_stride=token_stride,
+        head_stride=head_stride,
+        scale=None if scale is None or strides is None else GivenScale(scale, *strides),
+    )
+
+
+def check_device_values(call: AttentionCall) -> None:
+    """Raises ValueError naming the request (and the position) of the first length or page that cannot be right.
+
+    Looks at lengths and at the pages that hold a token which some query sees, so it waits for the device.
+    """
+    lengths = call.seq_lens.to(torch.int64).cpu()
+    wrong = torch.nonzero((lengths < 0) | (lengths > call.max_seq_len))
+    if wrong.numel():
+        request = int(wrong[0])
+        room = "the cache's tokens" if call.block_table is None else "the tokens of a row of block_table"
+        raise ValueError(
+            f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {call.max_seq_len}, {room}"
+        )
+    if call.block_table is None:
+        return
+    table = call.block_table.cpu()
+    first = torch.arange(table.shape[1]) * call.page_size  # token of each entry
+    used = (first < lengths[:, None]) & (first + call.page_size > call.first_seen(lengths)[:, None])
+    wrong = torch.nonzero(used & ((table < 0) | (table >= call.num_blocks)))
+    if wrong.numel():
+        request, entry = wrong[0].tolist()
+        raise ValueError(
+            f"block_table: got page {int(table[request, entry])} for request {request} at position "
+            f"{entry * call.page_size}, want 0 to {call.num_blocks - 1}, the cache's pages"
+        )

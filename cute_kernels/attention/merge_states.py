@@ -1,0 +1,235 @@
+"""Joining attention over disjoint sets of keys: checks, launch and operator; the kernel is `merge_states_kernel`.
+
+With lse = log(sum of exp(score)), the attention over both sets is the average of the two weighted by exp(lse): exact,
+so a prefix that many requests share can be attended to once (cascade inference, Ye et al. 2024), and a long context in
+parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from cute_kernels.attention.checks import check_contiguous, check_tensors, shape_of
+from cute_kernels.attention.reference import merge_states_reference
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+VECTOR_BYTES = 16
+NDIMS = (3, 4)  # [tokens, num_heads, head_dim] and [batch, q_len, num_heads, head_dim]
+MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
+
+
+@dataclass(frozen=True)
+class MergeStatesConfig:
+    """One compiled variant: dtype of the outputs ("bf16", "fp16", "fp32") and their number of dimensions (3 or 4)."""
+
+    dtype: str
+    ndim: int = 4
+
+    num_threads: ClassVar[int] = 128  # of a CTA
+    vector_bytes: ClassVar[int] = VECTOR_BYTES  # that a thread merges
+
+    @property
+    def vector_elements(self) -> int:
+        return VECTOR_BYTES // (4 if self.dtype == "fp32" else 2)
+
+    @property
+    def name(self) -> str:
+        return f"merge_states_{self.dtype}_{self.ndim}d"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.dtype not in DTYPES.values():
+            return f"dtype {self.dtype!r} is not one of {', '.join(map(repr, DTYPES.values()))}"
+        return None if self.ndim in NDIMS else f"ndim {self.ndim} is not 3 or 4"
+
+
+@dataclass(frozen=True, eq=False)
+class MergeStatesSpec(KernelSpec):
+    """The kernel of a configuration: takes (out_a, lse_a, out_b, lse_b, out, lse), runs on torch's current stream."""
+
+    config: MergeStatesConfig
+    family: ClassVar[str] = "attention"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_merge_states(self.config, arch)
+
+
+def merge_specs() -> list[KernelSpec]:
+    """Every configuration: few and small."""
+    return [MergeStatesSpec(MergeStatesConfig(dtype, ndim)) for dtype in DTYPES.values() for ndim in NDIMS]
+
+
+def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.attention.merge_states_kernel import MergeStatesKernel
+
+    reason = config.can_implement()
+    if reason is not None:
+        raise ValueError(f"config: {reason} ({config})")
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
+    rows = tuple(cute.sym_int() for _ in range(config.ndim - 1))
+    row = cute.sym_int(divisibility=config.vector_elements)
+
+    def tensor(kind, shape, align):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=align)
+
+    states = [(tensor(dtype, (*rows, row), VECTOR_BYTES), tensor(cutlass.Float32, rows, 4)) for _ in range(3)]
+    return cute.compile(
+        MergeStatesKernel(config),
+        *(part for state in states for part in state),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each: exact.
+
+    Args:
+        out_a, out_b: bf16, fp16 or fp32 [batch, q_len, num_heads, head_dim] or [tokens, num_heads, head_dim], of one
+            shape and dtype; rows a multiple of 16 bytes.
+        lse_a, lse_b: fp32, the shape without head_dim: natural log of the sum of exponentials of the scores, as
+            ``decode_attention(..., return_lse=True)`` gives it. -inf for a part without keys: such a part does not
+            count, whatever its out holds.
+
+    Returns:
+        (out, lse) for all keys, in the dtypes of the parts; out 0 and lse -inf where both parts are empty. The
+        arithmetic is fp32. More parts are merged one after the other. Sinks do not merge: leave them out of the parts,
+        and multiply what comes out by sigmoid(lse - sinks).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+
+    CPU tensors are served by the reference implementation.
+    """
+    if needs_dispatch(out_a, lse_a, out_b, lse_b):
+        return torch.ops.cute_kernels.merge_states(out_a, lse_a, out_b, lse_b)
+    return (launch if out_a.is_cuda else reference)(out_a, lse_a, out_b, lse_b)
+
+
+def needs_dispatch(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> bool:
+    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
+
+    Raises TypeError for an argument that is no tensor at all.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if type(out_a) is type(lse_a) is type(out_b) is type(lse_b) is torch.Tensor:
+        return not (out_a.is_cuda or out_a.is_cpu)
+    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    return True
+
+
+def check_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless the tensors are two states of one shape."""
+    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    check_tensors(**tensors)
+    if out_a.dim() not in NDIMS:
+        raise ValueError(f"out_a: got {out_a.dim()} dimensions, want 3 or 4: [..., num_heads, head_dim]")
+    if out_a.dtype not in DTYPES:
+        raise TypeError(f"out_a: got dtype {out_a.dtype}, want torch.bfloat16, torch.float16 or torch.float32")
+    row_bytes = out_a.shape[-1] * out_a.element_size()
+    if row_bytes % VECTOR_BYTES or not row_bytes:
+        raise ValueError(f"out_a: got rows of {row_bytes} bytes, want a multiple of {VECTOR_BYTES}")
+    if out_a.numel() * out_a.element_size() // VECTOR_BYTES > MAX_VECTORS:
+        raise ValueError(f"out_a: got shape {shape_of(out_a)}, want at most {MAX_VECTORS} times {VECTOR_BYTES} bytes")
+    for name, tensor in tensors.items():
+        if tensor.device != out_a.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {out_a.device}, where out_a is")
+        dtype, shape = (out_a.dtype, out_a.shape) if name.startswith("out") else (torch.float32, out_a.shape[:-1])
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {list(shape)}")
+        check_contiguous(name, tensor)
+
+
+def reference(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU implementation."""
+    check_states(out_a, lse_a, out_b, lse_b)
+    out, lse = merge_states_reference(out_a, lse_a, out_b, lse_b)
+    return out.to(out_a.dtype), lse
+
+
+_functions: dict[tuple[torch.dtype, int, int], Callable[..., Any]] = {}
+
+
+def launch(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CUDA implementation. The compiled function checks shapes, strides, dtypes, alignment and devices before it
+    launches; when it refuses, the checks here say why in the caller's terms."""
+    key = out_a.dtype, out_a.dim(), out_a.get_device()
+    function = _functions.get(key)
+    if function is None:
+        check_states(out_a, lse_a, out_b, lse_b)
+        config = MergeStatesConfig(DTYPES[out_a.dtype], out_a.dim())
+        function = _functions[key] = load(MergeStatesSpec(config), arch_of(key[2]))
+    if not out_a.numel():
+        check_states(out_a, lse_a, out_b, lse_b)
+        return torch.empty_like(out_a), torch.empty_like(lse_a)
+    if key[2] != torch._C._cuda_getDevice():
+        with torch.cuda.device(key[2]):
+            return launch(out_a, lse_a, out_b, lse_b)
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    try:
+        function(out_a, lse_a, out_b, lse_b, out, lse)
+    except (TypeError, ValueError, RuntimeError):
+        check_states(out_a, lse_a, out_b, lse_b)
+        _check_alignment(out_a=out_a, out_b=out_b)
+        raise
+    return out, lse
+
+
+def _check_alignment(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        past = tensor.data_ptr() % VECTOR_BYTES
+        if past:
+            raise ValueError(
+                f"{name}: got a tensor that starts {past} bytes past a multiple of {VECTOR_BYTES}, "
+                f"want it aligned to {VECTOR_BYTES} bytes"
+            )
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _on_meta(out_a, lse_a, out_b, lse_b):
+    return torch.empty_like(out_a), torch.empty_like(lse_a)
+
+
+_library.impl("merge_states", reference, "CPU")
+_library.impl("merge_states", launch, "CUDA")
+torch.library.register_fake("cute_kernels::merge_states", _on_meta, lib=_library)

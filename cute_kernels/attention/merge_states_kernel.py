@@ -1,0 +1,113 @@
+"""Merging two attention states on the GPU: one thread per 16 bytes of output, nothing shared between threads.
+
+The traffic is two outputs read and one written; the log-sum-exps of a row come from L1 for all threads of the row but
+the first. One thread of a row writes the merged log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import ptx
+
+if TYPE_CHECKING:
+    from cute_kernels.attention.merge_states import MergeStatesConfig
+
+
+class MergeStatesKernel:
+    """One compiled variant; :class:`MergeStatesConfig` says which."""
+
+    def __init__(self, config: MergeStatesConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        out_a: cute.Tensor,
+        lse_a: cute.Tensor,
+        out_b: cute.Tensor,
+        lse_b: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        stream,
+    ):
+        """Launches over the vectors of ``out``. outs [..., num_heads, head_dim], lses fp32 [..., num_heads]."""
+        shape: Any = out.shape
+        threads = self.config.num_threads
+        row_vectors = shape[-1] // self.config.vector_elements
+        num_vectors = row_vectors
+        for size in shape[:-1]:
+            num_vectors = num_vectors * size
+        self.kernel(out_a, lse_a, out_b, lse_b, out, lse, num_vectors, row_vectors).launch(
+            grid=(cute.ceil_div(num_vectors, threads), 1, 1), block=(threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        out_a: cute.Tensor,
+        lse_a: cute.Tensor,
+        out_b: cute.Tensor,
+        lse_b: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        num_vectors: Int32,
+        row_vectors: Int32,
+    ):
+        vector = cute.arch.block_idx()[0] * self.config.num_threads + cute.arch.thread_idx()[0]
+        if vector < num_vectors:
+            place = Int64(vector) * self.config.vector_bytes
+            # Asked for first, so that the division below hides behind the loads.
+            words_a = ptx.load_global_words(ptx.address(out_a) + place, 0, 4)
+            words_b = ptx.load_global_words(ptx.address(out_b) + place, 0, 4)
+            row = vector // row_vectors
+            at = Int64(row) * 4
+            state_a = ptx.load_global_words(ptx.address(lse_a) + at, 0, 1)[0].bitcast(Float32)
+            state_b = ptx.load_global_words(ptx.address(lse_b) + at, 0, 1)[0].bitcast(Float32)
+            top = ptx.fmax(state_a, state_b)
+            finite_top = top
+            if top == -Float32.inf:
+                finite_top = Float32(0.0)  # -inf - -inf would be NaN
+            weight_a = ptx.exp2((state_a - finite_top) * ptx.LOG2_E)
+            weight_b = ptx.exp2((state_b - finite_top) * ptx.LOG2_E)
+            total = weight_a + weight_b
+            share = Float32(0.0)
+            if total > 0.0:
+                share = ptx.reciprocal(total)
+            merged = [
+                self.blend(a, weight_a * share, b, weight_b * share)
+                for a, b in zip(self.unpack(words_a), self.unpack(words_b), strict=True)
+            ]
+            ptx.store_global(ptx.address(out) + place, self.pack(merged))
+            if vector == row * row_vectors:
+                ptx.store_global(ptx.address(lse) + at, [top + ptx.log2(total) * ptx.LN_2])
+
+    @cute.jit
+    def blend(self, a, weight_a, b, weight_b):
+        """a * weight_a + b * weight_b, where a weight of 0 silences even NaN."""
+        left, right = a * weight_a, b
+        if weight_a == 0.0:
+            left = Float32(0.0)
+        if weight_b == 0.0:
+            right = Float32(0.0)
+        return ptx.fma(right, weight_b, left)
+
+    def unpack(self, words):
+        """The elements of a vector as fp32."""
+        if const_expr(self.config.dtype == "fp32"):
+            return [word.bitcast(Float32) for word in words]
+        low, high = {
+            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
+            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
+        }[self.config.dtype]
+        return [half(word) for word in words for half in (low, high)]
+
+    def pack(self, values):
+        """Four words of output from fp32 elements."""
+        if const_expr(self.config.dtype == "fp32"):
+            return values
+        join = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.dtype]
+        return [join(values[i], values[i + 1]) for i in range(0, len(values), 2)]
