@@ -167,6 +167,7 @@ class AttentionCall:
     def features(self) -> Features:
         """What decides the compiled variant besides shapes and formats."""
         return Features(
+            queries=self.q_len > 1,
             causal=self.causal and self.q_len > 1,
             window=self.window is not None,
             soft_cap=self.soft_cap is not None,

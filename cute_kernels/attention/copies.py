@@ -147,6 +147,18 @@ class TileCopier:
             for target in cutlass.range(aligned + run * values.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1):
                 ptx.store_shared_zero16(target, 0)
 
+    @cute.jit
+    def clear_first_values(self, tiles, stage: Int32, end: Int32, tid: Int32):
+        """Zeroes a stage's rows of V before token ``end`` (at most the tile's), all threads together."""
+        values = self.operands[1]
+        address = values.stage_address(tiles.ring, stage)
+        size = values.row_start(cutlass.min(end, self.config.tile_tokens))
+        step = self.config.num_threads * WORD_BYTES
+        for run in cutlass.range_constexpr(values.tile_bytes // values.run_bytes):
+            first = address + run * values.run_bytes
+            for target in cutlass.range(first + tid * WORD_BYTES, first + size, step, unroll=1):
+                ptx.store_shared_zero(target)
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -351,7 +363,7 @@ class TensorMapOperand(_Operand):
         parts = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(cache, 0, 2)
         )
-        return TensorMapSource(atom, *parts, place.first_head)
+        return TensorMapSource(atom, parts[0], parts[1], place.first_head)
 
     def arriving_bytes(self, tokens):
         if not self.config.page_tokens:

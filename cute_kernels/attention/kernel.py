@@ -67,9 +67,9 @@ class DecodeKernel:
 
         q: [batch, q_len, num_q_heads, head_dim]; out: [batch, q_len, num_q_heads, v_head_dim]; caches: [batch,
         max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
-        cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``; workspace:
-        one counter per block of heads, rounded up to COUNTER_WORDS, then fp32 [units, q_len, num_q_heads, 3/2
-        v_head_dim] (unnormalised values, then for every 4 of them their maximum in powers of 2 and their sum), every
+        cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
+        workspace: one counter per block of heads, rounded up to COUNTER_WORDS, then fp32 [units, q_len, num_q_heads,
+        3/2 v_head_dim] (unnormalised values, then for every 4 of them their maximum in powers of 2 and their sum), every
         word EMPTY before and after. Bit 1 of ``mode``: write and leave the partial results of all splits. num_units:
         about how many units to cut rows of different lengths into, 0 to cut every row into num_splits whatever the
         lengths. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
@@ -402,6 +402,12 @@ class DecodeKernel:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.
                 self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
                 cute.arch.sync_threads()
+            if const_expr(config.features.window):
+                hidden = work.hidden_tokens(cta.features.window) - token
+                if hidden > 0:
+                    # Rows that no query sees may be anything too, and their pages gone.
+                    self.copier.clear_first_values(tiles, stage, hidden, warp * WARP_THREADS + lane)
+                    cute.arch.sync_threads()
             masked = self.logits.is_masked(logits, token, config.tile_tokens)
             first_token = token + roles.slice_index * config.slice_tokens
             addresses = self.copier.stage_addresses(tiles, stage)
@@ -596,11 +602,15 @@ class Work:
     length: Any
     first_tile: Any
 
+    def hidden_tokens(self, window):
+        """Tokens at the request's beginning that no query sees."""
+        return self.length - (self.place.shape.q_len - 1) - window
+
     def first_token(self, config: DecodeConfig):
         return (self.first_tile + self.part) * config.tile_tokens
 
     def query_row(self, config: DecodeConfig, r):
-        """Row r of the CTA's queries: (place among a request's outputs [q_len, num_q_heads], head, whether it exists)."""
+        """Row r of the CTA's queries: (place in [q_len, num_q_heads], head, whether it exists)."""
         place, shape = self.place, self.place.shape
         role = r // config.warp_queries
         row = place.first_row + role // config.num_heads * config.warp_queries + r % config.warp_queries

@@ -65,7 +65,7 @@ class Logits:
                 strides = values.bias_strides
                 offset = Int64(request) * strides[0] + Int64(column.place) * strides[1]
                 offset = offset + Int64(column.head) * strides[2]
-                state.bias_rows.append(values.bias + offset * BIAS_BYTES[self.features.bias])
+                state.bias_rows.append(values.bias + offset * BIAS_BYTES[self.features.bias or ""])
         return state
 
     def is_masked(self, state, token, tile_tokens: int):
@@ -98,7 +98,7 @@ class Logits:
     def transform(self, state, column: int, x, token):
         """Soft cap, then ALiBi, then bias."""
         if const_expr(self.features.soft_cap):
-            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): exact to fp32 rounding of the cap, both ends finite.
+            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends.
             cap = state.values.soft_cap * ptx.LOG2_E
             e = ptx.exp2(x * (2.0 * ptx.LOG2_E * ptx.reciprocal(cap)))
             x = ptx.fma(ptx.reciprocal(e + 1.0), -2.0 * cap, cap)
@@ -111,7 +111,7 @@ class Logits:
     def load_bias(self, state, column: int, token):
         """The bias of a key; of the last one for tokens past the request's end, which are hidden."""
         token = cutlass.max(cutlass.min(token, state.length - 1), 0)
-        size = BIAS_BYTES[self.features.bias]
+        size = BIAS_BYTES[self.features.bias or ""]
         address = state.bias_rows[column] + Int64(token) * (state.values.bias_strides[3] * size)
         return ptx.load_bf16(address) if size == 2 else load_float(address)
 

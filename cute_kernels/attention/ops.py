@@ -142,7 +142,7 @@ def schedule_for(
     return make_schedule(problem_of(make_call(q, k_cache, v_cache, seq_lens, kv_format=kv_format, **options)))
 
 
-def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[str, torch.Tensor]:
+def _scales_for(kv_format: str | tuple[str, str], cache: torch.Tensor) -> dict[str, Any]:
     """Scales of the shapes that the formats want, where only shapes matter."""
     wanted = {"tensor": (), "head": (cache.shape[2],), "channel": (cache.shape[2], cache.shape[3])}
     granularities = [format_of(name).given_scale for name in format_pair(kv_format)]

@@ -1,4 +1,4 @@
-"""What of a launch stays the same from call to call: the compiled function, its schedule, its workspace, its numbers."""
+"""What of a launch stays the same from call to call: the compiled function, its schedule, its numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_kernels.attention.call import AttentionCall, CallOptions
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import COUNTER_WORDS, PAGE_TOKENS, DecodeConfig
-from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.attention.schedule import NUM_SMS, Problem, Schedule, head_blocks, make_schedule
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -160,8 +160,12 @@ def problem_of(call: AttentionCall) -> Problem:
         page_tokens=max(size for size in PAGE_TOKENS if call.page_size % size == 0) if call.features.paged else 0,
         features=call.features,
         aligned=not (starts | blocks) % ALIGNMENT,
-        num_sms=torch.cuda.get_device_properties(call.q.device).multi_processor_count,
+        num_sms=_num_sms(call.q.device),
     )
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else NUM_SMS
 
 
 def check_alignment(call: AttentionCall) -> None:

@@ -212,18 +212,27 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         reason = cannot_read(format_of(name), head_dim)
         if reason is not None:
             raise ValueError(f"kv_format: {reason}")
-    blocks, per_warp = query_blocks(problem.rows)
+    blocks = query_blocks(problem.rows)[0]
     with_headers = [has_headers(format_of(name)) for name in names]
     if not any(with_headers):
         make, counts = bare_config, (1, 2, 4)
         base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
     else:
         heads = row_heads(problem, names, blocks) if problem.aligned else 0
-        contiguous = (heads or 1) == problem.num_kv_heads
+        contiguous = problem.features.head_major or (heads or 1) == problem.num_kv_heads
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, 4) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
-    return list(dict.fromkeys(make(base, ctas) for ctas in counts))
+    return list(dict.fromkeys(_roomy(make(base, ctas)) for ctas in counts))
+
+
+def _roomy(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
+    if not (config.units or config.blocks_per_warp > 1 or config.features != PLAIN):
+        return config
+    while config.ctas_per_sm > 1 and config.num_warps * config.ctas_per_sm > TARGET_WARPS:
+        config = _change(config, ctas_per_sm=config.ctas_per_sm // 2)
+    return config
 
 
 def query_blocks(rows: int) -> tuple[int, int]:
@@ -238,10 +247,11 @@ def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -
     dims = (problem.head_dim, problem.v_head_dim)
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
-    for heads in dict.fromkeys((problem.num_kv_heads, BLOCK_QUERIES, 4, 2, 1)):
+    # Head-major caches have one head's tokens side by side.
+    for heads in (1,) if problem.features.head_major else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
         if heads > min(BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
             continue
-        contiguous = heads == problem.num_kv_heads
+        contiguous = problem.features.head_major or heads == problem.num_kv_heads
         if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
             continue
         if _num_stages(_base_config(problem, names, heads, num_query_blocks, contiguous, "bulk"), 1) >= 2:
@@ -261,10 +271,15 @@ def _base_config(
         problem.v_head_dim,
         num_heads=num_heads,
         num_query_blocks=num_query_blocks,
+        blocks_per_warp=query_blocks(problem.rows)[1],
         num_slices=1,
+        early_tiles=0 if problem.features.window else 1,
         contiguous=contiguous,
         k_copy=k_copy,
         v_copy=v_copy,
+        page_tokens=problem.page_tokens,
+        units=problem.features.paged,
+        features=problem.features,
     )
 
 

@@ -1,0 +1,150 @@
+"""Pages, several queries, masks and the rest of what a call may ask for, on a GPU against fp64.
+
+`SHAPES` and `FEATURES` are multiplied with some formats; hypothesis draws lengths and numbers for kernels that are
+compiled already, so that no example waits for the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.attention.call import make_call as checked_call
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.plan import problem_of
+from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.runtime import arch_of, load_many
+from tests.attention.cases import Call, assert_close, make_call
+
+pytestmark = pytest.mark.gpu
+
+CUDA = "cuda"
+LENGTHS = (0, 1, 15, 16, 17, 300, 513, 4000)
+ALIKE = (500, 512, 513, 480)
+
+STORAGE: dict[str, dict[str, Any]] = {
+    "pages of 64": {"page_size": 64},
+    "pages of 16": {"page_size": 16, "num_kv_heads": 2, "group": 4},
+    "pages of 48, 8 heads": {"page_size": 48, "num_kv_heads": 8, "group": 2},
+    "pages of 256, head-major": {"page_size": 256, "num_kv_heads": 2, "cache_layout": "HND"},
+    "head-major": {"num_kv_heads": 3, "group": 1, "cache_layout": "HND", "max_seq_len": 4000},
+}
+QUERIES: dict[str, dict[str, Any]] = {
+    "4 queries": {"q_len": 4},
+    "16 queries of 3 heads": {"q_len": 16, "group": 3},
+    "4 queries that see everything": {"q_len": 4, "causal": False},
+    "window": {"window": 100},
+    "window of 1": {"window": 1},
+    "2 queries, window of 700": {"q_len": 2, "window": 700},
+}
+SCORES: dict[str, dict[str, Any]] = {
+    "soft cap": {"soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "ALiBi": {"alibi": True},
+    "bias": {"bias": "fp32", "max_seq_len": 4000},
+    "all": {
+        "q_len": 3,
+        "group": 4,
+        "num_kv_heads": 2,
+        "page_size": 64,
+        "window": 333,
+        "soft_cap": 30.0,
+        "sinks": True,
+        "alibi": True,
+        "bias": "bf16",
+        "bias_dims": "ihj",
+    },
+}
+CASES = {
+    f"{kv_format}, {name}": {"kv_format": kv_format, **options}
+    for kv_formats, cases in (
+        (("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor"), STORAGE | QUERIES),
+        (("bf16", "int4_g4"), SCORES),
+        ((("int8_channel", "int4_g1"), ("bf16", "e4m3_token_head")), {"pages of 64": STORAGE["pages of 64"], "": {}}),
+    )
+    for kv_format in kv_formats
+    for name, options in cases.items()
+}
+
+
+def call_of(case: str, lengths: tuple[int, ...], device: str = CUDA, seed: int = 0) -> Call:
+    return make_call(lengths=lengths, device=device, seed=seed, **CASES[case])
+
+
+def spec_of(case: str, lengths: tuple[int, ...] = LENGTHS) -> DecodeSpec:
+    """The kernel that serves a case; needs no GPU."""
+    call = call_of(case, lengths, device="cpu")
+    options: Any = call.options
+    return DecodeSpec(
+        make_schedule(problem_of(checked_call(*call.tensors, kv_format=call.kv_format, **options))).config
+    )
+
+
+def specs() -> list[DecodeSpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    return list(dict.fromkeys(spec_of(case, lengths) for case in CASES for lengths in (LENGTHS, ALIKE)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    load_many(specs(), arch_of())
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, ALIKE], ids=["ragged", "alike"])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_of_the_reference(case, lengths):
+    call = call_of(case, lengths)
+    out, lse = call.run(return_lse=True)
+    again = call.run()
+    assert torch.equal(out, again), "the same inputs give the same bits"
+    assert_close(call, out, lse)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    lengths=st.lists(st.integers(0, 4000), min_size=len(LENGTHS), max_size=len(LENGTHS)),
+    seed=st.integers(0, 2**31),
+)
+def test_any_lengths(case, lengths, seed):
+    """Of a cache of 4000 tokens, so that the kernels are those of `compiled`."""
+    call = call_of(case, (*lengths[:-1], 4000), seed=seed)
+    out, lse = call.run(return_lse=True)
+    assert_close(call, out, lse)
+
+
+def test_one_long_request_among_many_short_ones():
+    lengths = [100 + index % 900 for index in range(600)]
+    lengths[123] = 100_000
+    call = make_call("int4_g1", lengths, page_size=64, device=CUDA)
+    out, lse = call.run(return_lse=True)
+    for request in (0, 122, 123, 124, 599):
+        part = slice(request, request + 1)
+        assert_close(call.row(request), out[part], lse[part])
+
+
+def test_a_fixed_split_does_not_depend_on_the_batch():
+    call = call_of("int4_g1, pages of 64", LENGTHS)
+    together = call.run(num_splits=3)
+    for request in range(len(LENGTHS)):
+        assert torch.equal(call.row(request).run(num_splits=3)[0], together[request])
+
+
+def test_one_graph_serves_changing_lengths_and_tables():
+    call = call_of("int4_g4, pages of 64", LENGTHS)
+    out = call.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call.run()
+    graph.replay()
+    assert torch.equal(captured, out)
+    call.options["block_table"].copy_(call.options["block_table"].flip(0))
+    call.seq_lens.copy_(call.seq_lens.flip(0))
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert_close(call, captured)
