@@ -1,0 +1,469 @@
+"""Append: bias, QK-norm, RoPE, quantisation and scatter of new tokens' K and V, and the rotated q, in one launch.
+
+Shape of the work: a *team* of lanes takes one token and ``rows_per_team`` of its heads out of the list (q heads, k
+heads, v heads); the teams of a CTA take other tokens and the same heads, so what a head needs is decided by the whole
+warp. A team first asks for all its rows and for where its token goes, makes the angles of its token once, then works
+row by row in registers. Nothing is shared between teams: no shared memory, no barriers.
+
+What cannot be written anywhere (an unmapped page, a position outside the table or the cache, slot -1) is not written;
+q is, all the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.rows import Elements, make_row
+from cute_kernels.device.write_row import divide_by, write_row
+from cute_kernels.kv_cache.config import (
+    HAS_CU_SEQLENS,
+    HAS_POSITIONS,
+    HAS_SLOTS,
+    HAS_TABLE,
+    WARP_THREADS,
+    WIDE_POSITIONS,
+    AppendConfig,
+)
+from cute_kernels.kv_cache.rotate import Rotator
+
+MAX_GRID_Y = 32768
+
+
+class AppendKernel:
+    """One compiled variant of the append kernel; :class:`AppendConfig` says which."""
+
+    def __init__(self, config: AppendConfig):
+        self.config = config
+        self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes)
+        self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes)
+        self.k_row = make_row(config.k_format, config.head_dim_k, config.lanes)
+        self.v_row = make_row(config.v_format, config.head_dim_v, config.lanes)
+        self.rotator = Rotator(config)
+        self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        q_out: cute.Tensor,
+        k_cache: Int64,
+        v_cache: Int64,
+        seq_lens: Int64,
+        cu_seqlens: Int64,
+        slots: Int64,
+        block_table: Int64,
+        position_ids: Int64,
+        q_bias: Int64,
+        k_bias: Int64,
+        v_bias: Int64,
+        q_norm: Int64,
+        k_norm: Int64,
+        phase_steps: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        norm_eps: Float32,
+        rope_factor: Float32,
+        num_q_heads: Int32,
+        k_page_stride: Int64,
+        k_token_stride: Int64,
+        k_head_stride: Int64,
+        v_page_stride: Int64,
+        v_token_stride: Int64,
+        v_head_stride: Int64,
+        num_pages: Int32,
+        page_size: Int32,
+        page_divisor: Int64,
+        batch: Int32,
+        max_pages: Int32,
+        rows_per_team: Int32,
+        mode: Int32,
+        stream,
+    ):
+        """Launches over (blocks of heads, blocks of tokens).
+
+        q, k, v, q_out: [tokens, heads, head_dim], any token stride; without q, ``num_q_heads`` is 0 and q and q_out may
+        be any tensors of that kind. The caches' strides are in bytes; page_divisor is `divisor_of` page_size. The other
+        64-bit arguments are addresses, 0 where there is none: seq_lens int32 [batch], cu_seqlens int32 [batch + 1],
+        slots int64 [tokens], block_table int32 [batch, max_pages], position_ids int32 or int64 [tokens], biases
+        [heads, head_dim] and norm weights [head_dim] in q's dtype, phase_steps int64 [rotary_dim / 2], scales fp32.
+        ``mode``: bits of :mod:`cute_kernels.kv_cache.config`. A contiguous cache has one page of page_size = max_seq_len
+        tokens per request.
+        """
+        config = self.config
+        k_shape: Any = k.shape
+        num_tokens, num_kv_heads, _ = k_shape
+        strides: Any = [tensor.stride[0] for tensor in (q, k, v, q_out)]
+        chunks = cute.ceil_div(num_q_heads + 2 * num_kv_heads, rows_per_team)
+        blocks = cute.ceil_div(num_tokens, config.tokens_per_cta)
+        self.kernel(
+            ptx.address(q),
+            ptx.address(k),
+            ptx.address(v),
+            ptx.address(q_out),
+            Int64(strides[0]),
+            Int64(strides[1]),
+            Int64(strides[2]),
+            Int64(strides[3]),
+            k_cache,
+            v_cache,
+            seq_lens,
+            cu_seqlens,
+            slots,
+            block_table,
+            position_ids,
+            q_bias,
+            k_bias,
+            v_bias,
+            q_norm,
+            k_norm,
+            phase_steps,
+            k_scale,
+            v_scale,
+            norm_eps,
+            rope_factor,
+            num_q_heads,
+            num_kv_heads,
+            num_tokens,
+            k_page_stride,
+            k_token_stride,
+            k_head_stride,
+            v_page_stride,
+            v_token_stride,
+            v_head_stride,
+            num_pages,
+            page_size,
+            page_divisor,
+            batch,
+            max_pages,
+            rows_per_team,
+            mode,
+        ).launch(
+            grid=(chunks, cutlass.min(blocks, MAX_GRID_Y), cute.ceil_div(blocks, MAX_GRID_Y)),
+            block=(config.num_threads, 1, 1),
+            preferred_smem_carveout=0,  # all of it for L1
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        q_out: Int64,
+        q_stride: Int64,
+        k_stride: Int64,
+        v_stride: Int64,
+        q_out_stride: Int64,
+        k_cache: Int64,
+        v_cache: Int64,
+        seq_lens: Int64,
+        cu_seqlens: Int64,
+        slots: Int64,
+        block_table: Int64,
+        position_ids: Int64,
+        q_bias: Int64,
+        k_bias: Int64,
+        v_bias: Int64,
+        q_norm: Int64,
+        k_norm: Int64,
+        phase_steps: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        norm_eps: Float32,
+        rope_factor: Float32,
+        num_q_heads: Int32,
+        num_kv_heads: Int32,
+        num_tokens: Int32,
+        k_page_stride: Int64,
+        k_token_stride: Int64,
+        k_head_stride: Int64,
+        v_page_stride: Int64,
+        v_token_stride: Int64,
+        v_head_stride: Int64,
+        num_pages: Int32,
+        page_size: Int32,
+        page_divisor: Int64,
+        batch: Int32,
+        max_pages: Int32,
+        rows_per_team: Int32,
+        mode: Int32,
+    ):
+        config = self.config
+        chunk, block_y, block_z = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        warp_token = ((block_z * MAX_GRID_Y + block_y) * config.num_warps + warp) * config.tokens_per_warp
+        if warp_token < num_tokens:
+            token = warp_token + lane // config.lanes
+            valid = token < num_tokens
+            token = cutlass.min(token, num_tokens - 1)  # teams without a token of their own work along
+            first_head = chunk * rows_per_team
+            num_turned = num_q_heads + num_kv_heads
+            heads = Heads(
+                num_q=num_q_heads,
+                num_turned=num_turned,
+                first=first_head,
+                stop=cutlass.min(first_head + rows_per_team, num_turned + num_kv_heads),
+            )
+            # Rows are found at base + head * row bytes, heads counted through q, k and v.
+            k_bytes, v_bytes = self.k_elements.row_bytes, self.v_elements.row_bytes
+            width = self.k_elements.width
+            source = Source(
+                q=q + Int64(token) * q_stride * width,
+                k=k + Int64(token) * k_stride * width - Int64(num_q_heads * k_bytes),
+                v=v + Int64(token) * v_stride * width - Int64(num_turned * v_bytes),
+            )
+            where = Where(
+                seq_lens=seq_lens,
+                cu_seqlens=cu_seqlens,
+                slots=slots,
+                block_table=block_table,
+                position_ids=position_ids,
+                num_pages=num_pages,
+                page_size=page_size,
+                page_divisor=page_divisor,
+                batch=batch,
+                max_pages=max_pages,
+                mode=mode,
+            )
+            extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
+            targets = Targets(
+                q_out=q_out + Int64(token) * q_out_stride * width,
+                k_cache=k_cache,
+                v_cache=v_cache,
+                k_strides=(k_page_stride, k_token_stride, k_head_stride),
+                v_strides=(v_page_stride, v_token_stride, v_head_stride),
+            )
+            team_lane = lane % config.lanes
+            raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
+            self.fetch(raw, source, heads, team_lane)
+            position, page, row = self.locate(where, heads, token, lane)
+            cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
+            sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
+            if const_expr(config.rope != "none"):
+                cos.fill(0.0)
+                sin.fill(0.0)
+                if heads.first < heads.num_turned:
+                    self.rotator.make_angles(cos, sin, phase_steps, position, rope_factor, team_lane)
+            self.process(raw, cos, sin, heads, extras, targets, valid, page, row, team_lane)
+
+    # -- getting there ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def fetch(self, raw, source, heads, team_lane):
+        """Asks for all rows of the team; nothing waits for them yet."""
+        for u in cutlass.range_constexpr(self.config.rows_in_flight):
+            head = heads.first + u
+            if head < heads.stop:
+                if const_expr(self.config.head_dim_k == self.config.head_dim_v):
+                    base = cutlass.select_(head < heads.num_turned, source.k, source.v)
+                    base = cutlass.select_(head < heads.num_q, source.q, base)
+                    self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
+                elif head < heads.num_turned:
+                    base = cutlass.select_(head < heads.num_q, source.q, source.k)
+                    self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
+                else:
+                    self.fetch_row(raw, u, self.v_elements, source.v, head, team_lane)
+
+    def fetch_row(self, raw, u: int, elements: Elements, base, head, team_lane):
+        for i, word in enumerate(elements.piece.load(base + Int64(head) * elements.row_bytes, team_lane)):
+            raw[u * self.row_words + i] = word
+
+    @cute.jit
+    def locate(self, where, heads, token, lane):
+        """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written."""
+        position, page, row = Int32(0), Int32(-1), Int32(0)
+        request, inside = token, where.seq_lens != 0
+        if where.seq_lens != 0:
+            ahead = Int32(1)  # tokens from this one to the request's end
+            if where.mode & HAS_CU_SEQLENS != 0:
+                request = self.find_request(where, token, lane)
+                bounds = [_load_word(where.cu_seqlens, request + i) for i in range(2)]
+                ahead = bounds[1] - token
+                inside = (token >= bounds[0]) & (ahead > 0)
+            position = _load_word(where.seq_lens, request) - ahead
+            inside = inside & (position >= 0)
+        if heads.stop > heads.num_q:
+            if where.mode & HAS_SLOTS != 0:
+                words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
+                slot = _join(words[0], words[1])
+                inside = slot >= 0
+                quotient = divide_by(slot, where.page_divisor)
+                inside = inside & (quotient < Int64(where.num_pages))
+                page = quotient.to(Int32)
+                row = (slot - quotient * Int64(where.page_size)).to(Int32)
+            else:
+                index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
+                row = position - index * where.page_size
+                if where.mode & HAS_TABLE != 0:
+                    inside = inside & (index < where.max_pages)
+                    entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+                    page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+                else:
+                    inside = inside & (index == 0)
+                    page = request
+            inside = inside & (page >= 0) & (page < where.num_pages)
+            page = cutlass.select_(inside, page, Int32(-1))
+        if where.mode & HAS_POSITIONS != 0:
+            shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
+            # Of 64-bit positions the lower half: they fit it.
+            position = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
+        return position, page, row
+
+    @cute.jit
+    def find_request(self, where, token, lane):
+        """The last request that begins at or before a token; the lanes of a team look at as many requests at a time."""
+        lanes = self.config.lanes
+        team_lane = lane % lanes
+        low, span = Int32(0), where.batch
+        while span > 1:
+            step = (span + lanes - 1) // lanes
+            index = low + team_lane * step
+            begin = _load_word(where.cu_seqlens, cutlass.min(index, where.batch))
+            before = (begin <= token) & (index < where.batch) & (team_lane * step < span)
+            votes = Uint32(cute.arch.vote_ballot_sync(before))
+            if const_expr(lanes < WARP_THREADS):
+                votes = (votes >> (lane - team_lane)) & ((1 << lanes) - 1)
+            low = low + cutlass.max(cute.arch.popc(votes).to(Int32) - 1, 0) * step
+            span = step
+        return cutlass.min(low, where.batch - 1)
+
+    # -- row by row ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def process(self, raw, cos, sin, heads, extras, targets, valid, page, row, team_lane):
+        """All rows of a team, in turn."""
+        values = cute.make_rmem_tensor(max(self.k_row.count, self.v_row.count), Float32)
+        for u in cutlass.range(heads.stop - heads.first, unroll=1):
+            head = heads.first + u
+            if head < heads.num_turned:
+                self.take(raw, values, self.k_elements)
+                is_q = head < heads.num_q
+                index = head - cutlass.select_(is_q, Int32(0), heads.num_q)
+                self.add_bias(values, self.k_elements, cutlass.select_(is_q, extras.q_bias, extras.k_bias), index, team_lane)
+                self.normalise(values, cutlass.select_(is_q, extras.q_norm, extras.k_norm), extras.norm_eps, team_lane)
+                if const_expr(self.config.rope != "none"):
+                    self.rotator.rotate(values, cos, sin, team_lane)
+                if is_q:
+                    if valid:
+                        address = targets.q_out + Int64(head) * self.k_elements.row_bytes
+                        self.k_elements.piece.store(address, team_lane, self.k_elements.pack(values))
+                else:
+                    address = _place(targets.k_cache, targets.k_strides, page, row, index)
+                    write_row(self.k_row, values, address, extras.k_scale, index, valid & (page >= 0), team_lane)
+            else:
+                self.take(raw, values, self.v_elements)
+                index = head - heads.num_turned
+                self.add_bias(values, self.v_elements, extras.v_bias, index, team_lane)
+                address = _place(targets.v_cache, targets.v_strides, page, row, index)
+                write_row(self.v_row, values, address, extras.v_scale, index, valid & (page >= 0), team_lane)
+            for i in cutlass.range_constexpr((self.config.rows_in_flight - 1) * self.row_words):
+                raw[i] = raw[i + self.row_words]
+
+    def take(self, raw, values, elements: Elements):
+        """The next row's numbers in fp32."""
+        for i, value in enumerate(elements.unpack(raw)):
+            values[i] = value
+
+    @cute.jit
+    def add_bias(self, values, elements, bias, head, team_lane):
+        if bias != 0:
+            for i, term in enumerate(elements.load(bias + Int64(head) * elements.row_bytes, team_lane)):
+                values[i] = numbers.add(values[i], term)
+
+    @cute.jit
+    def normalise(self, values, weight, eps, team_lane):
+        """RMS norm over the head's columns."""
+        if weight != 0:
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(self.k_elements.count):
+                total = ptx.fma(values[i], values[i], total)
+            distance = 1
+            while const_expr(distance < self.config.lanes):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+                distance *= 2
+            root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
+            for i, factor in enumerate(self.k_elements.load(weight, team_lane)):
+                values[i] = values[i] * root * factor
+
+
+def _load_word(base: Int64, index) -> Int32:
+    return ptx.load_global_words(base + Int64(index) * 4, 0, 1)[0].to(Int32)
+
+
+def _join(low: Uint32, high: Uint32) -> Int64:
+    return (Int64(high.to(Int32)) << 32) | Int64(low)
+
+
+def _place(cache, strides, page, row, head) -> Int64:
+    """Address of a row of the cache; page and row of a token without a place give any address."""
+    page_stride, token_stride, head_stride = strides
+    return cache + Int64(page) * page_stride + Int64(row) * token_stride + Int64(head) * head_stride
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A team's share of its token's heads, counted through q, k and v."""
+
+    num_q: Int32
+    num_turned: Int32  # q and k heads: those that bias, norm and RoPE may change
+    first: Int32
+    stop: Int32
+
+
+@dataclass(frozen=True)
+class Source:
+    """Addresses of a token's q, k and v rows, such that ``address + head * row bytes`` is head's."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+
+
+@dataclass(frozen=True)
+class Where:
+    """What decides where tokens go; see :meth:`AppendKernel.__call__`."""
+
+    seq_lens: Int64
+    cu_seqlens: Int64
+    slots: Int64
+    block_table: Int64
+    position_ids: Int64
+    num_pages: Int32
+    page_size: Int32
+    page_divisor: Int64
+    batch: Int32
+    max_pages: Int32
+    mode: Int32
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Addresses of what rows are combined with, 0 where there is none."""
+
+    q_bias: Int64
+    k_bias: Int64
+    v_bias: Int64
+    q_norm: Int64
+    k_norm: Int64
+    k_scale: Int64
+    v_scale: Int64
+    norm_eps: Float32
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where results go; strides are bytes per (page, token, head)."""
+
+    q_out: Int64
+    k_cache: Int64
+    v_cache: Int64
+    k_strides: Any
+    v_strides: Any
