@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig
-from cute_kernels.kv_formats import FORMATS
+from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
+from cute_kernels.kv_formats import FORMATS, format_of
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
@@ -67,7 +67,7 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
     from cute_kernels.kv_cache.kernel import AppendKernel
 
@@ -80,21 +80,30 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
         strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
         return make_fake_tensor(dtype, (num_tokens, heads, head_dim), stride=strides, assumed_align=unit)
 
-    num_tokens, q_heads, kv_heads = (cute.sym_int() for _ in range(3))
+    def cache(kv_format: str, head_dim: int):
+        form = format_of(kv_format)
+        element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(kv_format, cutlass.Uint8)
+        align = row_alignment(kv_format, head_dim, config.lanes)
+        strides = [cute.sym_int64(divisibility=align // (element.width // 8)) for _ in range(3)]
+        shape = (num_pages, page_size, kv_heads, form.row_elements(head_dim))
+        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align)
+
+    num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
     k_dim, v_dim = config.head_dim_k, config.head_dim_v
+    max_pages = cute.sym_int()
     return cute.compile(
         kernel,
         rows(q_heads, kernel.k_elements, k_dim),
         rows(kv_heads, kernel.k_elements, k_dim),
         rows(kv_heads, kernel.v_elements, v_dim),
         rows(q_heads, kernel.k_elements, k_dim),
-        *[cutlass.Int64(0)] * 15,
+        cache(config.k_format, k_dim),
+        cache(config.v_format, v_dim),
+        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4),
+        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(), max_pages), stride_order=(1, 0), assumed_align=4),
+        *[cutlass.Int64(0)] * 11,
         *[cutlass.Float32(1.0)] * 2,
-        cutlass.Int32(1),
-        *[cutlass.Int64(0)] * 6,
         *[cutlass.Int32(1)] * 2,
-        cutlass.Int64(0),
-        *[cutlass.Int32(1)] * 4,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

@@ -1,8 +1,9 @@
 """Every compile-time choice of the kernels that write and read cache rows, as data. No GPU types here."""
 
+import math
 from dataclasses import dataclass
 
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.kv_formats import Int4Format, KvFormat, format_of
 
 WARP_THREADS = 32
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -12,7 +13,7 @@ ROPE_STYLES = ("none", "half", "interleaved")
 LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of bf16
 
 # Bits of a launch's mode.
-HAS_SLOTS, HAS_CU_SEQLENS, HAS_POSITIONS, WIDE_POSITIONS, HAS_TABLE, HEAD_MAJOR = (1 << i for i in range(6))
+HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int) -> int:
@@ -26,6 +27,18 @@ def team_lanes(*head_dims: int) -> int:
     ):
         lanes //= 2
     return lanes
+
+
+def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
+    """Bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of it.
+
+    That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for the words in front of them.
+    """
+    form = format_of(kv_format)
+    header = 4 * form.num_groups if isinstance(form, Int4Format) else getattr(form, "header_bytes", 0)
+    row_bytes = form.row_bytes(head_dim)
+    unit = math.gcd(16, (row_bytes - header) // lanes, header, row_bytes)
+    return max(unit, 4) if header else unit
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,8 @@ class AppendConfig:
             return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
-        if not 1 <= self.rows_in_flight <= 8:
-            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
+        if self.rows_in_flight not in (1, 2, 4, 8):
+            return f"rows_in_flight {self.rows_in_flight} is not 1, 2, 4 or 8"
         return None
 
 
@@ -156,3 +169,36 @@ class BulkConfig:
         if not 1 <= self.rows_in_flight <= 8:
             return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
         return None
+
+
+CTAS_PER_SM = 7  # that fit with the registers the append kernels need
+
+
+def _choose(condition, chosen, other):
+    return chosen if condition else other
+
+
+def rows_per_team(blocks, num_heads, wave, most: int, select=_choose):
+    """Heads of its token that a team takes: as few as one wave of CTAs allows, of 1, 2, 4 ... ``most``.
+
+    Few tokens are then spread over the whole GPU, and many share the work of making a token's angles.
+
+    Args:
+        blocks: CTAs along the tokens.
+        num_heads: of q, k and v together.
+        wave: CTAs that the GPU holds at a time.
+        select: (condition, value if true, value if not); the kernel's launch code brings its own.
+    """
+    rows = 1
+    for fewer in (1 << i for i in range(most.bit_length() - 1)):
+        rows = select(blocks * ((num_heads + fewer - 1) // fewer) > wave, 2 * fewer, rows)
+    return rows
+
+
+def divisor_of(divisor: int) -> int:
+    """What the kernels divide by ``divisor`` with: ceil(2**63 / divisor) as a signed 64-bit number.
+
+    floor(value / divisor) is then the upper 64 bits of its product with 2 * value, for value < 2**63 / divisor.
+    """
+    magic = -(-(2**63) // divisor)
+    return magic - 2**64 if magic >= 2**63 else magic

@@ -1,6 +1,6 @@
 """Append: bias, QK-norm, RoPE, quantisation and scatter of new tokens' K and V, and the rotated q, in one launch.
 
-Shape of the work: a *team* of lanes takes one token and ``rows_per_team`` of its heads out of the list (q heads, k
+Shape of the work: a *team* of lanes takes one token and a few of its heads out of the list (q heads, k
 heads, v heads); the teams of a CTA take other tokens and the same heads, so what a head needs is decided by the whole
 warp. A team first asks for all its rows and for where its token goes, makes the angles of its token once, then works
 row by row in registers. Nothing is shared between teams: no shared memory, no barriers.
@@ -20,13 +20,13 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, write_row
 from cute_kernels.kv_cache.config import (
-    HAS_CU_SEQLENS,
-    HAS_POSITIONS,
-    HAS_SLOTS,
+    HAS_Q,
+    HAS_SEQ_LENS,
     HAS_TABLE,
     WARP_THREADS,
     WIDE_POSITIONS,
     AppendConfig,
+    rows_per_team,
 )
 from cute_kernels.kv_cache.rotate import Rotator
 
@@ -52,12 +52,12 @@ class AppendKernel:
         k: cute.Tensor,
         v: cute.Tensor,
         q_out: cute.Tensor,
-        k_cache: Int64,
-        v_cache: Int64,
-        seq_lens: Int64,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        block_table: cute.Tensor,
         cu_seqlens: Int64,
         slots: Int64,
-        block_table: Int64,
         position_ids: Int64,
         q_bias: Int64,
         k_bias: Int64,
@@ -69,53 +69,48 @@ class AppendKernel:
         v_scale: Int64,
         norm_eps: Float32,
         rope_factor: Float32,
-        num_q_heads: Int32,
-        k_page_stride: Int64,
-        k_token_stride: Int64,
-        k_head_stride: Int64,
-        v_page_stride: Int64,
-        v_token_stride: Int64,
-        v_head_stride: Int64,
-        num_pages: Int32,
-        page_size: Int32,
-        page_divisor: Int64,
-        batch: Int32,
-        max_pages: Int32,
-        rows_per_team: Int32,
+        wave: Int32,
         mode: Int32,
         stream,
     ):
         """Launches over (blocks of heads, blocks of tokens).
 
-        q, k, v, q_out: [tokens, heads, head_dim], any token stride; without q, ``num_q_heads`` is 0 and q and q_out may
-        be any tensors of that kind. The caches' strides are in bytes; page_divisor is `divisor_of` page_size. The other
-        64-bit arguments are addresses, 0 where there is none: seq_lens int32 [batch], cu_seqlens int32 [batch + 1],
-        slots int64 [tokens], block_table int32 [batch, max_pages], position_ids int32 or int64 [tokens], biases
-        [heads, head_dim] and norm weights [head_dim] in q's dtype, phase_steps int64 [rotary_dim / 2], scales fp32.
-        ``mode``: bits of :mod:`cute_kernels.kv_cache.config`. A contiguous cache has one page of page_size = max_seq_len
-        tokens per request.
+        q, k, v, q_out: [tokens, heads, head_dim], any token stride. Caches: [pages, page_size, num_kv_heads, row] with
+        any strides but the last; a contiguous cache has a page of max_seq_len tokens per request. seq_lens: int32
+        [batch]; block_table: int32 [batch, max_pages]. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`, says which
+        of q, seq_lens and block_table count; the others may be any tensors of their kind.
+
+        The 64-bit arguments are addresses, 0 where there is none: cu_seqlens int32 [batch + 1], slots int64 [tokens],
+        position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
+        phase_steps int64 [rotary_dim / 2], scales fp32. wave: CTAs that the GPU holds at a time.
         """
         config = self.config
-        k_shape: Any = k.shape
+        k_shape, q_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (k, q, k_cache, block_table))
         num_tokens, num_kv_heads, _ = k_shape
-        strides: Any = [tensor.stride[0] for tensor in (q, k, v, q_out)]
-        chunks = cute.ceil_div(num_q_heads + 2 * num_kv_heads, rows_per_team)
+        num_pages, page_size, _, _ = cache_shape
+        num_q_heads = cutlass.select_(mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0))
+        num_heads = num_q_heads + 2 * num_kv_heads
         blocks = cute.ceil_div(num_tokens, config.tokens_per_cta)
+        rows = rows_per_team(blocks, num_heads, wave, config.rows_in_flight, cutlass.select_)
+        # ceil(2**63 / page_size)
+        page_divisor = Int64(2**63 - 1) // Int64(cutlass.max(page_size, 1)) + 1
         self.kernel(
             ptx.address(q),
             ptx.address(k),
             ptx.address(v),
             ptx.address(q_out),
-            Int64(strides[0]),
-            Int64(strides[1]),
-            Int64(strides[2]),
-            Int64(strides[3]),
-            k_cache,
-            v_cache,
-            seq_lens,
+            *[Int64(_any(tensor.stride)[0]) for tensor in (q, k, v, q_out)],
+            ptx.address(k_cache),
+            ptx.address(v_cache),
+            *[
+                Int64(stride) * (tensor.element_type.width // 8)
+                for tensor in (k_cache, v_cache)
+                for stride in _any(tensor.stride)[:3]
+            ],
+            ptx.address(seq_lens),
+            ptx.address(block_table),
             cu_seqlens,
             slots,
-            block_table,
             position_ids,
             q_bias,
             k_bias,
@@ -130,21 +125,19 @@ class AppendKernel:
             num_q_heads,
             num_kv_heads,
             num_tokens,
-            k_page_stride,
-            k_token_stride,
-            k_head_stride,
-            v_page_stride,
-            v_token_stride,
-            v_head_stride,
             num_pages,
             page_size,
             page_divisor,
-            batch,
-            max_pages,
-            rows_per_team,
+            _any(seq_lens.shape)[0],
+            table_shape[1],
+            rows,
             mode,
         ).launch(
-            grid=(chunks, cutlass.min(blocks, MAX_GRID_Y), cute.ceil_div(blocks, MAX_GRID_Y)),
+            grid=(
+                cute.ceil_div(num_heads, rows),
+                cutlass.min(blocks, MAX_GRID_Y),
+                cute.ceil_div(blocks, MAX_GRID_Y),
+            ),
             block=(config.num_threads, 1, 1),
             preferred_smem_carveout=0,  # all of it for L1
             stream=stream,
@@ -163,10 +156,16 @@ class AppendKernel:
         q_out_stride: Int64,
         k_cache: Int64,
         v_cache: Int64,
+        k_page_stride: Int64,
+        k_token_stride: Int64,
+        k_head_stride: Int64,
+        v_page_stride: Int64,
+        v_token_stride: Int64,
+        v_head_stride: Int64,
         seq_lens: Int64,
+        block_table: Int64,
         cu_seqlens: Int64,
         slots: Int64,
-        block_table: Int64,
         position_ids: Int64,
         q_bias: Int64,
         k_bias: Int64,
@@ -181,18 +180,12 @@ class AppendKernel:
         num_q_heads: Int32,
         num_kv_heads: Int32,
         num_tokens: Int32,
-        k_page_stride: Int64,
-        k_token_stride: Int64,
-        k_head_stride: Int64,
-        v_page_stride: Int64,
-        v_token_stride: Int64,
-        v_head_stride: Int64,
         num_pages: Int32,
         page_size: Int32,
         page_divisor: Int64,
         batch: Int32,
         max_pages: Int32,
-        rows_per_team: Int32,
+        rows: Int32,
         mode: Int32,
     ):
         config = self.config
@@ -204,13 +197,13 @@ class AppendKernel:
             token = warp_token + lane // config.lanes
             valid = token < num_tokens
             token = cutlass.min(token, num_tokens - 1)  # teams without a token of their own work along
-            first_head = chunk * rows_per_team
+            first_head = chunk * rows
             num_turned = num_q_heads + num_kv_heads
             heads = Heads(
                 num_q=num_q_heads,
                 num_turned=num_turned,
                 first=first_head,
-                stop=cutlass.min(first_head + rows_per_team, num_turned + num_kv_heads),
+                stop=cutlass.min(first_head + rows, num_turned + num_kv_heads),
             )
             # Rows are found at base + head * row bytes, heads counted through q, k and v.
             k_bytes, v_bytes = self.k_elements.row_bytes, self.v_elements.row_bytes
@@ -280,10 +273,10 @@ class AppendKernel:
     def locate(self, where, heads, token, lane):
         """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written."""
         position, page, row = Int32(0), Int32(-1), Int32(0)
-        request, inside = token, where.seq_lens != 0
-        if where.seq_lens != 0:
+        request, inside = token, where.mode & HAS_SEQ_LENS != 0
+        if where.mode & HAS_SEQ_LENS != 0:
             ahead = Int32(1)  # tokens from this one to the request's end
-            if where.mode & HAS_CU_SEQLENS != 0:
+            if where.cu_seqlens != 0:
                 request = self.find_request(where, token, lane)
                 bounds = [_load_word(where.cu_seqlens, request + i) for i in range(2)]
                 ahead = bounds[1] - token
@@ -291,7 +284,7 @@ class AppendKernel:
             position = _load_word(where.seq_lens, request) - ahead
             inside = inside & (position >= 0)
         if heads.stop > heads.num_q:
-            if where.mode & HAS_SLOTS != 0:
+            if where.slots != 0:
                 words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
                 slot = _join(words[0], words[1])
                 inside = slot >= 0
@@ -311,7 +304,7 @@ class AppendKernel:
                     page = request
             inside = inside & (page >= 0) & (page < where.num_pages)
             page = cutlass.select_(inside, page, Int32(-1))
-        if where.mode & HAS_POSITIONS != 0:
+        if where.position_ids != 0:
             shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
             # Of 64-bit positions the lower half: they fit it.
             position = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
@@ -392,6 +385,11 @@ class AppendKernel:
             root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
             for i, factor in enumerate(self.k_elements.load(weight, team_lane)):
                 values[i] = values[i] * root * factor
+
+
+def _any(value) -> Any:
+    """For type checkers: shapes and strides of DSL tensors as the tuples that they are."""
+    return value
 
 
 def _load_word(base: Int64, index) -> Int32:
