@@ -95,18 +95,6 @@ def with_sign_of(size: Float32, sign: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def byte_of(x: Uint32, index: int, *, loc=None, ip=None) -> Uint32:
-    """Byte ``index`` of a word, zero-extended."""
-    return _pure(Uint32, [Uint32(x)], f"bfe.u32 $0, $1, {8 * index}, 8;", "=r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def signed_byte_of(x: Uint32, index: int, *, loc=None, ip=None) -> Int32:
-    """Byte ``index`` of a word, sign-extended."""
-    return _pure(Int32, [Uint32(x)], f"bfe.s32 $0, $1, {8 * index}, 8;", "=r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def pack_e4m3x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
     """Two fp32 rounded to nearest-even E4M3, saturating at 448, in the low two bytes; the others are 0."""
     return _pack_fp8("e4m3x2", low, high, loc=loc, ip=ip)

@@ -79,9 +79,9 @@ def append_kv(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths,
-            pages and slots are not looked at on a GPU (that would wait for it): a token whose place is outside the cache,
-            or unmapped, is not written. With CUTE_KERNELS_DEBUG=1 in the environment at import, such places and places
-            that two tokens share are errors that name request and position; on the CPU always.
+            pages and slots are not looked at on a GPU (that would wait for it): a token whose place is unmapped or
+            outside the cache is not written. With CUTE_KERNELS_DEBUG=1 in the environment at import, such places, and
+            places that two tokens share, are errors that name request and position; on the CPU always.
         UnsupportedGPUError: the GPU is none that the kernels are compiled for.
 
     CPU tensors are served by the reference implementation.

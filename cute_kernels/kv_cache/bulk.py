@@ -22,7 +22,7 @@ class BulkKernel:
     def __init__(self, config: BulkConfig):
         self.config = config
         self.elements = Elements(config.dtype, config.head_dim, config.lanes)
-        self.cache_row = make_row(config.kv_format, config.head_dim, config.lanes)
+        self.cache_row: Any = make_row(config.kv_format, config.head_dim, config.lanes)
         self.row_bytes = config.format.row_bytes(config.head_dim)
         quantize = config.direction == "quantize"
         self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words
@@ -54,9 +54,7 @@ class BulkKernel:
         )
 
     @cute.kernel
-    def kernel(
-        self, numbers: Int64, rows: Int64, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64
-    ):
+    def kernel(self, numbers: Int64, rows: Int64, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()

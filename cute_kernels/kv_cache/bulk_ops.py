@@ -73,11 +73,14 @@ def _check_rows(
     if dtype not in DTYPES:
         raise TypeError(f"dtype: got {dtype!r}, want one of {', '.join(map(str, DTYPES))}")
     if rows.dtype not in form.cache_dtypes:
-        raise TypeError(f"rows: got dtype {rows.dtype}, want {' or '.join(map(str, form.cache_dtypes))} for {kv_format}")
+        raise TypeError(
+            f"rows: got dtype {rows.dtype}, want {' or '.join(map(str, form.cache_dtypes))} for {kv_format}"
+        )
     row = form.row_elements(head_dim)
     if rows.dim() < 2 or rows.shape[-1] != row:
         raise ValueError(
-            f"rows: got shape {list(rows.shape)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim {head_dim}"
+            f"rows: got shape {list(rows.shape)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim "
+            f"{head_dim}"
         )
     _check_memory("rows", rows, rows.device)
     check_given_scale("scale", scale, form, rows.shape[-2], head_dim)
@@ -192,9 +195,7 @@ def _launch(
 # -- the operators ----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
-_library.define(
-    "quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
+_library.define("quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define(
     "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -118,7 +118,7 @@ def _check_tensors(call: AppendCall) -> None:
     ).split()
     device = call.k.device if isinstance(call.k, torch.Tensor) else None
     for name in names:
-        tensor = getattr(call, name)
+        tensor: Any = getattr(call, name)
         if tensor is None and name not in names[:4]:
             continue
         check_tensor(name, tensor)
@@ -266,9 +266,7 @@ def _check_extras(call: AppendCall) -> None:
         raise ValueError(f"rope: got rotary_dim {call.rope.rotary_dim}, want at most {k_dim}, k's head_dim")
 
 
-def check_given_scale(
-    name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int
-) -> None:
+def check_given_scale(name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int) -> None:
     """Raises TypeError or ValueError unless a given scale is there, and right, exactly where the format wants one."""
     if form.given_scale is None:
         if scale is not None:

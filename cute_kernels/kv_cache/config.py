@@ -32,7 +32,7 @@ def team_lanes(*head_dims: int) -> int:
 def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
     """Bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of it.
 
-    That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for the words in front of them.
+    That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
     """
     form = format_of(kv_format)
     header = 4 * form.num_groups if isinstance(form, Int4Format) else getattr(form, "header_bytes", 0)
@@ -154,7 +154,9 @@ class BulkConfig:
     @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
-        return f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_w{self.num_warps}r{self.rows_in_flight}"
+        return (
+            f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_w{self.num_warps}r{self.rows_in_flight}"
+        )
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.rows import Elements, make_row
@@ -40,8 +40,8 @@ class AppendKernel:
         self.config = config
         self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes)
         self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes)
-        self.k_row = make_row(config.k_format, config.head_dim_k, config.lanes)
-        self.v_row = make_row(config.v_format, config.head_dim_v, config.lanes)
+        self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes)
+        self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes)
         self.rotator = Rotator(config)
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
 
@@ -77,62 +77,53 @@ class AppendKernel:
 
         q, k, v, q_out: [tokens, heads, head_dim], any token stride. Caches: [pages, page_size, num_kv_heads, row] with
         any strides but the last; a contiguous cache has a page of max_seq_len tokens per request. seq_lens: int32
-        [batch]; block_table: int32 [batch, max_pages]. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`, says which
-        of q, seq_lens and block_table count; the others may be any tensors of their kind.
+        [batch]; block_table: int32 [batch, max_pages]. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`, says
+        which of q, seq_lens and block_table count; the others may be any tensors of their kind.
 
         The 64-bit arguments are addresses, 0 where there is none: cu_seqlens int32 [batch + 1], slots int64 [tokens],
         position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
         phase_steps int64 [rotary_dim / 2], scales fp32. wave: CTAs that the GPU holds at a time.
         """
         config = self.config
-        k_shape, q_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (k, q, k_cache, block_table))
-        num_tokens, num_kv_heads, _ = k_shape
-        num_pages, page_size, _, _ = cache_shape
-        num_q_heads = cutlass.select_(mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0))
-        num_heads = num_q_heads + 2 * num_kv_heads
-        blocks = cute.ceil_div(num_tokens, config.tokens_per_cta)
+        q_shape, k_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (q, k, k_cache, block_table))
+        inputs = Inputs(
+            q=ptx.address(q),
+            k=ptx.address(k),
+            v=ptx.address(v),
+            q_stride=_byte_strides(q)[0],
+            k_stride=_byte_strides(k)[0],
+            v_stride=_byte_strides(v)[0],
+            num_tokens=k_shape[0],
+            num_q_heads=cutlass.select_(mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0)),
+            num_kv_heads=k_shape[1],
+        )
+        targets = Targets(
+            q_out=ptx.address(q_out),
+            k_cache=ptx.address(k_cache),
+            v_cache=ptx.address(v_cache),
+            q_out_stride=_byte_strides(q_out)[0],
+            k_strides=_byte_strides(k_cache),
+            v_strides=_byte_strides(v_cache),
+        )
+        where = Where(
+            seq_lens=ptx.address(seq_lens),
+            block_table=ptx.address(block_table),
+            cu_seqlens=cu_seqlens,
+            slots=slots,
+            position_ids=position_ids,
+            num_pages=cache_shape[0],
+            page_size=cache_shape[1],
+            # ceil(2**63 / page_size)
+            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
+            batch=_any(seq_lens.shape)[0],
+            max_pages=table_shape[1],
+            mode=mode,
+        )
+        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
+        num_heads = inputs.num_q_heads + 2 * inputs.num_kv_heads
+        blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         rows = rows_per_team(blocks, num_heads, wave, config.rows_in_flight, cutlass.select_)
-        # ceil(2**63 / page_size)
-        page_divisor = Int64(2**63 - 1) // Int64(cutlass.max(page_size, 1)) + 1
-        self.kernel(
-            ptx.address(q),
-            ptx.address(k),
-            ptx.address(v),
-            ptx.address(q_out),
-            *[Int64(_any(tensor.stride)[0]) for tensor in (q, k, v, q_out)],
-            ptx.address(k_cache),
-            ptx.address(v_cache),
-            *[
-                Int64(stride) * (tensor.element_type.width // 8)
-                for tensor in (k_cache, v_cache)
-                for stride in _any(tensor.stride)[:3]
-            ],
-            ptx.address(seq_lens),
-            ptx.address(block_table),
-            cu_seqlens,
-            slots,
-            position_ids,
-            q_bias,
-            k_bias,
-            v_bias,
-            q_norm,
-            k_norm,
-            phase_steps,
-            k_scale,
-            v_scale,
-            norm_eps,
-            rope_factor,
-            num_q_heads,
-            num_kv_heads,
-            num_tokens,
-            num_pages,
-            page_size,
-            page_divisor,
-            _any(seq_lens.shape)[0],
-            table_shape[1],
-            rows,
-            mode,
-        ).launch(
+        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, rows).launch(
             grid=(
                 cute.ceil_div(num_heads, rows),
                 cutlass.min(blocks, MAX_GRID_Y),
@@ -146,98 +137,35 @@ class AppendKernel:
     @cute.kernel
     def kernel(
         self,
-        q: Int64,
-        k: Int64,
-        v: Int64,
-        q_out: Int64,
-        q_stride: Int64,
-        k_stride: Int64,
-        v_stride: Int64,
-        q_out_stride: Int64,
-        k_cache: Int64,
-        v_cache: Int64,
-        k_page_stride: Int64,
-        k_token_stride: Int64,
-        k_head_stride: Int64,
-        v_page_stride: Int64,
-        v_token_stride: Int64,
-        v_head_stride: Int64,
-        seq_lens: Int64,
-        block_table: Int64,
-        cu_seqlens: Int64,
-        slots: Int64,
-        position_ids: Int64,
-        q_bias: Int64,
-        k_bias: Int64,
-        v_bias: Int64,
-        q_norm: Int64,
-        k_norm: Int64,
+        inputs: "Inputs",
+        targets: "Targets",
+        where: "Where",
+        extras: "Extras",
         phase_steps: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        norm_eps: Float32,
         rope_factor: Float32,
-        num_q_heads: Int32,
-        num_kv_heads: Int32,
-        num_tokens: Int32,
-        num_pages: Int32,
-        page_size: Int32,
-        page_divisor: Int64,
-        batch: Int32,
-        max_pages: Int32,
         rows: Int32,
-        mode: Int32,
     ):
         config = self.config
         chunk, block_y, block_z = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         warp_token = ((block_z * MAX_GRID_Y + block_y) * config.num_warps + warp) * config.tokens_per_warp
-        if warp_token < num_tokens:
+        if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
-            valid = token < num_tokens
-            token = cutlass.min(token, num_tokens - 1)  # teams without a token of their own work along
-            first_head = chunk * rows
-            num_turned = num_q_heads + num_kv_heads
+            valid = token < inputs.num_tokens
+            token = cutlass.min(token, inputs.num_tokens - 1)  # teams without a token of their own work along
+            num_turned = inputs.num_q_heads + inputs.num_kv_heads
             heads = Heads(
-                num_q=num_q_heads,
+                num_q=inputs.num_q_heads,
                 num_turned=num_turned,
-                first=first_head,
-                stop=cutlass.min(first_head + rows, num_turned + num_kv_heads),
-            )
-            # Rows are found at base + head * row bytes, heads counted through q, k and v.
-            k_bytes, v_bytes = self.k_elements.row_bytes, self.v_elements.row_bytes
-            width = self.k_elements.width
-            source = Source(
-                q=q + Int64(token) * q_stride * width,
-                k=k + Int64(token) * k_stride * width - Int64(num_q_heads * k_bytes),
-                v=v + Int64(token) * v_stride * width - Int64(num_turned * v_bytes),
-            )
-            where = Where(
-                seq_lens=seq_lens,
-                cu_seqlens=cu_seqlens,
-                slots=slots,
-                block_table=block_table,
-                position_ids=position_ids,
-                num_pages=num_pages,
-                page_size=page_size,
-                page_divisor=page_divisor,
-                batch=batch,
-                max_pages=max_pages,
-                mode=mode,
-            )
-            extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
-            targets = Targets(
-                q_out=q_out + Int64(token) * q_out_stride * width,
-                k_cache=k_cache,
-                v_cache=v_cache,
-                k_strides=(k_page_stride, k_token_stride, k_head_stride),
-                v_strides=(v_page_stride, v_token_stride, v_head_stride),
+                first=chunk * rows,
+                stop=cutlass.min(chunk * rows + rows, num_turned + inputs.num_kv_heads),
             )
             team_lane = lane % config.lanes
             raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
-            self.fetch(raw, source, heads, team_lane)
+            self.fetch(raw, inputs, heads, token, team_lane)
             position, page, row = self.locate(where, heads, token, lane)
+            place = Place(token=token, valid=valid, page=page, row=row, lane=team_lane)
             cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
             sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
             if const_expr(config.rope != "none"):
@@ -245,25 +173,30 @@ class AppendKernel:
                 sin.fill(0.0)
                 if heads.first < heads.num_turned:
                     self.rotator.make_angles(cos, sin, phase_steps, position, rope_factor, team_lane)
-            self.process(raw, cos, sin, heads, extras, targets, valid, page, row, team_lane)
+            self.process(raw, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def fetch(self, raw, source, heads, team_lane):
+    def fetch(self, raw, inputs, heads, token, team_lane):
         """Asks for all rows of the team; nothing waits for them yet."""
+        # A row is at base + head * row bytes, heads counted through q, k and v.
+        k_bytes, v_bytes = self.k_elements.row_bytes, self.v_elements.row_bytes
+        q = inputs.q + Int64(token) * inputs.q_stride
+        k = inputs.k + Int64(token) * inputs.k_stride - Int64(heads.num_q) * k_bytes
+        v = inputs.v + Int64(token) * inputs.v_stride - Int64(heads.num_turned) * v_bytes
         for u in cutlass.range_constexpr(self.config.rows_in_flight):
             head = heads.first + u
             if head < heads.stop:
                 if const_expr(self.config.head_dim_k == self.config.head_dim_v):
-                    base = cutlass.select_(head < heads.num_turned, source.k, source.v)
-                    base = cutlass.select_(head < heads.num_q, source.q, base)
+                    base = cutlass.select_(head < heads.num_turned, k, v)
+                    base = cutlass.select_(head < heads.num_q, q, base)
                     self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
                 elif head < heads.num_turned:
-                    base = cutlass.select_(head < heads.num_q, source.q, source.k)
+                    base = cutlass.select_(head < heads.num_q, q, k)
                     self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
                 else:
-                    self.fetch_row(raw, u, self.v_elements, source.v, head, team_lane)
+                    self.fetch_row(raw, u, self.v_elements, v, head, team_lane)
 
     def fetch_row(self, raw, u: int, elements: Elements, base, head, team_lane):
         for i, word in enumerate(elements.piece.load(base + Int64(head) * elements.row_bytes, team_lane)):
@@ -331,32 +264,34 @@ class AppendKernel:
     # -- row by row ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, raw, cos, sin, heads, extras, targets, valid, page, row, team_lane):
+    def process(self, raw, cos, sin, heads, extras, targets, place):
         """All rows of a team, in turn."""
         values = cute.make_rmem_tensor(max(self.k_row.count, self.v_row.count), Float32)
+        lane, has_page = place.lane, place.valid & (place.page >= 0)
         for u in cutlass.range(heads.stop - heads.first, unroll=1):
             head = heads.first + u
             if head < heads.num_turned:
-                self.take(raw, values, self.k_elements)
                 is_q = head < heads.num_q
                 index = head - cutlass.select_(is_q, Int32(0), heads.num_q)
-                self.add_bias(values, self.k_elements, cutlass.select_(is_q, extras.q_bias, extras.k_bias), index, team_lane)
-                self.normalise(values, cutlass.select_(is_q, extras.q_norm, extras.k_norm), extras.norm_eps, team_lane)
+                self.take(raw, values, self.k_elements)
+                self.add_bias(values, self.k_elements, cutlass.select_(is_q, extras.q_bias, extras.k_bias), index, lane)
+                self.normalise(values, cutlass.select_(is_q, extras.q_norm, extras.k_norm), extras.norm_eps, lane)
                 if const_expr(self.config.rope != "none"):
-                    self.rotator.rotate(values, cos, sin, team_lane)
+                    self.rotator.rotate(values, cos, sin, lane)
                 if is_q:
-                    if valid:
-                        address = targets.q_out + Int64(head) * self.k_elements.row_bytes
-                        self.k_elements.piece.store(address, team_lane, self.k_elements.pack(values))
+                    if place.valid:
+                        address = targets.q_out + Int64(place.token) * targets.q_out_stride
+                        address = address + Int64(head) * self.k_elements.row_bytes
+                        self.k_elements.piece.store(address, lane, self.k_elements.pack(values))
                 else:
-                    address = _place(targets.k_cache, targets.k_strides, page, row, index)
-                    write_row(self.k_row, values, address, extras.k_scale, index, valid & (page >= 0), team_lane)
+                    address = _row_address(targets.k_cache, targets.k_strides, place, index)
+                    write_row(self.k_row, values, address, extras.k_scale, index, has_page, lane)
             else:
-                self.take(raw, values, self.v_elements)
                 index = head - heads.num_turned
-                self.add_bias(values, self.v_elements, extras.v_bias, index, team_lane)
-                address = _place(targets.v_cache, targets.v_strides, page, row, index)
-                write_row(self.v_row, values, address, extras.v_scale, index, valid & (page >= 0), team_lane)
+                self.take(raw, values, self.v_elements)
+                self.add_bias(values, self.v_elements, extras.v_bias, index, lane)
+                address = _row_address(targets.v_cache, targets.v_strides, place, index)
+                write_row(self.v_row, values, address, extras.v_scale, index, has_page, lane)
             for i in cutlass.range_constexpr((self.config.rows_in_flight - 1) * self.row_words):
                 raw[i] = raw[i + self.row_words]
 
@@ -400,29 +335,42 @@ def _join(low: Uint32, high: Uint32) -> Int64:
     return (Int64(high.to(Int32)) << 32) | Int64(low)
 
 
-def _place(cache, strides, page, row, head) -> Int64:
-    """Address of a row of the cache; page and row of a token without a place give any address."""
+def _byte_strides(tensor) -> Any:
+    """Bytes from one index of each dimension but the last to the next."""
+    return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])
+
+
+def _row_address(cache, strides, place, head) -> Int64:
+    """Address of a token's row of the cache; any address if it has no place."""
     page_stride, token_stride, head_stride = strides
-    return cache + Int64(page) * page_stride + Int64(row) * token_stride + Int64(head) * head_stride
+    return cache + Int64(place.page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
 
 
 @dataclass(frozen=True)
-class Heads:
-    """A team's share of its token's heads, counted through q, k and v."""
-
-    num_q: Int32
-    num_turned: Int32  # q and k heads: those that bias, norm and RoPE may change
-    first: Int32
-    stop: Int32
-
-
-@dataclass(frozen=True)
-class Source:
-    """Addresses of a token's q, k and v rows, such that ``address + head * row bytes`` is head's."""
+class Inputs:
+    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads."""
 
     q: Int64
     k: Int64
     v: Int64
+    q_stride: Int64
+    k_stride: Int64
+    v_stride: Int64
+    num_tokens: Int32
+    num_q_heads: Int32
+    num_kv_heads: Int32
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Addresses of what is written; strides are bytes per token, and per (page, token, head) of the caches."""
+
+    q_out: Int64
+    k_cache: Int64
+    v_cache: Int64
+    q_out_stride: Int64
+    k_strides: Any
+    v_strides: Any
 
 
 @dataclass(frozen=True)
@@ -430,9 +378,9 @@ class Where:
     """What decides where tokens go; see :meth:`AppendKernel.__call__`."""
 
     seq_lens: Int64
+    block_table: Int64
     cu_seqlens: Int64
     slots: Int64
-    block_table: Int64
     position_ids: Int64
     num_pages: Int32
     page_size: Int32
@@ -457,11 +405,21 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Where results go; strides are bytes per (page, token, head)."""
+class Heads:
+    """A team's share of its token's heads, counted through q, k and v."""
 
-    q_out: Int64
-    k_cache: Int64
-    v_cache: Int64
-    k_strides: Any
-    v_strides: Any
+    num_q: Int32
+    num_turned: Int32  # q and k heads: those that norm and RoPE may change
+    first: Int32
+    stop: Int32
+
+
+@dataclass(frozen=True)
+class Place:
+    """A team's token and lane; ``valid`` if the token is its own, page -1 if nothing is to be written."""
+
+    token: Int32
+    valid: Any
+    page: Int32
+    row: Int32
+    lane: Int32

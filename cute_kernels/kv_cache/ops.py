@@ -1,4 +1,4 @@
-"""Calling the append kernel: a plan per shape and a launch in eager mode; the registered operator under torch.compile."""
+"""Calling the append kernel: plan and launch in eager mode; the registered operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ _library.define(
 def _call_of(*arguments: Any) -> AppendCall:
     """The operator's arguments as a call; it has no q_out, and its rope is a text."""
     rope = None if arguments[7] is None else rope_of(arguments[7])
-    return AppendCall(*arguments[:7], rope, *arguments[8:10], None, *arguments[10:])
+    return AppendCall._make((*arguments[:7], rope, *arguments[8:10], None, *arguments[10:]))
 
 
 def _result(call: AppendCall, q_out: torch.Tensor | None) -> torch.Tensor:

@@ -202,10 +202,12 @@ class Rope:
         """Turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; made once per device."""
         return _phase_steps(self, torch.device(device))
 
-    def rotation(self, positions: torch.Tensor, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines times `attention_factor`, ``dtype`` [*positions.shape, rotary_dim / 2], right to a rounding.
+    def rotation(
+        self, positions: torch.Tensor, dtype: torch.dtype = torch.float64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines times `attention_factor`, each rounded once to ``dtype``.
 
-        positions: int32 or int64.
+        positions: int32 or int64, of any shape. Returns two tensors [*positions.shape, rotary_dim / 2].
         """
         phase = positions.to(torch.int64).unsqueeze(-1) * self.phase_steps(positions.device)
         angle = (phase >> 32).double() * (TURN / 2**32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from cute_kernels.kv_cache.call import AppendCall
@@ -32,7 +34,7 @@ def _check_bounds(call: AppendCall) -> None:
             f"cu_seqlens: got {bounds[0]} to {bounds[-1]}, want it to begin with 0 and end with {call.num_tokens}, the "
             "tokens of k"
         )
-    for request, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for request, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if end < begin:
             raise ValueError(f"cu_seqlens: request {request}: got {begin} to {end}, want no less than it begins with")
 
