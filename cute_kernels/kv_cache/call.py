@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -118,10 +118,11 @@ def _check_tensors(call: AppendCall) -> None:
     ).split()
     device = call.k.device if isinstance(call.k, torch.Tensor) else None
     for name in names:
-        tensor: Any = getattr(call, name)
+        tensor: torch.Tensor | None = getattr(call, name)
         if tensor is None and name not in names[:4]:
             continue
         check_tensor(name, tensor)
+        assert tensor is not None
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where k is")
         if name not in ("k", "v", "q", "q_out", "k_cache", "v_cache") and not tensor.is_contiguous():
