@@ -233,7 +233,7 @@ class CodedRow:
         return [size]
 
     def store_header(self, row: Int64, lane: Int32, word: Uint32) -> None:
-        """Writes the word of the lane's group; one lane of each group is to do so."""
+        """Writes the word of the lane's group; its lanes all write the same, in one access."""
         numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), 0, [word])
 
     def load_header(self, row: Int64, lane: Int32) -> Uint32:

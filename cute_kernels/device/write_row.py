@@ -33,8 +33,7 @@ def write_row(cache_row, values, address, scale, head, valid, team_lane):
     if valid:
         cache_row.codes.store(address, team_lane, words)
         if const_expr(cache_row.has_header):
-            if team_lane % cache_row.group_lanes == 0:
-                cache_row.store_header(address, team_lane, header)
+            cache_row.store_header(address, team_lane, header)
 
 
 def divide_by(value: Int64, divisor: Int64) -> Int64:

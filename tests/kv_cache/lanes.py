@@ -29,12 +29,14 @@ class Register(np.ndarray):
         return scalar(self)
 
     def __bool__(self) -> bool:
-        assert self.all() or not self.any(), "a branch that diverges"
-        return bool(self.all())
+        taken = np.asarray(self)
+        assert taken.all() or not taken.any(), "a branch that diverges"
+        return bool(taken.all())
 
     def __index__(self) -> int:
-        assert (self == self.flat[0]).all(), "lanes differ where one number is wanted"
-        return int(self.flat[0])
+        values = np.asarray(self)
+        assert (values == values.flat[0]).all(), "lanes differ where one number is wanted"
+        return int(values.flat[0])
 
 
 @dataclass(frozen=True)
