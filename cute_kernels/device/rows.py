@@ -26,8 +26,8 @@ from layouts.kv.scaled import FP32_MAX
 
 CODE_MAX = {"int8": 127.0, "e4m3": 448.0}
 VECTOR_BYTES = 16  # of the widest access
-# Divisors outside [2**-60, 2**60] are brought near 1, so that nothing on the way to the quotient leaves fp32's range.
-SMALL, LARGE, RESCALE = 2.0**-60, 2.0**60, 2.0**64
+# Small divisors are brought up, so that neither a reciprocal overflows nor a remainder underflows.
+SMALL, RESCALE = 2.0**-60, 2.0**64
 MAGIC = 0x4B000000  # fp32 2**23: a small integer in its low bits is added to it
 MAGIC_VALUE = 8388608.0
 
@@ -287,11 +287,10 @@ class NibbleRow(CodedRow):
         rounded = []
         for i in range(self.count):
             steps = _quotient(numbers.add(values[i], -shift), step, reciprocal)
-            # The order of the bounds takes the NaN that a zero step gives to 0.
+            # Every quotient by a zero step is NaN, which loses against the 0.
             code = numbers.fmin(ptx.fmax(steps, Float32(0.0)), Float32(MAX_CODE))
             rounded.append(numbers.bits(numbers.add(code, Float32(numbers.ROUNDER))))
-        keep = cutlass.select_(step > 0.0, Uint32(0xFFFFFFFF), Uint32(0))
-        return [_pack_nibbles(rounded[first : first + 8]) & keep for first in range(0, self.count, 8)], header
+        return [_pack_nibbles(rounded[first : first + 8]) for first in range(0, self.count, 8)], header
 
     def decode(self, words, header, scale) -> list[Float32]:
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
@@ -427,8 +426,7 @@ class _Divisor:
 
     def __init__(self, step: Float32, largest: float | None = None):
         finite = (step > 0.0) & (step < math.inf)
-        factor = cutlass.select_(step < SMALL, Float32(RESCALE), Float32(1.0))
-        self.factor = cutlass.select_(step > LARGE, Float32(1.0 / RESCALE), factor)
+        self.factor = cutlass.select_(step < SMALL, Float32(RESCALE), Float32(1.0))
         # Dividing by infinity: 0 for both makes every quotient a zero of the right sign.
         self.step = cutlass.select_(finite, numbers.multiply(step, self.factor), Float32(0.0))
         self.reciprocal = cutlass.select_(finite, numbers.divide(Float32(1.0), self.step), Float32(0.0))
