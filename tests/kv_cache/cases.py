@@ -66,7 +66,9 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
     parts = (normal(tokens, sum(sizes)) * (1 + 3 * (normal(sum(sizes)) > 1.5))).split(sizes, dim=1)
     if not shape.fused:
         parts = [part.contiguous() for part in parts]
-    q, k, v = (part.view(tokens, -1, dim) for part, dim in zip(parts, (k_dim, k_dim, v_dim), strict=True))
+    heads = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
+    dims = (k_dim, k_dim, v_dim)
+    q, k, v = (part.view(tokens, *size) for part, *size in zip(parts, heads, dims, strict=True))
 
     lengths = shape.lengths or tuple(count + 7 * i for i, count in enumerate(shape.new))
     decode = all(count == 1 for count in shape.new)
@@ -106,7 +108,7 @@ def _where(shape: Shape, lengths: tuple[int, ...], generator: torch.Generator, d
     batch, longest = len(lengths), max(lengths, default=1)
     if shape.place == "contiguous":
         return {}, batch, longest + 3
-    max_pages = -(-longest // shape.page_size)
+    max_pages = max(1, -(-longest // shape.page_size))
     pages = torch.randperm(batch * max_pages + 2, generator=generator, device=device)[: batch * max_pages]
     table = pages.view(batch, max_pages).to(torch.int32)
     if shape.place == "table":
