@@ -114,7 +114,7 @@ def _quantize_here(
     form = _check_numbers(x, kv_format, scale)
     rows = form.quantize(x, shaped_scale(form, scale))
     if out is None:
-        return rows
+        return x.clone() if rows is x else rows  # an operator's result is its own
     _checked_out(out, rows.shape, form.cache_dtypes, x.device)
     if rows.element_size() == 1:
         out.view(torch.uint8).copy_(rows.view(torch.uint8))
@@ -132,7 +132,9 @@ def _dequantize_here(
 ) -> torch.Tensor:
     form = _check_rows(rows, kv_format, head_dim, dtype, scale)
     x = form.dequantize(rows, head_dim, dtype, shaped_scale(form, scale))
-    return x if out is None else _checked_out(out, x.shape, (dtype,), rows.device).copy_(x)
+    if out is None:
+        return x.clone() if x is rows else x
+    return _checked_out(out, x.shape, (dtype,), rows.device).copy_(x)
 
 
 def _launch_quantize(
