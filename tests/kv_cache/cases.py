@@ -58,7 +58,7 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device).to(DTYPES[shape.dtype])
 
-    tokens, batch = sum(shape.new), len(shape.new)
+    tokens = sum(shape.new)
     k_dim, v_dim = shape.head_dim, shape.v_head_dim or shape.head_dim
     k_format, v_format = split_formats(shape.kv_format)
     sizes = (shape.num_q_heads * k_dim, shape.num_kv_heads * k_dim, shape.num_kv_heads * v_dim)
@@ -74,7 +74,10 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
     decode = all(count == 1 for count in shape.new)
     where, num_pages, page_size = _where(shape, lengths, generator, device)
     inner = (page_size, shape.num_kv_heads) if shape.layout == "NHD" else (shape.num_kv_heads, page_size)
-    caches = [_cache(format_of(name), (num_pages, *inner), dim, device) for name, dim in ((k_format, k_dim), (v_format, v_dim))]
+    k_cache, v_cache = (
+        _cache(format_of(name), (num_pages, *inner), dim, device)
+        for name, dim in ((k_format, k_dim), (v_format, v_dim))
+    )
     position_ids = None
     if shape.positions != "none":
         position_ids = torch.randint(0, 200_000, (tokens,), generator=generator, device=device)
@@ -82,8 +85,8 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
     return AppendCall(
         k=k,
         v=v,
-        k_cache=caches[0],
-        v_cache=caches[1],
+        k_cache=k_cache,
+        v_cache=v_cache,
         k_format=k_format,
         v_format=v_format,
         cache_layout=shape.layout,
@@ -118,7 +121,7 @@ def _where(shape: Shape, lengths: tuple[int, ...], generator: torch.Generator, d
         for request, (length, count) in enumerate(zip(lengths, shape.new, strict=True))
         for position in range(length - count, length)
     ]
-    return {"slots": torch.tensor(slots, device=device)}, batch * max_pages + 2, shape.page_size
+    return {"slots": torch.tensor(slots, dtype=torch.int64, device=device)}, batch * max_pages + 2, shape.page_size
 
 
 def _cache(form: KvFormat, places: tuple[int, ...], head_dim: int, device: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A GPU in NumPy, a warp at a time: runs the kernels of `cute_kernels.kv_cache` on the CPU, instruction by instruction.
 
-The kernels are Python over DSL scalars. Here a scalar is an array of 32 lanes, each instruction does what the PTX manual
-says, and every access to global memory must lie inside an array that was put there. A branch must be taken by all lanes
-of the warp or by none, so the kernels' few divergent ones are only simulated where they do not diverge.
+The kernels are Python over DSL scalars. Here a scalar is an array of 32 lanes, each instruction does what the PTX
+manual says, and every access to global memory must lie inside an array that was put there. A branch must be taken by
+all lanes of the warp or by none, so the kernels' few divergent ones are only simulated where they do not diverge.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Gpu:
     # -- setting up --------------------------------------------------------------------------------------------------
 
     def put(self, tensor: torch.Tensor | None, misalign: int = 0) -> int:
-        """Copies the memory under a tensor (gaps of its strides included) to the GPU; returns its address, 0 for None."""
+        """Copies the memory under a tensor, gaps of its strides included, to the GPU; its address, 0 for None."""
         if tensor is None:
             return 0
         raw = _storage(tensor)
@@ -165,8 +165,10 @@ class Gpu:
 
     def load_global_words(self, address: Any, offset: int, num_words: int) -> list[Lanes]:
         data = self.memory[self._places(address, offset, 4 * num_words)]
-        return [np.ascontiguousarray(data[:, 4 * i : 4 * i + 4]).view(np.uint32).reshape(32).view(Register)
-                for i in range(num_words)]
+        return [
+            np.ascontiguousarray(data[:, 4 * i : 4 * i + 4]).view(np.uint32).reshape(32).view(Register)
+            for i in range(num_words)
+        ]
 
     def load_global_part(self, address: Any, offset: int, num_bytes: int) -> Lanes:
         return bytes_to_words(self.memory[self._places(address, offset, num_bytes)])

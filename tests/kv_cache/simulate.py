@@ -12,6 +12,9 @@ from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.config import HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS, BulkConfig, divisor_of
 from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
 
+WHERE = ("seq_lens", "block_table", "cu_seqlens", "slots", "position_ids")
+EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
+
 
 def _unwrapped(kind: type, *names: str) -> type:
     """A subclass whose methods are the Python functions that the compiler would take apart."""
@@ -35,7 +38,6 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_
 
     config = ops.config_of(call)
     gpu = _make_gpu(monkeypatch)
-    # Read from the class before the parts of the GPU were replaced: decorated functions keep what they decorate.
     simulated: Any = _unwrapped(
         kernel.AppendKernel, "kernel", "fetch", "locate", "find_request", "process", "add_bias", "normalise"
     )(config)
@@ -53,21 +55,29 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_
         return (page, first, second) if call.cache_layout == "NHD" else (page, second, first)
 
     inputs = kernel.Inputs(
-        *[Int64(at.get(name, at["k"])) for name in ("q", "k", "v")],
-        *[strides(x)[0] for x in (call.q, call.k, call.v)],
-        *[Int32(n) for n in (call.num_tokens, call.num_q_heads, call.num_kv_heads)],
+        q=Int64(at.get("q", at["k"])),
+        k=Int64(at["k"]),
+        v=Int64(at["v"]),
+        q_stride=strides(call.q)[0],
+        k_stride=strides(call.k)[0],
+        v_stride=strides(call.v)[0],
+        num_tokens=Int32(call.num_tokens),
+        num_q_heads=Int32(call.num_q_heads),
+        num_kv_heads=Int32(call.num_kv_heads),
     )
     targets = kernel.Targets(
-        *[Int64(at[name]) for name in ("q_out", "k_cache", "v_cache")],
-        strides(q_out)[0],
-        cache_strides(call.k_cache),
-        cache_strides(call.v_cache),
+        q_out=Int64(at["q_out"]),
+        k_cache=Int64(at["k_cache"]),
+        v_cache=Int64(at["v_cache"]),
+        q_out_stride=strides(q_out)[0],
+        k_strides=cache_strides(call.k_cache),
+        v_strides=cache_strides(call.v_cache),
     )
     wide = call.position_ids is not None and call.position_ids.dtype == torch.int64
     flags = ((HAS_Q, call.q), (HAS_SEQ_LENS, call.seq_lens), (HAS_TABLE, call.block_table))
     mode = sum(flag for flag, tensor in flags if tensor is not None) + WIDE_POSITIONS * wide
     where = kernel.Where(
-        *[Int64(at.get(name, 0)) for name in ("seq_lens", "block_table", "cu_seqlens", "slots", "position_ids")],
+        **{name: Int64(at.get(name, 0)) for name in WHERE},
         num_pages=Int32(call.num_pages),
         page_size=Int32(call.page_size),
         page_divisor=Int64(divisor_of(call.page_size)),
@@ -75,8 +85,7 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_
         max_pages=Int32(0 if call.block_table is None else call.block_table.shape[1]),
         mode=Int32(mode),
     )
-    extra_names = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
-    extras = kernel.Extras(*[Int64(at.get(name, 0)) for name in extra_names], Float32(call.norm_eps))
+    extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     heads = call.num_q_heads + 2 * call.num_kv_heads
     for block in range(-(-call.num_tokens // config.tokens_per_cta)):

