@@ -34,6 +34,15 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     decode.set_defaults(run=_decode)
 
+    append = commands.add_parser("append", help="append to a cache beside an empty launch and a copy of its bytes")
+    append.add_argument("--suite", choices=("decode", "prefill", "all"), default="all")
+    append.add_argument("--formats", nargs="+", metavar="FORMAT")
+    append.add_argument("--batches", nargs="+", type=int, metavar="B", help="batches of decode")
+    append.add_argument("--no-peers", action="store_true")
+    append.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    append.set_defaults(run=_append)
+
     demo = commands.add_parser("demo", help="a small Llama, token by token, INT4 cache against BF16 cache")
     demo.add_argument("--format", default="int4_g4", help="format of the quantised cache")
     demo.add_argument("--steps", type=int, help="tokens to decode")
@@ -89,10 +98,35 @@ def _decode(options: argparse.Namespace) -> int:
     return 1 if recorder.data["failures"] else 0
 
 
-def _default_path(gpu: str) -> Path:
+def _append(options: argparse.Namespace) -> int:
+    import torch
+
+    from bench import append, suites
+    from bench.timing import Protocol
+
+    if not torch.cuda.is_available():
+        print("python -m bench append times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
+        return 2
+    path = options.json or _default_path(torch.cuda.get_device_name(), "append")
+    recorder = records.Recorder(path, kind="append", command=sys.argv[1:], samples=options.samples)
+    begin = time.perf_counter()
+    bench = suites.Bench(
+        recorder,
+        Protocol(samples=options.samples),
+        say=lambda line: print(f"[{time.perf_counter() - begin:6.1f} s] {line}", flush=True),
+    )
+    chosen = ("decode", "prefill") if options.suite == "all" else (options.suite,)
+    shapes = append.shapes(chosen, tuple(options.batches or append.BATCHES))
+    append.run(bench, shapes, options.formats or append.FORMATS, not options.no_peers)
+    recorder.set("seconds", round(time.perf_counter() - begin, 1))
+    print(f"\n{append.text(recorder.data)}\n\nrecorded in {path}")
+    return 1 if recorder.data["failures"] else 0
+
+
+def _default_path(gpu: str, kind: str = "decode") -> Path:
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
     model = gpu.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    return records.RESULTS / f"decode-{model}-{stamp}.json"
+    return records.RESULTS / f"{kind}-{model}-{stamp}.json"
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -17,6 +17,9 @@ MAIN_MICROSECONDS = {"int4_g1": {1: 9.0}, "int4_g4": {1: 9.0}, "bf16": {1: 10.0}
 OTHER_SHAPES_FLOOR_RATIO = 1.25
 INT4_SPEEDUP_BATCH, INT4_SPEEDUP = 512, 3.2
 HOST_MICROSECONDS = 6.0
+APPEND_KV_HEADS = 8  # with one KV head the bytes take less time than two reads of memory one after the other
+APPEND_DECODE_BATCH, APPEND_DECODE_BYTES_RATIO = 512, 1.5  # beyond an empty launch, over the time of the bytes
+APPEND_PREFILL_TOKENS, APPEND_PREFILL_COPY_RATIO = 65536, 1.3
 BF16_RIVAL = "SDPA cudnn"
 
 
@@ -52,7 +55,23 @@ def judge(record: Record) -> list[Verdict]:
     host = record.get("host_us", {}).get("eager")
     if host is not None:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
+    verdicts += [verdict for row in record.get("append", []) for verdict in _judge_append(row)]
     return verdicts
+
+
+def _judge_append(row: Record) -> list[Verdict]:
+    us, shape = row["us"]["median_us"], row["shape"]
+    name = f"append: {row['kv_format']} {row['name']}"
+    if shape["suite"] == "decode":
+        if (shape["tokens"], shape["num_kv_heads"]) != (APPEND_DECODE_BATCH, APPEND_KV_HEADS):
+            return []
+        ratio = (us - row["empty_launch_us"]) / row["bytes_us"]
+        what = f"{name}: beyond an empty launch over the time of its bytes"
+        return [Verdict(what, ratio, APPEND_DECODE_BYTES_RATIO, "")]
+    if shape["tokens"] == APPEND_PREFILL_TOKENS and row.get("copy_us"):
+        ratio = us / row["copy_us"]
+        return [Verdict(f"{name}: time over a copy of its bytes", ratio, APPEND_PREFILL_COPY_RATIO, "")]
+    return []
 
 
 def _judge_row(row: Record) -> list[Verdict]:

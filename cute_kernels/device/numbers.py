@@ -1,0 +1,158 @@
+"""Rounding, division and 8-bit floats as PTX defines them: instructions that number formats are built from.
+
+As in :mod:`cute_kernels.device.ptx`, arithmetic has no side effects, so the compiler may move, merge and drop it.
+"""
+
+from collections.abc import Sequence
+
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from cute_kernels.device.ptx import _effect, _pure
+
+ROUNDER = 12582912.0  # 1.5 * 2**23: x + ROUNDER is x rounded to an integer (ties to even) in its low mantissa bits
+ROUNDER_BITS = 0x4B400000
+
+
+@dsl_user_op
+def fmin(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """min(a, b); a NaN operand loses against a number."""
+    return _pure(Float32, [Float32(a), Float32(b)], "min.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def min_or_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """min(a, b), NaN if either is."""
+    return _pure(Float32, [Float32(a), Float32(b)], "min.NaN.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def max_or_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """max(a, b), NaN if either is."""
+    return _pure(Float32, [Float32(a), Float32(b)], "max.NaN.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def multiply(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b rounded to nearest, subnormals kept, never fused with what follows."""
+    return _pure(Float32, [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def add(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a + b rounded to nearest, subnormals kept, never fused with what came before."""
+    return _pure(Float32, [Float32(a), Float32(b)], "add.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def divide(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """a / b rounded to nearest as IEEE 754 has it, subnormals kept; about ten instructions."""
+    return _pure(Float32, [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def reciprocal_root(x: Float32, *, loc=None, ip=None) -> Float32:
+    """x**-0.5 by the special-function unit, relative error below 2**-22."""
+    return _pure(Float32, [Float32(x)], "rsqrt.approx.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def cosine(x: Float32, *, loc=None, ip=None) -> Float32:
+    """cos(x) by the special-function unit; off by at most 2**-20.5 for x in [-2 pi, 2 pi]."""
+    return _pure(Float32, [Float32(x)], "cos.approx.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def sine(x: Float32, *, loc=None, ip=None) -> Float32:
+    """sin(x) by the special-function unit; off by at most 2**-20.5 for x in [-2 pi, 2 pi]."""
+    return _pure(Float32, [Float32(x)], "sin.approx.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def to_float(x: Int32, *, loc=None, ip=None) -> Float32:
+    """A signed integer rounded to nearest fp32."""
+    return _pure(Float32, [Int32(x)], "cvt.rn.f32.s32 $0, $1;", "=f,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bits(x: Float32, *, loc=None, ip=None) -> Uint32:
+    """The bits of an fp32."""
+    return _pure(Uint32, [Float32(x)], "mov.b32 $0, $1;", "=r,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def from_bits(x: Uint32, *, loc=None, ip=None) -> Float32:
+    """The fp32 with these bits."""
+    return _pure(Float32, [Uint32(x)], "mov.b32 $0, $1;", "=f,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def with_sign_of(size: Float32, sign: Float32, *, loc=None, ip=None) -> Float32:
+    """|size| with the sign of ``sign``."""
+    # copysign.f32 takes the sign from its first operand.
+    return _pure(Float32, [Float32(sign), Float32(size)], "copysign.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_e4m3x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 rounded to nearest-even E4M3, saturating at 448, in the low two bytes; the others are 0."""
+    return _pack_fp8("e4m3x2", low, high, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_e5m2x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 rounded to nearest-even E5M2, saturating at 57344, in the low two bytes; the others are 0."""
+    return _pack_fp8("e5m2x2", low, high, loc=loc, ip=ip)
+
+
+def _pack_fp8(kind: str, low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+    asm = f"{{ .reg .b16 t; cvt.rn.satfinite.{kind}.f32 t, $1, $2; cvt.u32.u16 $0, t; }}"
+    return _pure(Uint32, [Float32(high), Float32(low)], asm, "=r,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def e4m3x2_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The low two bytes, E4M3, as a packed fp16 pair (exact)."""
+    return _pure(
+        Uint32,
+        [Uint32(x)],
+        "{ .reg .b16 t; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 $0, t; }",
+        "=r,r",
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def multiply_high(a: Uint64, b: Uint64, *, loc=None, ip=None) -> Uint64:
+    """The upper 64 bits of a 128-bit product."""
+    return _pure(Uint64, [Uint64(a), Uint64(b)], "mul.hi.u64 $0, $1, $2;", "=l,l,l", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_global_part(address: Int64, offset: int, num_bytes: int, *, loc=None, ip=None) -> Uint32:
+    """1 or 2 bytes of read-only global memory, zero-extended."""
+    if num_bytes == 1:
+        asm = f"{{ .reg .b16 t; ld.global.nc.u8 t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
+    else:
+        asm = f"{{ .reg .b16 t; ld.global.nc.u16 t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
+    value = Int64(address).ir_value(loc=loc, ip=ip)
+    return Uint32(llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,l", has_side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_global_part(address: Int64, offset: int, value: Uint32, num_bytes: int, *, loc=None, ip=None) -> None:
+    """The low 1 or 2 bytes of a word to global memory."""
+    kind = {1: "u8", 2: "u16"}[num_bytes]
+    asm = f"{{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.{kind} [$0 + {offset}], t; }}"
+    _effect([Int64(address), Uint32(value)], asm, "l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_global_words(address: Int64, offset: int, words: Sequence[Uint32], *, loc=None, ip=None) -> None:
+    """1, 2 or 4 words to global memory in one access, aligned to its width."""
+    inputs = ", ".join(f"${i + 1}" for i in range(len(words)))
+    target = f".v{len(words)}.u32 [$0 + {offset}], {{{inputs}}};" if len(words) > 1 else f".u32 [$0 + {offset}], $1;"
+    operands = [Int64(address), *(Uint32(word) for word in words)]
+    _effect(operands, "st.global" + target, ",".join(["l"] + ["r"] * len(words)), loc=loc, ip=ip)

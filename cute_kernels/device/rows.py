@@ -1,0 +1,460 @@
+"""Rows of a KV cache in registers: a team of lanes turns a row of numbers into a format's bytes, and back.
+
+``lanes`` lanes of a warp (a power of two) share a row; each owns ``head_dim / lanes`` columns in a run, so a group of
+columns that shares a scale is a whole number of lanes and its extremes travel by xor shuffles: every lane of the group
+ends up with them (FBGEMM's quantiser shuffled down instead, which tells only the first lane). Every division is IEEE's:
+codes are bit for bit those of :mod:`layouts.kv` for equal fp32 numbers.
+
+Everything here is straight-line code over DSL scalars; branches are the kernels'.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, format_of
+from layouts.kv.e5m2 import E5M2_MAX
+from layouts.kv.int4 import FP16_MAX, MAX_CODE
+from layouts.kv.scaled import FP32_MAX
+
+CODE_MAX = {"int8": 127.0, "e4m3": 448.0}
+VECTOR_BYTES = 16  # of the widest access
+# Small divisors are brought up, so that neither a reciprocal overflows nor a remainder underflows.
+SMALL, RESCALE = 2.0**-60, 2.0**64
+MAGIC = 0x4B000000  # fp32 2**23: a small integer in its low bits is added to it
+MAGIC_VALUE = 8388608.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The run of bytes that one lane owns of a row, and how it is accessed.
+
+    Args:
+        num_bytes: of the run; lane i's begins at ``start + i * num_bytes``.
+        start: bytes of the row in front of lane 0's run.
+        row_bytes: from one row to the next.
+    """
+
+    num_bytes: int
+    start: int
+    row_bytes: int
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one access: the most, up to 16, that every run is aligned to where rows are."""
+        return math.gcd(VECTOR_BYTES, self.num_bytes, self.start, self.row_bytes)
+
+    @property
+    def num_words(self) -> int:
+        return -(-self.num_bytes // 4)
+
+    def load(self, base: Int64, lane: Int32) -> list[Uint32]:
+        """The run of lane ``lane`` of what lies at ``base``, little endian in whole words."""
+        address = base + Int64(lane * self.num_bytes)
+        if self.unit >= 4:
+            words: list[Any] = []
+            for offset in range(0, self.num_bytes, self.unit):
+                words += ptx.load_global_words(address, self.start + offset, self.unit // 4)
+            return words
+        words = [Uint32(0)] * self.num_words
+        for offset in range(0, self.num_bytes, self.unit):
+            part = numbers.load_global_part(address, self.start + offset, self.unit)
+            words[offset // 4] = words[offset // 4] | (part << (8 * (offset % 4)))
+        return words
+
+    def store(self, base: Int64, lane: Int32, words) -> None:
+        """Writes the run of lane ``lane``; takes what `load` gives."""
+        address = base + Int64(lane * self.num_bytes)
+        for offset in range(0, self.num_bytes, self.unit):
+            first = offset // 4
+            if self.unit >= 4:
+                numbers.store_global_words(address, self.start + offset, words[first : first + self.unit // 4])
+            else:
+                part = words[first] >> (8 * (offset % 4))
+                numbers.store_global_part(address, self.start + offset, part, self.unit)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Rows of bf16, fp16 or fp32 numbers as they are: what kernels take in and give out.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32".
+        head_dim, lanes: columns of a row and lanes that share it.
+    """
+
+    dtype: str
+    head_dim: int
+    lanes: int
+
+    @property
+    def count(self) -> int:
+        """Columns of a lane."""
+        return self.head_dim // self.lanes
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim * self.width
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.count * self.width, 0, self.row_bytes)
+
+    def unpack(self, words) -> list[Float32]:
+        """The lane's numbers in fp32, exactly."""
+        if self.dtype == "fp32":
+            return [numbers.from_bits(words[i]) for i in range(self.count)]
+        low, high = {
+            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
+            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
+        }[self.dtype]
+        return [half(words[i]) for i in range(self.count // 2) for half in (low, high)]
+
+    def pack(self, values) -> list[Uint32]:
+        """fp32 numbers rounded to the dtype, to nearest even."""
+        if self.dtype == "fp32":
+            return [numbers.bits(values[i]) for i in range(self.count)]
+        pair = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.dtype]
+        return [pair(values[i], values[i + 1]) for i in range(0, self.count, 2)]
+
+    def load(self, row: Int64, lane: Int32) -> list[Float32]:
+        """The lane's numbers of the row at address ``row``."""
+        return self.unpack(self.piece.load(row, lane))
+
+
+@dataclass(frozen=True)
+class DenseRow:
+    """A row of bf16 or fp16 cache elements; arguments as for `CodedRow`."""
+
+    kv_format: str
+    head_dim: int
+    lanes: int
+
+    num_statistics: ClassVar[int] = 0
+    has_header: ClassVar[bool] = False
+    given_scale: ClassVar[None] = None
+
+    @property
+    def elements(self) -> Elements:
+        return Elements(self.kv_format, self.head_dim, self.lanes)
+
+    @property
+    def count(self) -> int:
+        return self.elements.count
+
+    @property
+    def codes(self) -> Piece:
+        return self.elements.piece
+
+    def encode(self, values, statistics, scale) -> tuple[list[Uint32], None]:
+        return self.elements.pack(values), None
+
+    def decode(self, words, header, scale) -> list[Float32]:
+        return self.elements.unpack(words)
+
+
+@dataclass(frozen=True)
+class CodedRow:
+    """Common part of rows of small codes, in front of which a word per group may hold its scale.
+
+    Quantising goes in steps, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
+    if that is `unusual`, `reduce` over the group, `encode`.
+
+    Args:
+        kv_format: name of the format.
+        head_dim: columns of a row.
+        lanes: lanes that share a row.
+    """
+
+    kv_format: str
+    head_dim: int
+    lanes: int
+
+    code_bits: ClassVar[int]
+    num_statistics: ClassVar[int]
+    """What `measure` says of a lane's values."""
+
+    @property
+    def limit(self) -> float:
+        """Numbers beyond it saturate, and NaN counts as 0, before anything else."""
+        raise NotImplementedError
+
+    @property
+    def num_headers(self) -> int:
+        """Words in front of the codes, one per group of columns."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> int:
+        """Columns of a lane."""
+        return self.head_dim // self.lanes
+
+    @property
+    def given_scale(self) -> str | None:
+        return format_of(self.kv_format).given_scale
+
+    @property
+    def has_header(self) -> bool:
+        return self.num_headers > 0
+
+    @property
+    def group_lanes(self) -> int:
+        """Lanes that share a group of columns."""
+        return self.lanes // max(self.num_headers, 1)
+
+    @property
+    def codes(self) -> Piece:
+        """Where a lane's codes lie."""
+        row_bytes = format_of(self.kv_format).row_bytes(self.head_dim)
+        return Piece(self.count * self.code_bits // 8, 4 * self.num_headers, row_bytes)
+
+    def repair(self, value: Float32) -> Float32:
+        """NaN as 0, and everything else within the limits."""
+        number = cutlass.select_(value == value, value, Float32(0.0))
+        return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
+
+    def measure_size(self, values) -> list[Float32]:
+        """The largest magnitude; NaN if there is one."""
+        size = ptx.absolute(values[0])
+        for i in range(1, self.count):
+            size = numbers.max_or_nan(size, ptx.absolute(values[i]))
+        return [size]
+
+    def store_header(self, row: Int64, lane: Int32, word: Uint32) -> None:
+        """Writes the word of the lane's group; its lanes all write the same, in one access."""
+        numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), 0, [word])
+
+    def load_header(self, row: Int64, lane: Int32) -> Uint32:
+        """The word of the lane's group."""
+        return ptx.load_global_words(row + Int64(lane // self.group_lanes * 4), 0, 1)[0]
+
+    def _over_group(self, combine, value: Float32) -> Float32:
+        distance = 1
+        while distance < self.group_lanes:
+            value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+            distance *= 2
+        return value
+
+
+@dataclass(frozen=True)
+class NibbleRow(CodedRow):
+    """:class:`layouts.kv.int4.Int4Row`: a group's word is (fp16 scale, fp16 shift)."""
+
+    code_bits: ClassVar[int] = 4
+    num_statistics: ClassVar[int] = 2
+    limit: ClassVar[float] = FP16_MAX
+
+    @property
+    def num_headers(self) -> int:
+        form = format_of(self.kv_format)
+        assert isinstance(form, Int4Format)
+        return form.num_groups
+
+    def measure(self, values) -> list[Float32]:
+        """The lane's smallest and largest value; NaN if there is one."""
+        low, high = values[0], values[0]
+        for i in range(1, self.count):
+            low, high = numbers.min_or_nan(low, values[i]), numbers.max_or_nan(high, values[i])
+        return [low, high]
+
+    def unusual(self, statistics):
+        # Each comparison is false for NaN.
+        return ~((statistics[0] >= -self.limit) & (statistics[1] <= self.limit))
+
+    def reduce(self, statistics) -> list[Float32]:
+        return [self._over_group(numbers.fmin, statistics[0]), self._over_group(ptx.fmax, statistics[1])]
+
+    def encode(self, values, statistics, scale) -> tuple[list[Uint32], Uint32]:
+        """Codes in whole words, and the group's word."""
+        low, high = statistics[0], statistics[1]
+        spread = numbers.divide(numbers.add(high, -low), Float32(MAX_CODE))
+        header = ptx.pack_f16x2(spread, low)
+        step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
+        # fp16 steps are normal fp32 numbers, so nothing needs rescaling.
+        reciprocal = numbers.divide(Float32(1.0), step)
+        rounded = []
+        for i in range(self.count):
+            steps = _quotient(numbers.add(values[i], -shift), step, reciprocal)
+            # Every quotient by a zero step is NaN, which loses against the 0.
+            code = numbers.fmin(ptx.fmax(steps, Float32(0.0)), Float32(MAX_CODE))
+            rounded.append(numbers.bits(numbers.add(code, Float32(numbers.ROUNDER))))
+        return [_pack_nibbles(rounded[first : first + 8]) for first in range(0, self.count, 8)], header
+
+    def decode(self, words, header, scale) -> list[Float32]:
+        step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
+        values = []
+        for i in range(self.count):
+            nibble = (words[i // 8] >> (4 * (i % 8))) & 0xF
+            code = numbers.add(numbers.from_bits(nibble | MAGIC), Float32(-MAGIC_VALUE))
+            values.append(ptx.fma(code, step, shift))
+        return values
+
+
+@dataclass(frozen=True)
+class ByteRow(CodedRow):
+    """:class:`layouts.kv.scaled.ScaledRow` and :class:`layouts.kv.e5m2.Fp8E5M2`: a group's word is an fp32 scale."""
+
+    code_bits: ClassVar[int] = 8
+    num_statistics: ClassVar[int] = 1
+
+    @property
+    def form(self) -> ByteFormat:
+        form = format_of(self.kv_format)
+        assert isinstance(form, ByteFormat)
+        return form
+
+    @property
+    def code_name(self) -> str:
+        return self.form.codes
+
+    @property
+    def limit(self) -> float:
+        return E5M2_MAX if self.code_name == "e5m2" else FP32_MAX
+
+    @property
+    def num_headers(self) -> int:
+        return self.form.header_bytes // 4
+
+    def measure(self, values) -> list[Float32]:
+        """The lane's largest magnitude; NaN if there is one."""
+        return self.measure_size(values)
+
+    def unusual(self, statistics):
+        return ~(statistics[0] <= self.limit)
+
+    def reduce(self, statistics) -> list[Float32]:
+        """Over the group where the scale comes from it."""
+        return [self._over_group(ptx.fmax, statistics[0])] if self.has_header else [statistics[0]]
+
+    def load_scale(self, scale: Int64, head: Int32, lane: Int32):
+        """The given scale of a head's columns: one number, or one per column of the lane."""
+        if self.given_scale == "channel":
+            return Elements("fp32", self.head_dim, self.lanes).load(scale + Int64(head) * (4 * self.head_dim), lane)
+        offset = Int64(head) * 4 if self.given_scale == "head" else Int64(0)
+        return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
+
+    def encode(self, values, statistics, scale) -> tuple[list[Uint32], Uint32 | None]:
+        """Codes in whole words, and the group's word if rows have one."""
+        if self.code_name == "e5m2":
+            return self._pack([values[i] for i in range(self.count)]), None
+        largest = CODE_MAX[self.code_name]
+        if self.has_header:
+            step = numbers.divide(statistics[0], Float32(largest))
+            return self._scaled(values, [_Divisor(step)] * self.count), numbers.bits(step)
+        divisors = [_Divisor(step, largest) for step in scale]
+        return self._scaled(values, divisors if len(divisors) > 1 else divisors * self.count), None
+
+    def _scaled(self, values, divisors: list[_Divisor]) -> list[Uint32]:
+        ratios = [divisors[i].divide(values[i]) for i in range(self.count)]
+        if self.code_name == "e4m3":  # keeps the sign of a zero
+            ratios = [numbers.with_sign_of(ratio, values[i]) for i, ratio in enumerate(ratios)]
+        if divisors[0] is divisors[-1]:
+            return [word & divisors[0].mask for word in self._pack(ratios)]
+        # Masked before they are packed: every code has a divisor of its own.
+        return self._pack([divisor.or_zero(ratio) for divisor, ratio in zip(divisors, ratios, strict=True)])
+
+    def _pack(self, ratios: list[Float32]) -> list[Uint32]:
+        """Ratios rounded to codes, four to a word; a last word may hold fewer."""
+        padded = ratios + [Float32(0.0)] * (-len(ratios) % 4)
+        words = []
+        for first in range(0, len(padded), 4):
+            four = padded[first : first + 4]
+            if self.code_name == "int8":
+                codes = [numbers.bits(numbers.add(ratio, Float32(numbers.ROUNDER))) for ratio in four]
+                pairs = [ptx.prmt(codes[i], codes[i + 1], Uint32(0x0040)) for i in (0, 2)]
+            else:
+                pack = numbers.pack_e4m3x2 if self.code_name == "e4m3" else numbers.pack_e5m2x2
+                pairs = [pack(four[i], four[i + 1]) for i in (0, 2)]
+            words.append(ptx.prmt(pairs[0], pairs[1], Uint32(0x5410)))
+        return words
+
+    def decode(self, words, header, scale) -> list[Float32]:
+        codes = self._codes(words)
+        if self.code_name == "e5m2":
+            return codes
+        scales = [numbers.from_bits(header)] if self.has_header else scale
+        return [numbers.multiply(code, scales[i % len(scales)]) for i, code in enumerate(codes)]
+
+    def _codes(self, words) -> list[Float32]:
+        """The lane's codes as numbers, exactly."""
+        values: list[Any] = []
+        for word in words:
+            if self.code_name == "int8":
+                unsigned = word ^ 0x80808080
+                for i in range(4):
+                    number = numbers.from_bits(ptx.prmt(unsigned, Uint32(MAGIC), Uint32(0x7440 + i)))
+                    values.append(numbers.add(number, Float32(-MAGIC_VALUE - 128.0)))
+                continue
+            if self.code_name == "e4m3":
+                pairs = [numbers.e4m3x2_to_f16x2(part) for part in (word, word >> 16)]
+            else:  # E5M2 is the upper byte of an fp16
+                pairs = [ptx.prmt(word, Uint32(0), Uint32(select)) for select in (0x1404, 0x3424)]
+            values += [half(pair) for pair in pairs for half in (ptx.half2_low_to_float, ptx.half2_high_to_float)]
+        return values[: self.count]
+
+
+CacheRow = DenseRow | NibbleRow | ByteRow
+
+
+def make_row(kv_format: str, head_dim: int, lanes: int) -> CacheRow:
+    """What a format's rows are to a team of ``lanes`` lanes."""
+    kinds = {DenseFormat: DenseRow, Int4Format: NibbleRow, ByteFormat: ByteRow}
+    return kinds[type(format_of(kv_format))](kv_format, head_dim, lanes)
+
+
+class _Divisor:
+    """A divisor that several numbers are divided by, each quotient rounded as IEEE's.
+
+    A quotient by a divisor that is not above 0 (NaN included) counts as 0: ``mask`` and `or_zero` see to it.
+
+    Args:
+        step: the divisor.
+        largest: quotients are wanted up to this magnitude and saturate there; None where none is larger.
+    """
+
+    def __init__(self, step: Float32, largest: float | None = None):
+        finite = (step > 0.0) & (step < math.inf)
+        self.factor = cutlass.select_(step < SMALL, Float32(RESCALE), Float32(1.0))
+        # Dividing by infinity: 0 for both makes every quotient a zero of the right sign.
+        self.step = cutlass.select_(finite, numbers.multiply(step, self.factor), Float32(0.0))
+        self.reciprocal = cutlass.select_(finite, numbers.divide(Float32(1.0), self.step), Float32(0.0))
+        self.positive = step > 0.0
+        self.mask = cutlass.select_(self.positive, Uint32(0xFFFFFFFF), Uint32(0))
+        self.bound = None if largest is None else numbers.multiply(self.step, Float32(largest))
+
+    def divide(self, value: Float32) -> Float32:
+        value = numbers.multiply(value, self.factor)
+        if self.bound is not None:
+            value = ptx.fmax(numbers.fmin(value, self.bound), -self.bound)
+        return _quotient(value, self.step, self.reciprocal)
+
+    def or_zero(self, quotient: Float32) -> Float32:
+        return cutlass.select_(self.positive, quotient, Float32(0.0))
+
+
+def _quotient(value: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
+    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990)."""
+    quotient = numbers.multiply(value, reciprocal)
+    remainder = ptx.fma(-divisor, quotient, value)
+    return ptx.fma(remainder, reciprocal, quotient)
+
+
+def _pack_nibbles(rounded: list[Uint32]) -> Uint32:
+    """Up to 8 codes, each in the low bits of an fp32 above 2**23, as nibbles of a word."""
+    word = rounded[-1]
+    for code in reversed(rounded[:-1]):
+        word = (word << 4) + code
+    surplus = sum(numbers.ROUNDER_BITS << (4 * i) for i in range(len(rounded)))
+    return word - Uint32(surplus & 0xFFFFFFFF)

@@ -1,0 +1,41 @@
+"""Writing one row of a KV cache by a team of lanes, and division by numbers that only the host knows."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint64, const_expr
+
+from cute_kernels.device import numbers
+
+
+@cute.jit
+def write_row(cache_row, values, address, scale, head, valid, team_lane):
+    """Quantises a team's row and stores it at ``address`` if ``valid``; all lanes of the warp take part.
+
+    cache_row: what :func:`cute_kernels.device.rows.make_row` made; values: register tensor of the lane's fp32 numbers,
+    changed where one is NaN or out of range; scale: address of a given scale of the KV heads, of which ``head`` is one.
+    """
+    statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
+    if const_expr(cache_row.num_statistics > 0):
+        for i, value in enumerate(cache_row.measure(values)):
+            statistics[i] = value
+        # Once at most. As an `if` it would be predicated: 60 instructions issued for every row.
+        while cute.arch.vote_any_sync(cache_row.unusual(statistics)):
+            for i in cutlass.range_constexpr(cache_row.count):
+                values[i] = cache_row.repair(values[i])
+            for i, value in enumerate(cache_row.measure(values)):
+                statistics[i] = value
+        for i, value in enumerate(cache_row.reduce(statistics)):
+            statistics[i] = value
+    given = None
+    if const_expr(cache_row.given_scale is not None):
+        given = cache_row.load_scale(scale, head, team_lane)
+    words, header = cache_row.encode(values, statistics, given)
+    if valid:
+        cache_row.codes.store(address, team_lane, words)
+        if const_expr(cache_row.has_header):
+            cache_row.store_header(address, team_lane, header)
+
+
+def divide_by(value: Int64, divisor: Int64) -> Int64:
+    """value // d for 0 <= value < 2**63 / d by a multiplication, from ceil(2**63 / d)."""
+    return Int64(numbers.multiply_high(Uint64(value << 1), Uint64(divisor)))

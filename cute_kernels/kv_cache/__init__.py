@@ -1,0 +1,172 @@
+"""Writing KV caches: append with everything that comes before it, and bulk quantisation.
+
+Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.kv_cache import bulk_ops, ops
+from cute_kernels.kv_cache.call import AppendCall, split_formats
+from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
+
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "NtkScaling",
+    "Rope",
+    "YarnScaling",
+    "append_kv",
+    "dequantize_kv",
+    "quantize_kv",
+]
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    kv_format: str | tuple[str, str],
+    seq_lens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cache_layout: str = "NHD",
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+    bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
+    rope: Rope | None = None,
+    position_ids: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Appends new tokens' K and V to a cache, in one launch; returns the rotated q, or None without q.
+
+    In this order, in fp32: + bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), quantisation to the
+    cache's format (k and v) or rounding to q's dtype.
+
+    Args:
+        k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192 or 256, not necessarily the
+            same. They may be views of one fused QKV tensor: the last two dimensions contiguous, any token stride.
+        k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
+            page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous,
+            other strides are free.
+        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`, or a pair of names (K's, V's).
+        seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
+            seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
+        cu_seqlens: int32 [batch + 1], from 0 to tokens: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1].
+        slots: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in a
+            contiguous cache); -1 writes nothing.
+        block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
+        q, q_out: [tokens, num_q_heads, head_dim] like k, and where to write the rotated q (q itself is allowed).
+        bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
+        rope: see :class:`Rope`.
+        position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache; needed
+            with rope if there are slots and no lengths.
+        q_norm, k_norm: weights [head_dim] in k's dtype of the RMS norm, or None without norm.
+        norm_eps: added to the mean square.
+        k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
+            [num_kv_heads, 1], "channel" [num_kv_heads, head_dim].
+
+    Returns:
+        The rotated q in q's dtype: q_out, or a new tensor.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths,
+            pages and slots are not looked at on a GPU (that would wait for it): a token whose place is unmapped or
+            outside the cache is not written. With CUTE_KERNELS_DEBUG=1 in the environment at import, such places, and
+            places that two tokens share, are errors that name request and position; on the CPU always.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    k_format, v_format = split_formats(kv_format)
+    q_bias, k_bias, v_bias = bias or (None, None, None)
+    call = AppendCall(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        k_format,
+        v_format,
+        cache_layout,
+        rope,
+        norm_eps,
+        q,
+        q_out,
+        seq_lens,
+        block_table,
+        cu_seqlens,
+        slots,
+        position_ids,
+        q_bias,
+        k_bias,
+        v_bias,
+        q_norm,
+        k_norm,
+        k_scale,
+        v_scale,
+    )
+    if ops.needs_dispatch(k, v, k_cache, v_cache):
+        return ops.dispatch(call)
+    return ops.launch(call) if k.is_cuda else ops.reference(call)
+
+
+def quantize_kv(
+    x: torch.Tensor,
+    *,
+    kv_format: str,
+    scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Numbers to cache rows, bit for bit those of :mod:`cute_kernels.kv_formats`.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., num_kv_heads, head_dim], contiguous; head_dim 64, 80, 96, 128, 192 or 256.
+        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
+        scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
+        out: where to write the rows, contiguous.
+
+    Returns:
+        Rows [..., num_kv_heads, row] in the format's dtype: out, or a new tensor.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the formats themselves.
+    """
+    return bulk_ops.quantize(x, kv_format, scale, out)
+
+
+def dequantize_kv(
+    rows: torch.Tensor,
+    *,
+    kv_format: str,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cache rows to numbers: computed in fp32 and rounded once to ``dtype``.
+
+    Args:
+        rows: [..., num_kv_heads, row] in ``kv_format``, contiguous.
+        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`.
+        head_dim: columns of a row.
+        dtype: bf16, fp16 or fp32.
+        scale: fp32, for formats with a scale beside the cache, as for :func:`append_kv`.
+        out: where to write the numbers, contiguous.
+
+    Returns:
+        [..., num_kv_heads, head_dim] in ``dtype``: out, or a new tensor.
+
+    Raises: as :func:`quantize_kv`.
+    """
+    return bulk_ops.dequantize(rows, kv_format, head_dim, dtype, scale, out)

@@ -1,0 +1,107 @@
+"""Whole caches at once: numbers to rows, and rows to numbers.
+
+A team of lanes takes rows that lie a CTA's teams apart, so that what a CTA reads at a time is one run of bytes; it asks
+for all its rows before it works on the first.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.rows import Elements, make_row
+from cute_kernels.device.write_row import divide_by, write_row
+from cute_kernels.kv_cache.config import BulkConfig
+
+
+class BulkKernel:
+    """One compiled variant of the bulk kernels; :class:`BulkConfig` says which."""
+
+    def __init__(self, config: BulkConfig):
+        self.config = config
+        self.elements = Elements(config.dtype, config.head_dim, config.lanes)
+        self.cache_row: Any = make_row(config.kv_format, config.head_dim, config.lanes)
+        self.row_bytes = config.format.row_bytes(config.head_dim)
+        quantize = config.direction == "quantize"
+        self.code_words = (self.elements.piece if quantize else self.cache_row.codes).num_words
+        self.row_words = self.code_words + (0 if quantize else int(self.cache_row.has_header))
+
+    @cute.jit
+    def __call__(
+        self,
+        numbers: cute.Tensor,
+        rows: Int64,
+        scale: Int64,
+        num_heads: Int32,
+        head_divisor: Int64,
+        stream,
+    ):
+        """Launches over blocks of rows.
+
+        numbers: [num_rows, head_dim], contiguous. Addresses: rows [num_rows, row], contiguous; scale fp32 for formats
+        that are given one, of head ``row % num_heads``. head_divisor: `divisor_of` num_heads.
+        """
+        config = self.config
+        shape: Any = numbers.shape
+        num_rows = shape[0]
+        self.kernel(ptx.address(numbers), rows, scale, num_rows, num_heads, head_divisor).launch(
+            grid=(cute.ceil_div(num_rows, config.teams * config.rows_in_flight), 1, 1),
+            block=(config.num_threads, 1, 1),
+            preferred_smem_carveout=0,  # all of it for L1
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, numbers: Int64, rows: Int64, scale: Int64, num_rows: Int32, num_heads: Int32, head_divisor: Int64):
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        team, lane = thread // config.lanes, thread % config.lanes
+        first = block * (config.teams * config.rows_in_flight) + team
+        raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
+        source = numbers if const_expr(config.direction == "quantize") else rows
+        for u in cutlass.range_constexpr(config.rows_in_flight):
+            row = first + u * config.teams
+            if row < num_rows:
+                self.fetch(raw, u, source, row, lane)
+        values = cute.make_rmem_tensor(self.elements.count, Float32)
+        count = cute.ceil_div(num_rows - block * (config.teams * config.rows_in_flight), config.teams)
+        for u in cutlass.range(cutlass.min(count, config.rows_in_flight), unroll=1):
+            row = first + u * config.teams
+            head = row - divide_by(Int64(row), head_divisor).to(Int32) * num_heads
+            if const_expr(config.direction == "quantize"):
+                for i, value in enumerate(self.elements.unpack(raw)):
+                    values[i] = value
+                address = rows + Int64(row) * self.row_bytes
+                write_row(self.cache_row, values, address, scale, head, row < num_rows, lane)
+            else:
+                self.restore(raw, numbers, row, scale, head, row < num_rows, lane)
+            for i in cutlass.range_constexpr((config.rows_in_flight - 1) * self.row_words):
+                raw[i] = raw[i + self.row_words]
+
+    def fetch(self, raw, u: int, source, row, lane):
+        """Asks for a row's numbers, or its codes and the word of the lane's group."""
+        if self.config.direction == "quantize":
+            words = self.elements.piece.load(source + Int64(row) * self.elements.row_bytes, lane)
+        else:
+            address = source + Int64(row) * self.row_bytes
+            words = self.cache_row.codes.load(address, lane)
+            if self.cache_row.has_header:
+                words = [*words, self.cache_row.load_header(address, lane)]
+        for i, word in enumerate(words):
+            raw[u * self.row_words + i] = word
+
+    @cute.jit
+    def restore(self, raw, numbers, row, scale, head, valid, lane):
+        """Stores the numbers of the first row in ``raw``."""
+        words = [raw[i] for i in range(self.code_words)]
+        header = raw[self.code_words] if const_expr(self.cache_row.has_header) else None
+        if valid:
+            given = None
+            if const_expr(self.cache_row.given_scale is not None):
+                given = self.cache_row.load_scale(scale, head, lane)
+            values = self.cache_row.decode(words, header, given)
+            address = numbers + Int64(row) * self.elements.row_bytes
+            self.elements.piece.store(address, lane, self.elements.pack(values))

@@ -1,0 +1,221 @@
+"""Calling the bulk kernels, and their registered operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.kv_cache.call import check_given_scale, check_tensor
+from cute_kernels.kv_cache.compile import BulkSpec
+from cute_kernels.kv_cache.config import HEAD_DIMS, BulkConfig, divisor_of, row_alignment
+from cute_kernels.kv_cache.reference import shaped_scale
+from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
+
+
+def quantize(x: Any, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+    """See `cute_kernels.kv_cache.quantize_kv`."""
+    if _needs_dispatch("x", x):
+        result = torch.ops.cute_kernels.quantize_kv(x, kv_format, scale)
+        return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
+    return _launch_quantize(x, kv_format, scale, out) if x.is_cuda else _quantize_here(x, kv_format, scale, out)
+
+
+def dequantize(
+    rows: Any,
+    kv_format: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `cute_kernels.kv_cache.dequantize_kv`."""
+    if _needs_dispatch("rows", rows):
+        result = torch.ops.cute_kernels.dequantize_kv(rows, kv_format, head_dim, dtype, scale)
+        return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
+    work = _launch_dequantize if rows.is_cuda else _dequantize_here
+    return work(rows, kv_format, head_dim, dtype, scale, out)
+
+
+def _needs_dispatch(name: str, value: Any) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    check_tensor(name, value)
+    return type(value) is not torch.Tensor or not (value.is_cuda or value.is_cpu)
+
+
+def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
+    form = format_of(kv_format)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, DTYPES))}")
+    if x.dim() < 2:
+        raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
+    if x.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"x: got head_dim {x.shape[-1]}, want one of {', '.join(map(str, HEAD_DIMS))}")
+    _check_memory("x", x, x.device)
+    check_given_scale("scale", scale, form, x.shape[-2], x.shape[-1])
+    if scale is not None:
+        _check_memory("scale", scale, x.device)
+    return form
+
+
+def _check_rows(
+    rows: torch.Tensor, kv_format: str, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None
+) -> KvFormat:
+    form = format_of(kv_format)
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim: got {head_dim!r}, want one of {', '.join(map(str, HEAD_DIMS))}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: got {dtype!r}, want one of {', '.join(map(str, DTYPES))}")
+    if rows.dtype not in form.cache_dtypes:
+        raise TypeError(
+            f"rows: got dtype {rows.dtype}, want {' or '.join(map(str, form.cache_dtypes))} for {kv_format}"
+        )
+    row = form.row_elements(head_dim)
+    if rows.dim() < 2 or rows.shape[-1] != row:
+        raise ValueError(
+            f"rows: got shape {list(rows.shape)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim "
+            f"{head_dim}"
+        )
+    _check_memory("rows", rows, rows.device)
+    check_given_scale("scale", scale, form, rows.shape[-2], head_dim)
+    if scale is not None:
+        _check_memory("scale", scale, rows.device)
+    return form
+
+
+def _check_memory(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()} for shape {list(tensor.shape)}, want it contiguous")
+
+
+def _checked_out(
+    out: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> torch.Tensor:
+    check_tensor("out", out)
+    if out.dtype not in dtypes:
+        raise TypeError(f"out: got dtype {out.dtype}, want {' or '.join(map(str, dtypes))}")
+    if out.shape != shape:
+        raise ValueError(f"out: got shape {list(out.shape)}, want {list(shape)}")
+    _check_memory("out", out, device)
+    return out
+
+
+def _quantize_here(
+    x: torch.Tensor, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    form = _check_numbers(x, kv_format, scale)
+    rows = form.quantize(x, shaped_scale(form, scale))
+    if out is None:
+        return x.clone() if rows is x else rows  # an operator's result is its own
+    _checked_out(out, rows.shape, form.cache_dtypes, x.device)
+    if rows.element_size() == 1:
+        out.view(torch.uint8).copy_(rows.view(torch.uint8))
+        return out
+    return out.copy_(rows)
+
+
+def _dequantize_here(
+    rows: torch.Tensor,
+    kv_format: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    form = _check_rows(rows, kv_format, head_dim, dtype, scale)
+    x = form.dequantize(rows, head_dim, dtype, shaped_scale(form, scale))
+    if out is None:
+        return x.clone() if x is rows else x
+    return _checked_out(out, x.shape, (dtype,), rows.device).copy_(x)
+
+
+def _launch_quantize(
+    x: torch.Tensor, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    form = _check_numbers(x, kv_format, scale)
+    shape = (*x.shape[:-1], form.row_elements(x.shape[-1]))
+    if out is None:
+        rows = torch.empty(shape, dtype=form.cache_dtype, device=x.device)
+    else:
+        rows = _checked_out(out, shape, form.cache_dtypes, x.device)
+    _launch("quantize", kv_format, x, rows, scale, ("x", "out"))
+    return rows
+
+
+def _launch_dequantize(
+    rows: torch.Tensor,
+    kv_format: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _check_rows(rows, kv_format, head_dim, dtype, scale)
+    shape = (*rows.shape[:-1], head_dim)
+    if out is None:
+        x = torch.empty(shape, dtype=dtype, device=rows.device)
+    else:
+        x = _checked_out(out, shape, (dtype,), rows.device)
+    _launch("dequantize", kv_format, x, rows, scale, ("out", "rows"))
+    return x
+
+
+def _launch(
+    direction: str,
+    kv_format: str,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor | None,
+    names: tuple[str, str],
+) -> None:
+    if not x.numel():
+        return
+    num_heads, head_dim = x.shape[-2:]
+    numbers = x.view(-1, head_dim)
+    if numbers.shape[0] > MAX_ROWS:
+        raise ValueError(f"{names[0]}: got {numbers.shape[0]} rows, want at most {MAX_ROWS}")
+    config = BulkConfig(direction, kv_format, DTYPES[x.dtype], head_dim)
+    for name, tensor, form in ((names[0], x, None), (names[1], rows, kv_format)):
+        unit = 16 if form is None else row_alignment(form, head_dim, config.lanes)
+        if tensor.data_ptr() % unit:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+    index = x.get_device()
+    function = load(BulkSpec(config), arch_of(index))
+    with torch.cuda.device(index):
+        address = 0 if scale is None else scale.data_ptr()
+        function(numbers, rows.data_ptr(), address, num_heads, divisor_of(num_heads))
+
+
+# -- the operators ----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define("quantize_kv(Tensor x, str kv_format, Tensor? scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "dequantize_kv(Tensor rows, str kv_format, int head_dim, ScalarType dtype, Tensor? scale) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _quantize_on_meta(x, kv_format, scale):
+    form = format_of(kv_format)
+    return x.new_empty((*x.shape[:-1], form.row_elements(x.shape[-1])), dtype=form.cache_dtype)
+
+
+def _dequantize_on_meta(rows, kv_format, head_dim, dtype, scale):
+    return rows.new_empty((*rows.shape[:-1], head_dim), dtype=dtype)
+
+
+_library.impl("quantize_kv", _quantize_here, "CPU")
+_library.impl("quantize_kv", _launch_quantize, "CUDA")
+torch.library.register_fake("cute_kernels::quantize_kv", _quantize_on_meta, lib=_library)
+_library.impl("dequantize_kv", _dequantize_here, "CPU")
+_library.impl("dequantize_kv", _launch_dequantize, "CUDA")
+torch.library.register_fake("cute_kernels::dequantize_kv", _dequantize_on_meta, lib=_library)

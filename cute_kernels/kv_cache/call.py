@@ -1,0 +1,292 @@
+"""One call of append as data, and everything that can be wrong with it; errors name the argument."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.kv_cache.config import HEAD_DIMS
+from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.kv_formats import KvFormat, format_of
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+LAYOUTS = ("NHD", "HND")
+MAX_TOKENS = 2**31 - 1
+POSITION_DTYPES = (torch.int32, torch.int64)
+
+
+class AppendCall(NamedTuple):
+    """The arguments of `append_kv`, in the operator's order; see there."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_format: str
+    v_format: str
+    cache_layout: str = "NHD"
+    rope: Rope | None = None
+    norm_eps: float = 1e-6
+    q: torch.Tensor | None = None
+    q_out: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def extras(self) -> tuple[torch.Tensor | None, ...]:
+        """What most calls lack: everything from cu_seqlens on."""
+        return self[13:]
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def num_q_heads(self) -> int:
+        """0 without q."""
+        return 0 if self.q is None else self.q.shape[1]
+
+    @property
+    def batch(self) -> int:
+        """Requests of the call; 0 where only slots are given."""
+        return 0 if self.seq_lens is None else self.seq_lens.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the caches; a contiguous cache has one per request."""
+        return self.k_cache.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; max_seq_len of a contiguous cache."""
+        return self.k_cache.shape[1 if self.cache_layout == "NHD" else 2]
+
+
+def split_formats(kv_format: str | tuple[str, str]) -> tuple[str, str]:
+    """(format of K, format of V); ValueError if it is neither a name nor a pair of names."""
+    if isinstance(kv_format, str):
+        return kv_format, kv_format
+    if isinstance(kv_format, (tuple, list)) and len(kv_format) == 2 and all(isinstance(f, str) for f in kv_format):
+        return kv_format[0], kv_format[1]
+    raise ValueError(f"kv_format: got {kv_format!r}, want a name or a pair of names (K's, V's)")
+
+
+def check_append(call: AppendCall) -> None:
+    """Raises TypeError or ValueError unless the arguments describe an append.
+
+    Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
+    """
+    k_format, v_format = call.formats
+    _check_tensors(call)
+    _check_tokens(call)
+    if call.cache_layout not in LAYOUTS:
+        raise ValueError(f"cache_layout: got {call.cache_layout!r}, want 'NHD' or 'HND'")
+    _check_cache("k_cache", call, call.k_cache, k_format, call.k.shape[2])
+    _check_cache("v_cache", call, call.v_cache, v_format, call.v.shape[2])
+    if call.v_cache.shape[:3] != call.k_cache.shape[:3]:
+        raise ValueError(f"v_cache: got shape {_shape(call.v_cache)}, want that of k_cache but for the row")
+    _check_place(call)
+    _check_extras(call)
+    check_given_scale("k_scale", call.k_scale, k_format, call.num_kv_heads, call.k.shape[2])
+    check_given_scale("v_scale", call.v_scale, v_format, call.num_kv_heads, call.v.shape[2])
+
+
+def _check_tensors(call: AppendCall) -> None:
+    """What is given is a tensor on k's device; all but q, k, v, their biases and the caches contiguous."""
+    names = (
+        "k v k_cache v_cache seq_lens cu_seqlens slots block_table q q_out q_bias k_bias v_bias position_ids q_norm "
+        "k_norm k_scale v_scale"
+    ).split()
+    device = call.k.device if isinstance(call.k, torch.Tensor) else None
+    for name in names:
+        tensor: torch.Tensor | None = getattr(call, name)
+        if tensor is None and name not in names[:4]:
+            continue
+        check_tensor(name, tensor)
+        assert tensor is not None
+        if tensor.device != device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where k is")
+        if name not in ("k", "v", "q", "q_out", "k_cache", "v_cache") and not tensor.is_contiguous():
+            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {_shape(tensor)}, want it contiguous")
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raises TypeError unless the argument is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
+
+
+def _check_tokens(call: AppendCall) -> None:
+    if call.q_out is not None and call.q is None:
+        raise ValueError("q_out: got a tensor without q, want both or none")
+    for name in ("k", "v", "q", "q_out"):
+        x = getattr(call, name)
+        if x is None:
+            continue
+        if x.dim() != 3:
+            raise ValueError(f"{name}: got shape {_shape(x)}, want [tokens, heads, head_dim]")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
+        if x.dtype != call.k.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, want {call.k.dtype}, that of k")
+        if x.shape[0] != call.k.shape[0]:
+            raise ValueError(f"{name}: got {x.shape[0]} tokens, want {call.k.shape[0]}, those of k")
+        if x.shape[2] not in HEAD_DIMS:
+            raise ValueError(f"{name}: got head_dim {x.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
+        if x.shape[1] == 0:
+            raise ValueError(f"{name}: got no heads, want at least 1")
+        if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2])):
+            raise ValueError(
+                f"{name}: got strides {x.stride()} for shape {_shape(x)}, want the last two dimensions contiguous"
+            )
+    if call.v.shape[1] != call.k.shape[1]:
+        raise ValueError(f"v: got {call.v.shape[1]} heads, want {call.k.shape[1]}, those of k")
+    if call.num_tokens > MAX_TOKENS:
+        raise ValueError(f"k: got {call.num_tokens} tokens, want at most {MAX_TOKENS}")
+    if call.q is not None and call.q.shape[2] != call.k.shape[2]:
+        raise ValueError(f"q: got head_dim {call.q.shape[2]}, want {call.k.shape[2]}, that of k")
+    if call.q_out is not None and call.q is not None and call.q_out.shape != call.q.shape:
+        raise ValueError(f"q_out: got shape {_shape(call.q_out)}, want {_shape(call.q)}, that of q")
+
+
+def _check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
+    inner = "page_size, num_kv_heads" if call.cache_layout == "NHD" else "num_kv_heads, page_size"
+    if cache.dim() != 4:
+        raise ValueError(f"{name}: got shape {_shape(cache)}, want 4 dimensions: [num_pages or batch, {inner}, row]")
+    if cache.dtype not in form.cache_dtypes:
+        wanted = " or ".join(map(str, form.cache_dtypes))
+        raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+    row = form.row_elements(head_dim)
+    if cache.shape[3] != row:
+        raise ValueError(
+            f"{name}: got rows of {cache.shape[3]} elements, want {row} for {form.name} at head_dim {head_dim}"
+        )
+    heads = cache.shape[2 if call.cache_layout == "NHD" else 1]
+    if heads != call.num_kv_heads:
+        raise ValueError(
+            f"{name}: got {heads} heads in shape {_shape(cache)} ({call.cache_layout}: [num_pages or batch, {inner}, "
+            f"row]), want {call.num_kv_heads}, those of k"
+        )
+    if cache.numel() and cache.stride(3) != 1:
+        raise ValueError(f"{name}: got strides {cache.stride()}, want rows contiguous: a last stride of 1")
+
+
+def _check_place(call: AppendCall) -> None:
+    tokens = call.num_tokens
+    for name, dtypes in (
+        ("seq_lens", (torch.int32,)),
+        ("cu_seqlens", (torch.int32,)),
+        ("slots", (torch.int64,)),
+        ("block_table", (torch.int32,)),
+        ("position_ids", POSITION_DTYPES),
+    ):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.dtype not in dtypes:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
+    for name in ("slots", "position_ids"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.shape != (tokens,):
+            raise ValueError(f"{name}: got shape {_shape(tensor)}, want [{tokens}], the tokens of k")
+    if call.cu_seqlens is not None and call.seq_lens is None:
+        raise ValueError("cu_seqlens: got it without seq_lens, want both: lengths say at which positions tokens go")
+    if call.seq_lens is not None:
+        if call.seq_lens.dim() != 1:
+            raise ValueError(f"seq_lens: got shape {_shape(call.seq_lens)}, want [batch]")
+        if call.cu_seqlens is None and call.batch != tokens:
+            raise ValueError(
+                f"seq_lens: got {call.batch} requests for {tokens} tokens, want one token a request, or cu_seqlens"
+            )
+        if call.cu_seqlens is not None and call.cu_seqlens.shape != (call.batch + 1,):
+            raise ValueError(f"cu_seqlens: got shape {_shape(call.cu_seqlens)}, want [{call.batch + 1}], batch + 1")
+    if call.slots is not None:
+        if call.block_table is not None:
+            raise ValueError("block_table: got one together with slots, which say where tokens go; want one of them")
+        if call.rope is not None and call.position_ids is None and call.seq_lens is None:
+            raise ValueError("position_ids: got None with rope and slots, want the tokens' positions (or seq_lens)")
+    elif call.seq_lens is None:
+        raise ValueError("seq_lens: got None without slots, want lengths after the append, or slots")
+    elif call.block_table is not None:
+        if call.block_table.dim() != 2 or call.block_table.shape[0] != call.batch or call.block_table.shape[1] == 0:
+            raise ValueError(
+                f"block_table: got shape {_shape(call.block_table)}, want [{call.batch}, at least 1], a row a request"
+            )
+    elif call.num_pages != call.batch:
+        raise ValueError(
+            f"k_cache: got {call.num_pages} requests in shape {_shape(call.k_cache)}, want {call.batch}, those of "
+            "seq_lens (or a block_table, or slots)"
+        )
+
+
+def _check_extras(call: AppendCall) -> None:
+    k_dim, v_dim = call.k.shape[2], call.v.shape[2]
+    if call.q is None:
+        for name in ("q_bias", "q_norm"):
+            if getattr(call, name) is not None:
+                raise ValueError(f"{name}: got a tensor without q, want None")
+    sizes = {
+        "q_bias": call.num_q_heads * k_dim,
+        "k_bias": call.num_kv_heads * k_dim,
+        "v_bias": call.num_kv_heads * v_dim,
+        "q_norm": k_dim,
+        "k_norm": k_dim,
+    }
+    for name, size in sizes.items():
+        tensor = getattr(call, name)
+        if tensor is None:
+            continue
+        if tensor.dtype != call.k.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {call.k.dtype}, that of k")
+        if tensor.shape != (size,):
+            raise ValueError(f"{name}: got shape {_shape(tensor)}, want [{size}]")
+    if not isinstance(call.norm_eps, (int, float)) or not call.norm_eps >= 0:
+        raise ValueError(f"norm_eps: got {call.norm_eps!r}, want a number of at least 0")
+    if call.rope is None:
+        return
+    if not isinstance(call.rope, Rope):
+        raise TypeError(f"rope: got {type(call.rope).__name__}, want a Rope")
+    if call.rope.rotary_dim > k_dim:
+        raise ValueError(f"rope: got rotary_dim {call.rope.rotary_dim}, want at most {k_dim}, k's head_dim")
+
+
+def check_given_scale(name: str, scale: torch.Tensor | None, form: KvFormat, num_kv_heads: int, head_dim: int) -> None:
+    """Raises TypeError or ValueError unless a given scale is there, and right, exactly where the format wants one."""
+    if form.given_scale is None:
+        if scale is not None:
+            raise ValueError(f"{name}: got a tensor, want None: {form.name} has no scale beside the cache")
+        return
+    shapes = {
+        "tensor": ((), (1,)),
+        "head": ((num_kv_heads,), (num_kv_heads, 1)),
+        "channel": ((num_kv_heads, head_dim),),
+    }[form.given_scale]
+    wanted = " or ".join(str(list(shape)) for shape in shapes)
+    if scale is None:
+        raise ValueError(f"{name}: got None, want a float32 tensor of shape {wanted} for {form.name}")
+    check_tensor(name, scale)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
+    if tuple(scale.shape) not in shapes:
+        raise ValueError(f"{name}: got shape {_shape(scale)}, want {wanted} for {form.name}")
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)

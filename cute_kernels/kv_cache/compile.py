@@ -1,0 +1,138 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
+from cute_kernels.kv_formats import FORMATS, format_of
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+
+SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
+
+
+@dataclass(frozen=True, eq=False)
+class AppendSpec(KernelSpec):
+    """One append kernel; the function takes what :meth:`AppendKernel.__call__` describes, without the stream."""
+
+    config: AppendConfig
+    family: ClassVar[str] = "kv_cache"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_append(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class BulkSpec(KernelSpec):
+    """One bulk kernel; the function takes what :meth:`BulkKernel.__call__` describes, without the stream."""
+
+    config: BulkConfig
+    family: ClassVar[str] = "kv_cache"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_bulk(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile: append with RoPE over the whole head in Llama's order.
+
+    Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
+    """
+    pairs = [
+        (name, dtype)
+        for name in FORMATS
+        for dtype in DTYPES
+        if name not in DTYPES or name == dtype  # 16-bit caches: those of the model's dtype
+    ]
+    configs = [AppendConfig(name, name, dtype, 128, 128, "half", 128) for name, dtype in pairs]
+    configs += [
+        AppendConfig(name, name, "bf16", head_dim, head_dim, "half", head_dim)
+        for head_dim in (64, 256)
+        for name in SHIPPED_SMALL_FORMATS
+    ]
+    return [AppendSpec(config) for config in configs]
+
+
+def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+    from cute_kernels.kv_cache.kernel import AppendKernel
+
+    _check(config)
+    kernel = AppendKernel(config)
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+
+    def rows(heads: Any, elements: Any, head_dim: int):
+        unit = elements.piece.unit
+        strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
+        return make_fake_tensor(dtype, (num_tokens, heads, head_dim), stride=strides, assumed_align=unit)
+
+    def cache(kv_format: str, head_dim: int):
+        form = format_of(kv_format)
+        element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(kv_format, cutlass.Uint8)
+        align = row_alignment(kv_format, head_dim, config.lanes)
+        strides = [cute.sym_int64(divisibility=align // (element.width // 8)) for _ in range(3)]
+        shape = (num_pages, page_size, kv_heads, form.row_elements(head_dim))
+        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align)
+
+    num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
+    k_dim, v_dim = config.head_dim_k, config.head_dim_v
+    max_pages = cute.sym_int()
+    return cute.compile(
+        kernel,
+        rows(q_heads, kernel.k_elements, k_dim),
+        rows(kv_heads, kernel.k_elements, k_dim),
+        rows(kv_heads, kernel.v_elements, v_dim),
+        rows(q_heads, kernel.k_elements, k_dim),
+        cache(config.k_format, k_dim),
+        cache(config.v_format, v_dim),
+        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4),
+        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(), max_pages), stride_order=(1, 0), assumed_align=4),
+        *[cutlass.Int64(0)] * 11,
+        *[cutlass.Float32(1.0)] * 2,
+        *[cutlass.Int32(1)] * 2,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def _check(config: Any) -> None:
+    reason = config.can_implement()
+    if reason is not None:
+        raise ValueError(f"config: {reason} ({config})")
+
+
+def compile_bulk(config: BulkConfig, arch: str, *options: str) -> Any:
+    """As `compile_append`, for the bulk kernels."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.kv_cache.bulk import BulkKernel
+
+    _check(config)
+    kernel = BulkKernel(config)
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
+    shape, align = (cute.sym_int(), config.head_dim), kernel.elements.piece.unit
+    return cute.compile(
+        kernel,
+        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align),
+        *[cutlass.Int64(0)] * 2,
+        cutlass.Int32(1),
+        cutlass.Int64(0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )

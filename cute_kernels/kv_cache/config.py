@@ -1,0 +1,206 @@
+"""Every compile-time choice of the kernels that write and read cache rows, as data. No GPU types here."""
+
+import math
+from dataclasses import dataclass
+
+from cute_kernels.kv_formats import Int4Format, KvFormat, format_of
+
+WARP_THREADS = 32
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+DTYPES = ("bf16", "fp16")  # of q, k and v
+BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk
+ROPE_STYLES = ("none", "half", "interleaved")
+LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of bf16
+
+# Bits of a launch's mode.
+HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
+
+
+def team_lanes(*head_dims: int) -> int:
+    """Lanes that share a row: a power of two that gives each an even number of columns of every head_dim, 8 if it can.
+
+    Groups of columns are then whole numbers of lanes for up to 8 groups a row.
+    """
+    lanes = WARP_THREADS
+    while lanes > 1 and (
+        LANE_ELEMENTS * lanes > max(head_dims) or any(head_dim % (2 * lanes) for head_dim in head_dims)
+    ):
+        lanes //= 2
+    return lanes
+
+
+def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
+    """Bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of it.
+
+    That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
+    """
+    form = format_of(kv_format)
+    header = 4 * form.num_groups if isinstance(form, Int4Format) else getattr(form, "header_bytes", 0)
+    row_bytes = form.row_bytes(head_dim)
+    unit = math.gcd(16, (row_bytes - header) // lanes, header, row_bytes)
+    return max(unit, 4) if header else unit
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """One compiled variant of the append kernel.
+
+    Attributes:
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.
+        dtype: "bf16" or "fp16", of q, k and v.
+        head_dim_k, head_dim_v: columns of q and k, and of v.
+        rope: "none", "half" or "interleaved".
+        rotary_dim: columns that are rotated; 0 without RoPE.
+        num_warps: warps of a CTA.
+        rows_in_flight: heads of its token that a team loads before it works on the first.
+    """
+
+    k_format: str
+    v_format: str
+    dtype: str
+    head_dim_k: int
+    head_dim_v: int
+    rope: str = "none"
+    rotary_dim: int = 0
+    num_warps: int = 4
+    rows_in_flight: int = 4
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a team: those that share a row."""
+        return team_lanes(self.head_dim_k, self.head_dim_v)
+
+    @property
+    def tokens_per_warp(self) -> int:
+        return WARP_THREADS // self.lanes
+
+    @property
+    def tokens_per_cta(self) -> int:
+        return self.num_warps * self.tokens_per_warp
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_THREADS
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
+        dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
+        rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
+        return f"append_{formats}_{self.dtype}_{dims}_{rope}_w{self.num_warps}r{self.rows_in_flight}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        for name in ("head_dim_k", "head_dim_v"):
+            if getattr(self, name) not in HEAD_DIMS:
+                return f"{name} {getattr(self, name)} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.dtype not in DTYPES:
+            return f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
+        if self.rope not in ROPE_STYLES:
+            return f"rope {self.rope!r} is not one of {', '.join(ROPE_STYLES)}"
+        if self.rope == "none" and self.rotary_dim:
+            return f"rotary_dim {self.rotary_dim} without RoPE"
+        if self.rope != "none" and not (2 <= self.rotary_dim <= self.head_dim_k and self.rotary_dim % 2 == 0):
+            return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
+        if not 1 <= self.num_warps <= 32:
+            return f"num_warps {self.num_warps} is not from 1 to 32"
+        if self.rows_in_flight not in (1, 2, 4, 8):
+            return f"rows_in_flight {self.rows_in_flight} is not 1, 2, 4 or 8"
+        return None
+
+
+@dataclass(frozen=True)
+class BulkConfig:
+    """One compiled variant of the bulk kernels.
+
+    Attributes:
+        direction: "quantize" (numbers to rows) or "dequantize" (rows to numbers).
+        kv_format: name of the rows' format.
+        dtype: "bf16", "fp16" or "fp32", of the numbers.
+        head_dim: columns of a row.
+        num_warps: warps of a CTA.
+        rows_in_flight: rows that a team loads before it works on the first.
+    """
+
+    direction: str
+    kv_format: str
+    dtype: str
+    head_dim: int
+    num_warps: int = 4
+    rows_in_flight: int = 4
+
+    @property
+    def format(self) -> KvFormat:
+        return format_of(self.kv_format)
+
+    @property
+    def lanes(self) -> int:
+        return team_lanes(self.head_dim)
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_THREADS
+
+    @property
+    def teams(self) -> int:
+        """Teams of a CTA."""
+        return self.num_threads // self.lanes
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        return (
+            f"{self.direction}_{self.kv_format}_{self.dtype}_d{self.head_dim}_w{self.num_warps}r{self.rows_in_flight}"
+        )
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.direction not in ("quantize", "dequantize"):
+            return f"direction {self.direction!r} is not 'quantize' or 'dequantize'"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.dtype not in BULK_DTYPES:
+            return f"dtype {self.dtype!r} is not one of {', '.join(BULK_DTYPES)}"
+        if not 1 <= self.num_warps <= 32:
+            return f"num_warps {self.num_warps} is not from 1 to 32"
+        if not 1 <= self.rows_in_flight <= 8:
+            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
+        return None
+
+
+CTAS_PER_SM = 7  # that fit with the registers the append kernels need
+
+
+def _choose(condition, chosen, other):
+    return chosen if condition else other
+
+
+def rows_per_team(blocks, num_heads, wave, most: int, select=_choose):
+    """Heads of its token that a team takes: as few as one wave of CTAs allows, of 1, 2, 4 ... ``most``.
+
+    Few tokens are then spread over the whole GPU, and many share the work of making a token's angles.
+
+    Args:
+        blocks: CTAs along the tokens.
+        num_heads: of q, k and v together.
+        wave: CTAs that the GPU holds at a time.
+        select: (condition, value if true, value if not); the kernel's launch code brings its own.
+    """
+    rows = 1
+    for fewer in (1 << i for i in range(most.bit_length() - 1)):
+        rows = select(blocks * ((num_heads + fewer - 1) // fewer) > wave, 2 * fewer, rows)
+    return rows
+
+
+def divisor_of(divisor: int) -> int:
+    """What the kernels divide by ``divisor`` with: ceil(2**63 / divisor) as a signed 64-bit number.
+
+    floor(value / divisor) is then the upper 64 bits of its product with 2 * value, for value < 2**63 / divisor.
+    """
+    magic = -(-(2**63) // divisor)
+    return magic - 2**64 if magic >= 2**63 else magic

@@ -1,0 +1,425 @@
+"""Append: bias, QK-norm, RoPE, quantisation and scatter of new tokens' K and V, and the rotated q, in one launch.
+
+Shape of the work: a *team* of lanes takes one token and a few of its heads out of the list (q heads, k
+heads, v heads); the teams of a CTA take other tokens and the same heads, so what a head needs is decided by the whole
+warp. A team first asks for all its rows and for where its token goes, makes the angles of its token once, then works
+row by row in registers. Nothing is shared between teams: no shared memory, no barriers.
+
+What cannot be written anywhere (an unmapped page, a position outside the table or the cache, slot -1) is not written;
+q is, all the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.rows import Elements, make_row
+from cute_kernels.device.write_row import divide_by, write_row
+from cute_kernels.kv_cache.config import (
+    HAS_Q,
+    HAS_SEQ_LENS,
+    HAS_TABLE,
+    WARP_THREADS,
+    WIDE_POSITIONS,
+    AppendConfig,
+    rows_per_team,
+)
+from cute_kernels.kv_cache.rotate import Rotator
+
+MAX_GRID_Y = 32768
+
+
+class AppendKernel:
+    """One compiled variant of the append kernel; :class:`AppendConfig` says which."""
+
+    def __init__(self, config: AppendConfig):
+        self.config = config
+        self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes)
+        self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes)
+        self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes)
+        self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes)
+        self.rotator = Rotator(config)
+        self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        q_out: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        seq_lens: cute.Tensor,
+        block_table: cute.Tensor,
+        cu_seqlens: Int64,
+        slots: Int64,
+        position_ids: Int64,
+        q_bias: Int64,
+        k_bias: Int64,
+        v_bias: Int64,
+        q_norm: Int64,
+        k_norm: Int64,
+        phase_steps: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        norm_eps: Float32,
+        rope_factor: Float32,
+        wave: Int32,
+        mode: Int32,
+        stream,
+    ):
+        """Launches over (blocks of heads, blocks of tokens).
+
+        q, k, v, q_out: [tokens, heads, head_dim], any token stride. Caches: [pages, page_size, num_kv_heads, row] with
+        any strides but the last; a contiguous cache has a page of max_seq_len tokens per request. seq_lens: int32
+        [batch]; block_table: int32 [batch, max_pages]. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`, says
+        which of q, seq_lens and block_table count; the others may be any tensors of their kind.
+
+        The 64-bit arguments are addresses, 0 where there is none: cu_seqlens int32 [batch + 1], slots int64 [tokens],
+        position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
+        phase_steps int64 [rotary_dim / 2], scales fp32. wave: CTAs that the GPU holds at a time.
+        """
+        config = self.config
+        q_shape, k_shape, cache_shape, table_shape = (_any(tensor.shape) for tensor in (q, k, k_cache, block_table))
+        inputs = Inputs(
+            q=ptx.address(q),
+            k=ptx.address(k),
+            v=ptx.address(v),
+            q_stride=_byte_strides(q)[0],
+            k_stride=_byte_strides(k)[0],
+            v_stride=_byte_strides(v)[0],
+            num_tokens=k_shape[0],
+            num_q_heads=cutlass.select_(mode & HAS_Q != 0, Int32(q_shape[1]), Int32(0)),
+            num_kv_heads=k_shape[1],
+        )
+        targets = Targets(
+            q_out=ptx.address(q_out),
+            k_cache=ptx.address(k_cache),
+            v_cache=ptx.address(v_cache),
+            q_out_stride=_byte_strides(q_out)[0],
+            k_strides=_byte_strides(k_cache),
+            v_strides=_byte_strides(v_cache),
+        )
+        where = Where(
+            seq_lens=ptx.address(seq_lens),
+            block_table=ptx.address(block_table),
+            cu_seqlens=cu_seqlens,
+            slots=slots,
+            position_ids=position_ids,
+            num_pages=cache_shape[0],
+            page_size=cache_shape[1],
+            # ceil(2**63 / page_size)
+            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
+            batch=_any(seq_lens.shape)[0],
+            max_pages=table_shape[1],
+            mode=mode,
+        )
+        extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
+        num_heads = inputs.num_q_heads + 2 * inputs.num_kv_heads
+        blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
+        rows = rows_per_team(blocks, num_heads, wave, config.rows_in_flight, cutlass.select_)
+        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, rows).launch(
+            grid=(
+                cute.ceil_div(num_heads, rows),
+                cutlass.min(blocks, MAX_GRID_Y),
+                cute.ceil_div(blocks, MAX_GRID_Y),
+            ),
+            block=(config.num_threads, 1, 1),
+            preferred_smem_carveout=0,  # all of it for L1
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        inputs: "Inputs",
+        targets: "Targets",
+        where: "Where",
+        extras: "Extras",
+        phase_steps: Int64,
+        rope_factor: Float32,
+        rows: Int32,
+    ):
+        config = self.config
+        chunk, block_y, block_z = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        warp_token = ((block_z * MAX_GRID_Y + block_y) * config.num_warps + warp) * config.tokens_per_warp
+        if warp_token < inputs.num_tokens:
+            token = warp_token + lane // config.lanes
+            valid = token < inputs.num_tokens
+            token = cutlass.min(token, inputs.num_tokens - 1)  # teams without a token of their own work along
+            num_turned = inputs.num_q_heads + inputs.num_kv_heads
+            heads = Heads(
+                num_q=inputs.num_q_heads,
+                num_turned=num_turned,
+                first=chunk * rows,
+                stop=cutlass.min(chunk * rows + rows, num_turned + inputs.num_kv_heads),
+            )
+            team_lane = lane % config.lanes
+            raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
+            self.fetch(raw, inputs, heads, token, team_lane)
+            position, page, row = self.locate(where, heads, token, lane)
+            place = Place(token=token, valid=valid, page=page, row=row, lane=team_lane)
+            cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
+            sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
+            if const_expr(config.rope != "none"):
+                cos.fill(0.0)
+                sin.fill(0.0)
+                if heads.first < heads.num_turned:
+                    self.rotator.make_angles(cos, sin, phase_steps, position, rope_factor, team_lane)
+            self.process(raw, cos, sin, heads, extras, targets, place)
+
+    # -- getting there ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def fetch(self, raw, inputs, heads, token, team_lane):
+        """Asks for all rows of the team; nothing waits for them yet."""
+        # A row is at base + head * row bytes, heads counted through q, k and v.
+        k_bytes, v_bytes = self.k_elements.row_bytes, self.v_elements.row_bytes
+        q = inputs.q + Int64(token) * inputs.q_stride
+        k = inputs.k + Int64(token) * inputs.k_stride - Int64(heads.num_q) * k_bytes
+        v = inputs.v + Int64(token) * inputs.v_stride - Int64(heads.num_turned) * v_bytes
+        for u in cutlass.range_constexpr(self.config.rows_in_flight):
+            head = heads.first + u
+            if head < heads.stop:
+                if const_expr(self.config.head_dim_k == self.config.head_dim_v):
+                    base = cutlass.select_(head < heads.num_turned, k, v)
+                    base = cutlass.select_(head < heads.num_q, q, base)
+                    self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
+                elif head < heads.num_turned:
+                    base = cutlass.select_(head < heads.num_q, q, k)
+                    self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
+                else:
+                    self.fetch_row(raw, u, self.v_elements, v, head, team_lane)
+
+    def fetch_row(self, raw, u: int, elements: Elements, base, head, team_lane):
+        for i, word in enumerate(elements.piece.load(base + Int64(head) * elements.row_bytes, team_lane)):
+            raw[u * self.row_words + i] = word
+
+    @cute.jit
+    def locate(self, where, heads, token, lane):
+        """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written."""
+        position, page, row = Int32(0), Int32(-1), Int32(0)
+        request, inside = token, where.mode & HAS_SEQ_LENS != 0
+        if where.mode & HAS_SEQ_LENS != 0:
+            ahead = Int32(1)  # tokens from this one to the request's end
+            if where.cu_seqlens != 0:
+                request = self.find_request(where, token, lane)
+                bounds = [_load_word(where.cu_seqlens, request + i) for i in range(2)]
+                ahead = bounds[1] - token
+                inside = (token >= bounds[0]) & (ahead > 0)
+            position = _load_word(where.seq_lens, request) - ahead
+            inside = inside & (position >= 0)
+        if heads.stop > heads.num_q:
+            if where.slots != 0:
+                words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
+                slot = _join(words[0], words[1])
+                inside = slot >= 0
+                quotient = divide_by(slot, where.page_divisor)
+                inside = inside & (quotient < Int64(where.num_pages))
+                page = quotient.to(Int32)
+                row = (slot - quotient * Int64(where.page_size)).to(Int32)
+            else:
+                index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
+                row = position - index * where.page_size
+                if where.mode & HAS_TABLE != 0:
+                    inside = inside & (index < where.max_pages)
+                    entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+                    page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+                else:
+                    inside = inside & (index == 0)
+                    page = request
+            inside = inside & (page >= 0) & (page < where.num_pages)
+            page = cutlass.select_(inside, page, Int32(-1))
+        if where.position_ids != 0:
+            shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
+            # Of 64-bit positions the lower half: they fit it.
+            position = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
+        return position, page, row
+
+    @cute.jit
+    def find_request(self, where, token, lane):
+        """The last request that begins at or before a token; the lanes of a team look at as many requests at a time."""
+        lanes = self.config.lanes
+        team_lane = lane % lanes
+        low, span = Int32(0), where.batch
+        while span > 1:
+            step = (span + lanes - 1) // lanes
+            index = low + team_lane * step
+            begin = _load_word(where.cu_seqlens, cutlass.min(index, where.batch))
+            before = (begin <= token) & (index < where.batch) & (team_lane * step < span)
+            votes = Uint32(cute.arch.vote_ballot_sync(before))
+            if const_expr(lanes < WARP_THREADS):
+                votes = (votes >> (lane - team_lane)) & ((1 << lanes) - 1)
+            low = low + cutlass.max(cute.arch.popc(votes).to(Int32) - 1, 0) * step
+            span = step
+        return cutlass.min(low, where.batch - 1)
+
+    # -- row by row ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def process(self, raw, cos, sin, heads, extras, targets, place):
+        """All rows of a team, in turn."""
+        values = cute.make_rmem_tensor(max(self.k_row.count, self.v_row.count), Float32)
+        lane, has_page = place.lane, place.valid & (place.page >= 0)
+        for u in cutlass.range(heads.stop - heads.first, unroll=1):
+            head = heads.first + u
+            if head < heads.num_turned:
+                is_q = head < heads.num_q
+                index = head - cutlass.select_(is_q, Int32(0), heads.num_q)
+                self.take(raw, values, self.k_elements)
+                self.add_bias(values, self.k_elements, cutlass.select_(is_q, extras.q_bias, extras.k_bias), index, lane)
+                self.normalise(values, cutlass.select_(is_q, extras.q_norm, extras.k_norm), extras.norm_eps, lane)
+                if const_expr(self.config.rope != "none"):
+                    self.rotator.rotate(values, cos, sin, lane)
+                if is_q:
+                    if place.valid:
+                        address = targets.q_out + Int64(place.token) * targets.q_out_stride
+                        address = address + Int64(head) * self.k_elements.row_bytes
+                        self.k_elements.piece.store(address, lane, self.k_elements.pack(values))
+                else:
+                    address = _row_address(targets.k_cache, targets.k_strides, place, index)
+                    write_row(self.k_row, values, address, extras.k_scale, index, has_page, lane)
+            else:
+                index = head - heads.num_turned
+                self.take(raw, values, self.v_elements)
+                self.add_bias(values, self.v_elements, extras.v_bias, index, lane)
+                address = _row_address(targets.v_cache, targets.v_strides, place, index)
+                write_row(self.v_row, values, address, extras.v_scale, index, has_page, lane)
+            for i in cutlass.range_constexpr((self.config.rows_in_flight - 1) * self.row_words):
+                raw[i] = raw[i + self.row_words]
+
+    def take(self, raw, values, elements: Elements):
+        """The next row's numbers in fp32."""
+        for i, value in enumerate(elements.unpack(raw)):
+            values[i] = value
+
+    @cute.jit
+    def add_bias(self, values, elements, bias, head, team_lane):
+        if bias != 0:
+            for i, term in enumerate(elements.load(bias + Int64(head) * elements.row_bytes, team_lane)):
+                values[i] = numbers.add(values[i], term)
+
+    @cute.jit
+    def normalise(self, values, weight, eps, team_lane):
+        """RMS norm over the head's columns."""
+        if weight != 0:
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(self.k_elements.count):
+                total = ptx.fma(values[i], values[i], total)
+            distance = 1
+            while const_expr(distance < self.config.lanes):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+                distance *= 2
+            root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
+            for i, factor in enumerate(self.k_elements.load(weight, team_lane)):
+                values[i] = values[i] * root * factor
+
+
+def _any(value) -> Any:
+    """For type checkers: shapes and strides of DSL tensors as the tuples that they are."""
+    return value
+
+
+def _load_word(base: Int64, index) -> Int32:
+    return ptx.load_global_words(base + Int64(index) * 4, 0, 1)[0].to(Int32)
+
+
+def _join(low: Uint32, high: Uint32) -> Int64:
+    return (Int64(high.to(Int32)) << 32) | Int64(low)
+
+
+def _byte_strides(tensor) -> Any:
+    """Bytes from one index of each dimension but the last to the next."""
+    return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])
+
+
+def _row_address(cache, strides, place, head) -> Int64:
+    """Address of a token's row of the cache; any address if it has no place."""
+    page_stride, token_stride, head_stride = strides
+    return cache + Int64(place.page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    q_stride: Int64
+    k_stride: Int64
+    v_stride: Int64
+    num_tokens: Int32
+    num_q_heads: Int32
+    num_kv_heads: Int32
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Addresses of what is written; strides are bytes per token, and per (page, token, head) of the caches."""
+
+    q_out: Int64
+    k_cache: Int64
+    v_cache: Int64
+    q_out_stride: Int64
+    k_strides: Any
+    v_strides: Any
+
+
+@dataclass(frozen=True)
+class Where:
+    """What decides where tokens go; see :meth:`AppendKernel.__call__`."""
+
+    seq_lens: Int64
+    block_table: Int64
+    cu_seqlens: Int64
+    slots: Int64
+    position_ids: Int64
+    num_pages: Int32
+    page_size: Int32
+    page_divisor: Int64
+    batch: Int32
+    max_pages: Int32
+    mode: Int32
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Addresses of what rows are combined with, 0 where there is none."""
+
+    q_bias: Int64
+    k_bias: Int64
+    v_bias: Int64
+    q_norm: Int64
+    k_norm: Int64
+    k_scale: Int64
+    v_scale: Int64
+    norm_eps: Float32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A team's share of its token's heads, counted through q, k and v."""
+
+    num_q: Int32
+    num_turned: Int32  # q and k heads: those that norm and RoPE may change
+    first: Int32
+    stop: Int32
+
+
+@dataclass(frozen=True)
+class Place:
+    """A team's token and lane; ``valid`` if the token is its own, page -1 if nothing is to be written."""
+
+    token: Int32
+    valid: Any
+    page: Int32
+    row: Int32
+    lane: Int32

@@ -1,0 +1,118 @@
+"""Append in plain PyTorch: what the operator means, and what runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_formats import KvFormat
+
+
+def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+    """Writes the call's k and v into its caches; returns the rotated q in ``compute_dtype``, None without q.
+
+    compute_dtype: float32, or float64 as a yardstick. q is not rounded to its own dtype, so that a kernel's error can
+    be measured. Tokens without a place (see `places`) are not written.
+    """
+    positions, pages, rows = places(call)
+    q, k, v = transform(call, positions, compute_dtype)
+    k_format, v_format = call.formats
+    scatter(call, call.k_cache, quantize(k_format, k, call.k_scale), pages, rows)
+    scatter(call, call.v_cache, quantize(v_format, v, call.v_scale), pages, rows)
+    return q
+
+
+def transform(
+    call: AppendCall, positions: torch.Tensor, compute_dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """q (None without), k and v after bias, norm and RoPE, as they are quantised."""
+    v = _with_bias(call.v.to(compute_dtype), call.v_bias)
+    results: list[torch.Tensor | None] = []
+    for x, bias, weight in ((call.q, call.q_bias, call.q_norm), (call.k, call.k_bias, call.k_norm)):
+        if x is not None:
+            x = _with_bias(x.to(compute_dtype), bias)
+            if weight is not None:
+                x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.norm_eps) * weight.to(compute_dtype)
+            if call.rope is not None:
+                x = call.rope.apply(x, positions)
+        results.append(x)
+    q, k = results
+    assert k is not None
+    return q, k, v
+
+
+def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias.to(x.dtype).view(x.shape[1:])
+
+
+def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(request of each token, tokens from it to the request's end, itself included), int64 [tokens].
+
+    Tokens outside ``cu_seqlens`` have request -1.
+    """
+    tokens = torch.arange(call.num_tokens, device=call.k.device)
+    if call.cu_seqlens is None:
+        return tokens, torch.ones_like(tokens)
+    bounds = call.cu_seqlens.to(torch.int64)
+    request = torch.searchsorted(bounds, tokens, right=True) - 1
+    inside = (request >= 0) & (request < call.batch)
+    ahead = bounds[request.clamp(0, call.batch - 1) + 1] - tokens
+    return torch.where(inside, request, -1), torch.where(inside, ahead, 1)
+
+
+def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(position for RoPE, page, row of the page) of each token, int64 [tokens]; page -1 where nothing is written.
+
+    Nothing is written for slots below 0 or beyond the cache, negative positions, positions beyond the cache or the
+    table, and pages that the cache does not have. A contiguous cache has one page per request.
+    """
+    positions = torch.zeros(call.num_tokens, dtype=torch.int64, device=call.k.device)
+    inside = torch.ones_like(positions, dtype=torch.bool)
+    request = positions
+    if call.seq_lens is not None:
+        request, ahead = requests_of(call)
+        inside = request >= 0
+        request = request.clamp(min=0)
+        positions = call.seq_lens.to(torch.int64)[request] - ahead
+        inside = inside & (positions >= 0)
+    if call.slots is not None:
+        inside = call.slots >= 0
+        pages, rows = call.slots // call.page_size, call.slots % call.page_size
+    else:
+        index, rows = positions.clamp(min=0) // call.page_size, positions.clamp(min=0) % call.page_size
+        if call.block_table is not None:
+            last = call.block_table.shape[1] - 1
+            inside = inside & (index <= last)
+            pages = call.block_table[request, index.clamp(max=last)].to(torch.int64)
+        else:
+            inside = inside & (index == 0)
+            pages = request
+    inside = inside & (pages >= 0) & (pages < call.num_pages)
+    if call.position_ids is not None:
+        positions = call.position_ids.to(torch.int64)
+    return positions, torch.where(inside, pages, -1), rows
+
+
+def quantize(form: KvFormat, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Numbers [..., num_kv_heads, head_dim] to rows; a scale per head may be [num_kv_heads] too."""
+    return form.quantize(x, shaped_scale(form, scale))
+
+
+def shaped_scale(form: KvFormat, scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The scale in the shape that :mod:`layouts.kv` has it."""
+    if scale is None or form.given_scale == "channel":
+        return scale
+    return scale.reshape(()) if form.given_scale == "tensor" else scale.reshape(-1, 1)
+
+
+def scatter(
+    call: AppendCall, cache: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Writes rows [tokens, num_kv_heads, row] to their places, where they have one."""
+    if cache.element_size() == 1:
+        cache, values = cache.view(torch.uint8), values.view(torch.uint8)
+    written = pages >= 0
+    pages, rows = pages[written], rows[written]
+    if call.cache_layout == "HND":
+        cache = cache.transpose(1, 2)
+    cache[pages, rows] = values[written]

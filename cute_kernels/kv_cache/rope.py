@@ -1,0 +1,250 @@
+"""Rotary position embedding: which frequencies, and angles that stay exact at any position.
+
+Su et al. 2021 (RoFormer) rotate pair i of a head's columns by the angle position * theta**(-2i / rotary_dim). Context
+extensions change the frequencies only; the formulae are those of Hugging Face transformers' ``modeling_rope_utils``,
+evaluated here in double precision.
+
+An angle is kept as a fraction of a turn in 64-bit fixed point: ``phase = position * frequency mod 2**64`` is one
+integer multiplication whose overflow drops whole turns. The fp32 product position * inv_freq that is usually taken
+is off by up to 4e-3 radians at position 128k; here the frequencies' rounding to double, 1e-11 radians at 128k, is all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+TURN = 2 * math.pi
+PHASE_BITS = 64
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023; kaiokendev): every frequency divided by ``factor``."""
+
+    factor: float
+
+    def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        return [frequency / self.factor for frequency in base_frequencies(rotary_dim, theta)]
+
+
+@dataclass(frozen=True)
+class NtkScaling:
+    """NTK-aware scaling (bloc97, emozilla): theta grows so that the lowest frequency is divided by about the stretch.
+
+    Args:
+        factor: as transformers' "dynamic" has it.
+        original_max_position: positions that the model was trained for.
+        seq_len: length to stretch for; the stretch is ``factor * seq_len / original_max_position - (factor - 1)``, at
+            least 1. Default: no dynamic length, the stretch is ``factor`` itself.
+    """
+
+    factor: float
+    original_max_position: int | None = None
+    seq_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.original_max_position is None) != (self.seq_len is None):
+            raise ValueError(
+                f"NtkScaling: got original_max_position {self.original_max_position} and seq_len {self.seq_len}, "
+                "want both or none"
+            )
+
+    def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        stretch = self.factor
+        if self.seq_len is not None and self.original_max_position is not None:
+            length = max(self.seq_len, self.original_max_position)
+            stretch = self.factor * length / self.original_max_position - (self.factor - 1)
+        if rotary_dim == 2:  # one frequency, 1 whatever theta is
+            return base_frequencies(rotary_dim, theta)
+        return base_frequencies(rotary_dim, theta * stretch ** (rotary_dim / (rotary_dim - 2)))
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: wavelengths above ``original_max_position / low_freq_factor`` are divided by ``factor``,
+    those below ``original_max_position / high_freq_factor`` kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        return [self._scaled(frequency) for frequency in base_frequencies(rotary_dim, theta)]
+
+    def _scaled(self, frequency: float) -> float:
+        wavelength = TURN / frequency
+        if wavelength > self.original_max_position / self.low_freq_factor:
+            return frequency / self.factor
+        if wavelength < self.original_max_position / self.high_freq_factor:
+            return frequency
+        turns = self.original_max_position / wavelength
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): interpolates frequencies of few turns within the trained context, keeps those of many.
+
+    Args:
+        factor: by how much the context grows.
+        original_max_position: positions that the model was trained for.
+        beta_fast, beta_slow: turns within the trained context above which a frequency is kept, and below which it is
+            divided by ``factor``.
+        attention_factor: what cosines and sines are multiplied by. Default: from ``mscale`` and ``mscale_all_dim``
+            (DeepSeek), or 0.1 ln(factor) + 1.
+        truncate: whether the range of blended dimensions is rounded outwards to whole dimensions.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        low, high = (self._dimension(turns, rotary_dim, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += 0.001
+        blended = []
+        for i, frequency in enumerate(base_frequencies(rotary_dim, theta)):
+            ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+            blended.append(frequency / self.factor * ramp + frequency * (1 - ramp))
+        return blended
+
+    def _dimension(self, turns: float, rotary_dim: int, theta: float) -> float:
+        """The pair whose frequency makes ``turns`` turns within the trained context."""
+        return rotary_dim * math.log(self.original_max_position / (turns * TURN)) / (2 * math.log(theta))
+
+    def amplitude(self) -> float:
+        """Factor of cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+Scaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
+_SCALINGS = {kind.__name__: kind for kind in (LinearScaling, NtkScaling, Llama3Scaling, YarnScaling)}
+
+
+def base_frequencies(rotary_dim: int, theta: float) -> list[float]:
+    """Radians per position of each pair: theta**(-2i / rotary_dim)."""
+    return [theta ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of a head's first ``rotary_dim`` columns; the others pass through.
+
+    Args:
+        rotary_dim: columns that are rotated; even, at most head_dim.
+        theta: base of the frequencies.
+        interleaved: pairs are columns (2i, 2i + 1) (GPT-J, GLM) instead of (i, i + rotary_dim / 2) (Llama, NeoX).
+        scaling: context extension, or None.
+
+    ``text`` is all of it as a string, which `rope_of` reads.
+    """
+
+    rotary_dim: int
+    theta: float = 10000.0
+    interleaved: bool = False
+    scaling: Scaling | None = None
+    text: str = field(default="", init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rotary_dim, int) or self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim: got {self.rotary_dim!r}, want a positive even int")
+        if not self.theta > 1:
+            raise ValueError(f"theta: got {self.theta}, want a number above 1")
+        if self.scaling is not None:
+            if not isinstance(self.scaling, tuple(_SCALINGS.values())):
+                raise TypeError(f"scaling: got {type(self.scaling).__name__}, want one of {', '.join(_SCALINGS)}")
+            if not self.scaling.factor > 0:
+                raise ValueError(f"scaling: got factor {self.scaling.factor}, want a positive number")
+        # A plain attribute, so that tracing torch.compile reads a constant.
+        object.__setattr__(self, "text", _to_text(self))
+
+    @property
+    def style(self) -> str:
+        """Where the two columns of a pair lie: "interleaved" or "half"."""
+        return "interleaved" if self.interleaved else "half"
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self.scaling.amplitude() if isinstance(self.scaling, YarnScaling) else 1.0
+
+    def frequencies(self) -> list[float]:
+        """Radians per position of each pair, in double precision."""
+        if self.scaling is None:
+            return base_frequencies(self.rotary_dim, self.theta)
+        return self.scaling.frequencies(self.rotary_dim, self.theta)
+
+    def phase_steps(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Turns per position in units of 2**-64, int64 [rotary_dim / 2] on ``device``; made once per device."""
+        return _phase_steps(self, torch.device(device))
+
+    def rotation(
+        self, positions: torch.Tensor, dtype: torch.dtype = torch.float64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines times `attention_factor`, each rounded once to ``dtype``.
+
+        positions: int32 or int64, of any shape. Returns two tensors [*positions.shape, rotary_dim / 2].
+        """
+        phase = positions.to(torch.int64).unsqueeze(-1) * self.phase_steps(positions.device)
+        angle = (phase >> 32).double() * (TURN / 2**32)
+        factor = self.attention_factor
+        return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+    def apply(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotates x [tokens, heads, head_dim] to ``positions`` [tokens], in x's dtype (float32 or float64)."""
+        cos, sin = (value.unsqueeze(-2) for value in self.rotation(positions, x.dtype))
+        rotated, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else rotated.chunk(2, dim=-1)
+        pairs = (first * cos - second * sin, second * cos + first * sin)
+        turned = torch.stack(pairs, dim=-1).flatten(-2) if self.interleaved else torch.cat(pairs, dim=-1)
+        return torch.cat((turned, rest), dim=-1)
+
+
+def _to_text(rope: Rope) -> str:
+    scaling: dict[str, Any] | None = None
+    if rope.scaling is not None:
+        scaling = {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}
+    fields = {"rotary_dim": rope.rotary_dim, "theta": rope.theta, "interleaved": rope.interleaved, "scaling": scaling}
+    return json.dumps(fields, sort_keys=True)
+
+
+@functools.lru_cache(maxsize=256)
+def rope_of(text: str) -> Rope:
+    """The Rope whose ``text`` this is: how it travels through an operator's schema."""
+    fields = json.loads(text)
+    scaling = fields.pop("scaling")
+    return Rope(**fields, scaling=_SCALINGS[scaling.pop("kind")](**scaling) if scaling else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _phase_steps(rope: Rope, device: torch.device) -> torch.Tensor:
+    steps = []
+    for frequency in rope.frequencies():
+        turns = frequency / TURN
+        step = round((turns % 1.0) * 2**PHASE_BITS) % 2**PHASE_BITS
+        steps.append(step - 2**PHASE_BITS if step >= 2 ** (PHASE_BITS - 1) else step)
+    return torch.tensor(steps, dtype=torch.int64, device=device)

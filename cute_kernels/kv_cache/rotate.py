@@ -1,0 +1,105 @@
+"""RoPE on a team's row: angles once per token, then rotations in registers.
+
+A lane owns a run of columns. Interleaved pairs lie in one lane. The other column of a half-split pair lies
+``rotary_dim / 2`` columns away, that is in a register known at compile time of a lane a fixed distance away: one
+shuffle per column if the distance is whole lanes, otherwise one from above and one from below.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.kv_cache.config import AppendConfig
+
+TURN_PER_UNIT = 2.0**-32 * 6.283185307179586  # radians of the upper word of a phase
+
+
+class Rotator:
+    """Rotations of rows of ``head_dim_k`` columns shared by a team, see the module's text."""
+
+    def __init__(self, config: AppendConfig):
+        self.lanes = config.lanes
+        self.count = config.head_dim_k // config.lanes
+        self.interleaved = config.rope == "interleaved"
+        self.rotary_dim = config.rotary_dim
+        self.half = config.rotary_dim // 2
+        self.whole = config.rotary_dim == config.head_dim_k
+        self.distance = self.half // self.count  # in lanes, if `even`
+        self.even = self.half % self.count == 0
+        self.num_angles = 0 if config.rope == "none" else self.count // (2 if self.interleaved else 1)
+
+    def make_angles(self, cos, sin, phase_steps: Int64, position: Int32, factor: Float32, lane: Int32) -> None:
+        """Cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
+
+        The sine of a half-split pair's first column is negated. Columns that are not rotated get any angle.
+        """
+        for i, step in enumerate(self._steps(phase_steps, lane)):
+            phase = Int64(position) * step
+            angle = numbers.multiply(numbers.to_float((phase >> 32).to(Int32)), Float32(TURN_PER_UNIT))
+            cos[i] = numbers.cosine(angle) * factor
+            sine = numbers.sine(angle) * factor
+            if not self.interleaved:
+                sine = cutlass.select_(self._column(lane, i) < self.half, -sine, sine)
+            sin[i] = sine
+
+    def _column(self, lane: Int32, i: int):
+        return lane * self.count + i
+
+    def _steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
+        """Turns per position of the lane's angles."""
+        words: list[Any] = []
+        if self.half % self.num_angles == 0:  # a run of whole lanes
+            base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8
+            vector = 2 if self.num_angles % 2 == 0 else 1
+            for i in range(0, self.num_angles, vector):
+                words += ptx.load_global_words(base, 8 * i, 2 * vector)
+        else:
+            for i in range(self.num_angles):
+                words += ptx.load_global_words(phase_steps + Int64(self._pair(lane, i)) * 8, 0, 2)
+        return [_join(words[i], words[i + 1]) for i in range(0, len(words), 2)]
+
+    def _pair(self, lane: Int32, i: int):
+        """Index of the pair of the lane's i-th angle, that of some pair for columns that are not rotated."""
+        if self.interleaved:
+            return cutlass.min(lane * self.num_angles + i, self.half - 1)
+        column = self._column(lane, i)
+        index = cutlass.select_(column < self.half, column, column - self.half)
+        return cutlass.min(index, self.half - 1)
+
+    def rotate(self, values, cos, sin, lane: Int32) -> None:
+        """Rotates the lane's columns in place; all lanes of the warp take part."""
+        turned: list[Any] = []
+        if self.interleaved:
+            for i in range(self.num_angles):
+                a, b = values[2 * i], values[2 * i + 1]
+                turned.append(ptx.fma(a, cos[i], -(b * sin[i])))
+                turned.append(ptx.fma(b, cos[i], a * sin[i]))
+        else:
+            for i in range(self.count):
+                turned.append(ptx.fma(values[i], cos[i], self._partner(values, i, lane) * sin[i]))
+        for i in range(self.count):
+            if self.whole:
+                values[i] = turned[i]
+            else:
+                values[i] = cutlass.select_(self._column(lane, i) < self.rotary_dim, turned[i], values[i])
+
+    def _partner(self, values, i: int, lane: Int32):
+        """The other column of the pair of the lane's i-th column."""
+        if self.even and self.whole:
+            return cute.arch.shuffle_sync_bfly(values[i], offset=self.distance)
+        base = cute.arch.lane_idx() - lane
+        if self.even:
+            source = cutlass.select_(lane < self.distance, lane + self.distance, lane - self.distance)
+            return cute.arch.shuffle_sync(values[i], base + (source & (self.lanes - 1)))
+        column = self._column(lane, i)
+        above, below = (i + self.half) // self.count, (i - self.half) // self.count
+        high = cute.arch.shuffle_sync(values[(i + self.half) % self.count], base + ((lane + above) & (self.lanes - 1)))
+        low = cute.arch.shuffle_sync(values[(i - self.half) % self.count], base + ((lane + below) & (self.lanes - 1)))
+        return cutlass.select_(column < self.half, high, low)
+
+
+def _join(low, high) -> Int64:
+    return (Int64(high.to(Int32)) << 32) | Int64(low)

@@ -1,0 +1,303 @@
+"""A GPU in NumPy, a warp at a time: runs the kernels of `cute_kernels.kv_cache` on the CPU, instruction by instruction.
+
+The kernels are Python over DSL scalars. Here a scalar is an array of 32 lanes, each instruction does what the PTX
+manual says, and every access to global memory must lie inside an array that was put there. A branch must be taken by
+all lanes of the warp or by none, so the kernels' few divergent ones are only simulated where they do not diverge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+LANES = np.arange(32)
+GUARD = 256  # bytes between arrays that nobody may touch
+Lanes = Any  # what instructions take and give: a `Register`, which type checkers lose sight of in arithmetic
+
+
+class Register(np.ndarray):
+    """A value per lane."""
+
+    def to(self, scalar: Scalar) -> Lanes:
+        return scalar(self)
+
+    def __bool__(self) -> bool:
+        taken = np.asarray(self)
+        assert taken.all() or not taken.any(), "a branch that diverges"
+        return bool(taken.all())
+
+    def __index__(self) -> int:
+        values = np.asarray(self)
+        assert (values == values.flat[0]).all(), "lanes differ where one number is wanted"
+        return int(values.flat[0])
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Stands for a DSL scalar type: a cast to 32 lanes of it."""
+
+    dtype: Any
+
+    def __call__(self, value: Any) -> Lanes:
+        with np.errstate(over="ignore"):
+            wide = np.asarray(value, dtype=object) if isinstance(value, int) else np.asarray(value)
+            if wide.dtype == object and not isinstance(self.dtype(0), np.floating):
+                wide = np.asarray(int(wide) % 2**64, np.uint64)
+            return np.broadcast_to(wide, (32,)).astype(self.dtype).view(Register)
+
+
+Int32, Int64, Uint32, Uint64, Float32 = (
+    Scalar(dtype) for dtype in (np.int32, np.int64, np.uint32, np.uint64, np.float32)
+)
+
+
+def exact_fma(a: Any, b: Any, c: Any) -> Lanes:
+    """a * b + c rounded once to fp32: rounding the exact sum to odd in fp64 keeps the second rounding honest."""
+    a, b, c = (np.asarray(x, np.float32).astype(np.float64) for x in (a, b, c))
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        product = a * b  # exact
+        total = product + c
+        part = total - product
+        error = (product - (total - part)) + (c - part)
+        inexact = np.isfinite(total) & (error != 0)
+        bits = np.ascontiguousarray(total).view(np.int64)
+        toward = np.where((error > 0) == (total > 0), 0, -1)  # truncated towards zero, then the last bit set
+        odd = ((bits + np.where(inexact, toward, 0)) | 1).view(np.float64)
+        return Float32(np.where(inexact & (total != 0), odd, total))
+
+
+def halves(word: Any) -> np.ndarray:
+    """The two 16-bit halves of each lane's word, low first: uint16 [32, 2]."""
+    return np.ascontiguousarray(np.asarray(word, np.uint32)).view(np.uint16).reshape(32, 2)
+
+
+def bytes_to_words(pairs: np.ndarray) -> Lanes:
+    """Bytes [32, n <= 4] of each lane as words."""
+    padded = np.zeros((32, 4), np.uint8)
+    padded[:, : pairs.shape[1]] = pairs
+    return padded.view(np.uint32).reshape(32).view(Register)
+
+
+def rounded(values: Sequence[Any], dtype: torch.dtype, limit: float | None = None) -> np.ndarray:
+    """fp32 values of each lane rounded to a narrow dtype, saturating at ``limit``: bytes [32, n * itemsize]."""
+    x = torch.from_numpy(np.stack([np.asarray(value, np.float32) for value in values], axis=1))
+    x = x if limit is None else torch.where(x.isnan(), x, x.clamp(-limit, limit))
+    return x.to(dtype).view(torch.uint8).numpy()
+
+
+@dataclass
+class Gpu:
+    """Global memory and instructions: its methods have the names and arguments of `device.ptx` and `device.numbers`."""
+
+    memory: np.ndarray = field(default_factory=lambda: np.full(1 << 22, 0xA5, np.uint8))
+    owner: np.ndarray = field(default_factory=lambda: np.zeros(1 << 22, bool))
+    end: int = 4096
+    block: tuple[int, int, int] = (0, 0, 0)
+    warp: int = 0
+    ROUNDER: float = 12582912.0
+    ROUNDER_BITS: int = 0x4B400000
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def put(self, tensor: torch.Tensor | None, misalign: int = 0) -> int:
+        """Copies the memory under a tensor, gaps of its strides included, to the GPU; its address, 0 for None."""
+        if tensor is None:
+            return 0
+        raw = _storage(tensor)
+        start = self.end + GUARD + misalign
+        self.memory[start : start + raw.size] = raw
+        self.owner[start : start + raw.size] = True
+        self.end = -(-(start + raw.size) // GUARD) * GUARD
+        return start
+
+    def get(self, address: int, tensor: torch.Tensor) -> None:
+        """Copies back to the memory under a tensor what `put` took from it."""
+        raw = _storage(tensor)
+        raw[:] = self.memory[address : address + raw.size]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """Puts this GPU in place of the real one behind the modules of a kernel."""
+        arch = SimpleNamespace(
+            shuffle_sync=lambda value, lane: value[np.broadcast_to(np.asarray(lane), (32,)) % 32],
+            shuffle_sync_bfly=lambda value, offset: value[LANES ^ offset],
+            vote_any_sync=lambda predicate: bool(np.any(predicate)),
+            vote_ballot_sync=lambda predicate: Uint32(int(sum(1 << int(i) for i in LANES[np.asarray(predicate)]))),
+            popc=lambda word: Int32([int(bits).bit_count() for bits in np.asarray(word)]),
+            block_idx=lambda: tuple(Int32(i) for i in self.block),
+            warp_idx=lambda: Int32(self.warp),
+            thread_idx=lambda: (Int32(32 * self.warp + LANES), Int32(0), Int32(0)),
+            lane_idx=lambda: Int32(LANES),
+            make_warp_uniform=lambda value: value,
+        )
+        replaced = {
+            "ptx": self,
+            "numbers": self,
+            "cutlass": SimpleNamespace(
+                min=np.minimum, max=np.maximum, select_=select, range_constexpr=range, range=_range
+            ),
+            "cute": SimpleNamespace(make_rmem_tensor=_registers, arch=arch, ceil_div=lambda a, b: -(-a // b)),
+            "Int32": Int32,
+            "Int64": Int64,
+            "Uint32": Uint32,
+            "Uint64": Uint64,
+            "Float32": Float32,
+            "const_expr": bool,
+        }
+        for module in modules:
+            for name, value in replaced.items():
+                monkeypatch.setattr(module, name, value, raising=False)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _places(self, address: Any, offset: int, num_bytes: int) -> np.ndarray:
+        places = np.asarray(address, np.int64) + offset
+        assert not (places % num_bytes).any(), "misaligned access"
+        spans = places[:, None] + np.arange(num_bytes)
+        assert self.owner[spans].all(), "access outside every array"
+        return spans
+
+    def load_global_words(self, address: Any, offset: int, num_words: int) -> list[Lanes]:
+        data = self.memory[self._places(address, offset, 4 * num_words)]
+        return [
+            np.ascontiguousarray(data[:, 4 * i : 4 * i + 4]).view(np.uint32).reshape(32).view(Register)
+            for i in range(num_words)
+        ]
+
+    def load_global_part(self, address: Any, offset: int, num_bytes: int) -> Lanes:
+        return bytes_to_words(self.memory[self._places(address, offset, num_bytes)])
+
+    def store_global_words(self, address: Any, offset: int, words: Sequence[Any]) -> None:
+        data = np.stack([np.asarray(Uint32(word)) for word in words], axis=1).view(np.uint8)
+        self.memory[self._places(address, offset, 4 * len(words))] = data
+
+    def store_global_part(self, address: Any, offset: int, value: Any, num_bytes: int) -> None:
+        data = np.asarray(Uint32(value)).reshape(32, 1).view(np.uint8)[:, :num_bytes]
+        self.memory[self._places(address, offset, num_bytes)] = data
+
+    # -- bits --------------------------------------------------------------------------------------------------------
+
+    def prmt(self, a: Any, b: Any, selector: Any) -> Lanes:
+        data = np.stack([np.asarray(Uint32(a)), np.asarray(Uint32(b))], axis=1).view(np.uint8).reshape(32, 8)
+        select = np.asarray(Uint32(selector))
+        return bytes_to_words(np.stack([data[LANES, select >> 4 * i & 7] for i in range(4)], axis=1))
+
+    def bits(self, x: Any) -> Lanes:
+        return np.ascontiguousarray(np.asarray(Float32(x))).view(np.uint32).view(Register)
+
+    def from_bits(self, x: Any) -> Lanes:
+        return np.ascontiguousarray(np.asarray(Uint32(x))).view(np.float32).view(Register)
+
+    def multiply_high(self, a: Any, b: Any) -> Lanes:
+        products = [int(x) * int(y) >> 64 for x, y in zip(np.asarray(Uint64(a)), np.asarray(Uint64(b)), strict=True)]
+        return np.array(products, np.uint64).view(Register)
+
+    # -- conversions -------------------------------------------------------------------------------------------------
+
+    def half2_low_to_float(self, x: Any) -> Lanes:
+        return Float32(halves(x).view(np.float16)[:, 0])
+
+    def half2_high_to_float(self, x: Any) -> Lanes:
+        return Float32(halves(x).view(np.float16)[:, 1])
+
+    def bf16x2_low_to_float(self, x: Any) -> Lanes:
+        return self.from_bits(Uint32(x) << 16)
+
+    def bf16x2_high_to_float(self, x: Any) -> Lanes:
+        return self.from_bits(Uint32(x) & 0xFFFF0000)
+
+    def pack_f16x2(self, low: Any, high: Any) -> Lanes:
+        return bytes_to_words(rounded([low, high], torch.float16))
+
+    def pack_bf16x2(self, low: Any, high: Any) -> Lanes:
+        return bytes_to_words(rounded([low, high], torch.bfloat16))
+
+    def pack_e4m3x2(self, low: Any, high: Any) -> Lanes:
+        return bytes_to_words(rounded([low, high], torch.float8_e4m3fn, 448.0))
+
+    def pack_e5m2x2(self, low: Any, high: Any) -> Lanes:
+        return bytes_to_words(rounded([low, high], torch.float8_e5m2, 57344.0))
+
+    def e4m3x2_to_f16x2(self, x: Any) -> Lanes:
+        codes = torch.from_numpy(np.asarray(Uint32(x)).reshape(32, 1).view(np.uint8)[:, :2].copy())
+        return bytes_to_words(codes.view(torch.float8_e4m3fn).half().view(torch.uint8).numpy())
+
+    def to_float(self, x: Any) -> Lanes:
+        return Float32(Int32(x))
+
+    # -- arithmetic --------------------------------------------------------------------------------------------------
+
+    def fma(self, a: Any, b: Any, c: Any) -> Lanes:
+        return exact_fma(a, b, c)
+
+    def multiply(self, a: Any, b: Any) -> Lanes:
+        with np.errstate(all="ignore"):
+            return Float32(a) * Float32(b)
+
+    def add(self, a: Any, b: Any) -> Lanes:
+        with np.errstate(all="ignore"):
+            return Float32(a) + Float32(b)
+
+    def divide(self, a: Any, b: Any) -> Lanes:
+        with np.errstate(all="ignore"):
+            return Float32(a) / Float32(b)
+
+    def absolute(self, x: Any) -> Lanes:
+        return np.abs(x)
+
+    def fmax(self, a: Any, b: Any) -> Lanes:
+        return np.fmax(Float32(a), Float32(b))
+
+    def fmin(self, a: Any, b: Any) -> Lanes:
+        return np.fmin(Float32(a), Float32(b))
+
+    def max_or_nan(self, a: Any, b: Any) -> Lanes:
+        return np.maximum(Float32(a), Float32(b))
+
+    def min_or_nan(self, a: Any, b: Any) -> Lanes:
+        return np.minimum(Float32(a), Float32(b))
+
+    def with_sign_of(self, size: Any, sign: Any) -> Lanes:
+        return np.copysign(Float32(size), Float32(sign))
+
+    def reciprocal_root(self, x: Any) -> Lanes:
+        return Float32(np.asarray(x, np.float64) ** -0.5)
+
+    def cosine(self, x: Any) -> Lanes:
+        return Float32(np.cos(np.asarray(x, np.float64)))
+
+    def sine(self, x: Any) -> Lanes:
+        return Float32(np.sin(np.asarray(x, np.float64)))
+
+
+def select(condition: Any, chosen: Any, other: Any) -> Lanes:
+    return np.where(condition, chosen, other).view(Register)
+
+
+def _range(count: Any, unroll: int = 1) -> Iterable[int]:
+    return range(int(count.__index__()))
+
+
+class _Registers(list):
+    """A register tensor."""
+
+    def fill(self, value: float) -> None:
+        self[:] = [Float32(value) for _ in self]
+
+
+def _registers(count: int, dtype: Scalar) -> list[Lanes]:
+    return _Registers(dtype(0) for _ in range(count))
+
+
+def _storage(tensor: torch.Tensor) -> np.ndarray:
+    """All bytes between a tensor's first and last element, as a view."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    count = span if tensor.numel() else 0
+    flat = tensor.as_strided((count,), (1,))
+    return flat.view(torch.uint8).numpy() if math.prod(flat.shape) else np.empty(0, np.uint8)

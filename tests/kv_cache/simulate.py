@@ -1,0 +1,130 @@
+"""Runs the append and bulk kernels on a GPU in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.kv_cache import ops
+from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.config import HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS, BulkConfig, divisor_of
+from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
+
+WHERE = ("seq_lens", "block_table", "cu_seqlens", "slots", "position_ids")
+EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
+
+
+def _unwrapped(kind: type, *names: str) -> type:
+    """A subclass whose methods are the Python functions that the compiler would take apart."""
+    return type("Simulated", (kind,), {name: getattr(kind, name).__wrapped__ for name in names})
+
+
+def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    from cute_kernels.device import rows, write_row
+    from cute_kernels.kv_cache import bulk, kernel, rotate
+
+    gpu = Gpu()
+    gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
+    for module in (kernel, bulk):
+        monkeypatch.setattr(module, "write_row", write_row.write_row.__wrapped__)
+    return gpu
+
+
+def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_team: int = 2) -> torch.Tensor | None:
+    """Launches the kernel that `append_kv` would, every warp in turn; writes the caches, returns q_out."""
+    from cute_kernels.kv_cache import kernel
+
+    config = ops.config_of(call)
+    gpu = _make_gpu(monkeypatch)
+    simulated: Any = _unwrapped(
+        kernel.AppendKernel, "kernel", "fetch", "locate", "find_request", "process", "add_bias", "normalise"
+    )(config)
+    q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
+    names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
+    at = {name: gpu.put(getattr(call, name)) for name in names if isinstance(getattr(call, name), torch.Tensor)}
+    at["q_out"] = gpu.put(q_out)
+    steps = 0 if call.rope is None else gpu.put(call.rope.phase_steps())
+
+    def strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+        return (0,) if tensor is None else tuple(Int64(s * tensor.element_size()) for s in tensor.stride()[:-1])
+
+    def cache_strides(cache: torch.Tensor) -> tuple[Any, ...]:
+        page, first, second = strides(cache)
+        return (page, first, second) if call.cache_layout == "NHD" else (page, second, first)
+
+    inputs = kernel.Inputs(
+        q=Int64(at.get("q", at["k"])),
+        k=Int64(at["k"]),
+        v=Int64(at["v"]),
+        q_stride=strides(call.q)[0],
+        k_stride=strides(call.k)[0],
+        v_stride=strides(call.v)[0],
+        num_tokens=Int32(call.num_tokens),
+        num_q_heads=Int32(call.num_q_heads),
+        num_kv_heads=Int32(call.num_kv_heads),
+    )
+    targets = kernel.Targets(
+        q_out=Int64(at["q_out"]),
+        k_cache=Int64(at["k_cache"]),
+        v_cache=Int64(at["v_cache"]),
+        q_out_stride=strides(q_out)[0],
+        k_strides=cache_strides(call.k_cache),
+        v_strides=cache_strides(call.v_cache),
+    )
+    wide = call.position_ids is not None and call.position_ids.dtype == torch.int64
+    flags = ((HAS_Q, call.q), (HAS_SEQ_LENS, call.seq_lens), (HAS_TABLE, call.block_table))
+    mode = sum(flag for flag, tensor in flags if tensor is not None) + WIDE_POSITIONS * wide
+    where = kernel.Where(
+        **{name: Int64(at.get(name, 0)) for name in WHERE},
+        num_pages=Int32(call.num_pages),
+        page_size=Int32(call.page_size),
+        page_divisor=Int64(divisor_of(call.page_size)),
+        batch=Int32(call.batch),
+        max_pages=Int32(0 if call.block_table is None else call.block_table.shape[1]),
+        mode=Int32(mode),
+    )
+    extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))
+    factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
+    heads = call.num_q_heads + 2 * call.num_kv_heads
+    for block in range(-(-call.num_tokens // config.tokens_per_cta)):
+        for chunk in range(-(-heads // rows_per_team)):
+            for warp in range(config.num_warps):
+                gpu.block, gpu.warp = (chunk, block, 0), warp
+                simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, Int32(rows_per_team))
+    gpu.get(at["k_cache"], call.k_cache)
+    gpu.get(at["v_cache"], call.v_cache)
+    if q_out is not None:
+        gpu.get(at["q_out"], q_out)
+    return q_out
+
+
+def simulate_bulk(
+    config: BulkConfig,
+    numbers: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Quantises numbers [n, heads, head_dim] into rows, or dequantises rows into numbers."""
+    from cute_kernels.kv_cache import bulk
+
+    gpu = _make_gpu(monkeypatch)
+    simulated: Any = _unwrapped(bulk.BulkKernel, "kernel", "restore")(config)
+    num_heads = numbers.shape[-2]
+    num_rows = numbers.numel() // config.head_dim
+    at_numbers, at_rows, at_scale = gpu.put(numbers), gpu.put(rows), gpu.put(scale)
+    for block in range(-(-num_rows // (config.teams * config.rows_in_flight))):
+        for warp in range(config.num_warps):
+            gpu.block, gpu.warp = (block, 0, 0), warp
+            simulated.kernel(
+                Int64(at_numbers),
+                Int64(at_rows),
+                Int64(at_scale),
+                Int32(num_rows),
+                Int32(num_heads),
+                Int64(divisor_of(num_heads)),
+            )
+    gpu.get(at_numbers, numbers)
+    gpu.get(at_rows, rows)

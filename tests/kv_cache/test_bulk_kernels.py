@@ -1,0 +1,124 @@
+"""The bulk kernels' own code, run lane by lane: rows and numbers are the formats', bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels.kv_cache.config import BulkConfig, row_alignment, team_lanes
+from cute_kernels.kv_cache.reference import quantize, shaped_scale
+from cute_kernels.kv_formats import format_of
+from layouts.kv.format import adversarial_rows
+from tests.kv_cache.cases import ALL_FORMATS, DTYPES
+from tests.kv_cache.lanes import Float32, Gpu
+from tests.kv_cache.simulate import simulate_bulk
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def awkward(head_dim: int) -> torch.Tensor:
+    """fp32 rows that break careless quantisers: ties, constants, subnormals, huge and not finite numbers."""
+    generator = torch.Generator().manual_seed(head_dim)
+    rows = list(adversarial_rows(head_dim)[40:])
+    whole = torch.randint(-127, 128, (head_dim,), generator=generator).float()
+    whole[:: head_dim // 8] = 127.0
+    rows += [whole, whole + 0.5, whole * 2.0**-140, whole * 2.0**120, whole.abs() * 2.0**-133]
+    rows += [(whole % 16) * step + 0.5 * step for step in (1.0, 2.0**-12, 3.0)]
+    rows += [torch.zeros(head_dim), -torch.zeros(head_dim), torch.full((head_dim,), 7e4)]
+    for value in (torch.nan, torch.inf, -torch.inf, 1e38):
+        spoilt = torch.randn(head_dim, generator=generator)
+        spoilt[head_dim // 3] = value
+        rows += [spoilt, torch.full((head_dim,), value)]
+    return torch.stack(rows + [rows[0]] * (-len(rows) % 4))  # whole warps
+
+
+def scales_for(kv_format: str, num_heads: int, head_dim: int) -> list[torch.Tensor | None]:
+    """Given scales: usual ones, and ones that no calibration gives."""
+    shape = {"tensor": (), "head": (num_heads,), "channel": (num_heads, head_dim), None: None}[
+        format_of(kv_format).given_scale
+    ]
+    if shape is None:
+        return [None]
+    generator = torch.Generator().manual_seed(1)
+    usual = 0.02 * (0.5 + torch.rand(shape, generator=generator))
+    odd = torch.tensor([0.0, -1.0, torch.inf, torch.nan, 2.0**-149, 3e38, 2.0**-61, 2.0**61])
+    index = torch.randint(0, len(odd), shape, generator=generator) if shape else torch.tensor(4)
+    return [usual, odd[index]]
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal to the bit, except that any NaN is as good as another."""
+    if got.dtype.is_floating_point:
+        both_nan = got.isnan() & want.isnan()
+        got, want = got.masked_fill(both_nan, 0), want.masked_fill(both_nan, 0)
+    return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+def test_awkward_numbers_become_the_formats_rows(kv_format, head_dim, monkeypatch):
+    form = format_of(kv_format)
+    x = awkward(head_dim).view(-1, 2, head_dim)
+    for scale in scales_for(kv_format, 2, head_dim):
+        rows = torch.zeros((*x.shape[:-1], form.row_elements(head_dim)), dtype=form.cache_dtype)
+        simulate_bulk(BulkConfig("quantize", kv_format, "fp32", head_dim), x, rows, scale, monkeypatch)
+        want = quantize(form, x, scale).view(form.cache_dtype)
+        assert same_bits(rows, want), f"scale {scale}"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+def test_16_bit_numbers_become_the_formats_rows(kv_format, dtype, monkeypatch):
+    form = format_of(kv_format)
+    x = (3 * torch.randn(6, 3, 128, generator=torch.Generator().manual_seed(0))).to(DTYPES[dtype])
+    scale = scales_for(kv_format, 3, 128)[0]
+    rows = torch.zeros((*x.shape[:-1], form.row_elements(128)), dtype=form.cache_dtype)
+    simulate_bulk(BulkConfig("quantize", kv_format, dtype, 128), x, rows, scale, monkeypatch)
+    assert same_bits(rows, quantize(form, x, scale).view(form.cache_dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("head_dim", [80, 128, 192])
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+def test_rows_become_the_formats_numbers(kv_format, head_dim, dtype, monkeypatch):
+    """All codes occur; headers are those of real rows."""
+    form = format_of(kv_format)
+    x = 3 * torch.randn(8, 3, head_dim, generator=torch.Generator().manual_seed(0))
+    scale = scales_for(kv_format, 3, head_dim)[0]
+    rows = quantize(form, x, scale).view(form.cache_dtype)
+    if kv_format in ("e5m2", "int8_head", "e4m3_tensor", "int8_channel"):
+        rows.view(torch.uint8)[:] = torch.arange(rows.numel()).view(rows.shape).to(torch.uint8)
+    numbers = torch.zeros_like(x, dtype=DTYPES[dtype])
+    simulate_bulk(BulkConfig("dequantize", kv_format, dtype, head_dim), numbers, rows, scale, monkeypatch)
+    assert same_bits(numbers, form.dequantize(rows, head_dim, DTYPES[dtype], shaped_scale(form, scale)))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+def test_the_alignment_that_is_asked_for_is_what_the_accesses_need(kv_format, head_dim):
+    from cute_kernels.device.rows import make_row
+
+    row = make_row(kv_format, head_dim, team_lanes(head_dim))
+    assert row_alignment(kv_format, head_dim, team_lanes(head_dim)) == max(row.codes.unit, 4 * row.has_header)
+
+
+def test_quotients_are_ieees(monkeypatch):
+    """Three instructions and a rounded reciprocal give a / b to the last bit, where rounding is hardest, too."""
+    from cute_kernels.device import rows
+
+    gpu = Gpu()
+    gpu.install(monkeypatch, rows)
+    rng = np.random.default_rng(0)
+    edge = np.array([0x3F800000, 0x3F800001, 0x3FFFFFFF, 0x3FFFFFFE, 0x3FC00000], np.uint32)
+    for trial in range(400):
+        bits = rng.integers(0x3F800000, 0x40000000, (2, 32), dtype=np.uint32)
+        if trial % 2:
+            bits[trial // 2 % 2] = rng.choice(edge, 32)
+        if trial % 3 == 0:  # quotients next to halfway between two numbers
+            halfway = (bits[0].view(np.float32).astype(np.float64) + 2.0**-24) * bits[1].view(np.float32)
+            bits[0] = halfway.astype(np.float32).view(np.uint32)
+        a, b = (Float32(row.view(np.float32)) for row in bits)
+        a = a * np.float32(2.0 ** rng.integers(-12, 12))
+        got = rows._quotient(a, b, gpu.divide(1.0, b))
+        assert (np.asarray(got) == np.asarray(a) / np.asarray(b)).all()

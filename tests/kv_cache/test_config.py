@@ -1,0 +1,100 @@
+"""Configurations say what they need and refuse what cannot be compiled; the host's arithmetic is the kernels'."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
+from cute_kernels.kv_cache.config import (
+    HEAD_DIMS,
+    AppendConfig,
+    BulkConfig,
+    divisor_of,
+    rows_per_team,
+    team_lanes,
+)
+from cute_kernels.kv_formats import FORMATS
+
+APPEND = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128, "half", 128)
+BULK = BulkConfig("quantize", "int8_g4", "fp32", 128)
+SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, AppendSpec)]
+
+
+@pytest.mark.parametrize("config", [APPEND, BULK, *SHIPPED], ids=lambda config: config.name)
+def test_what_ships_can_be_implemented(config):
+    assert config.can_implement() is None
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "reason"),
+    [
+        (APPEND, {"head_dim_k": 72}, "head_dim_k 72 is not one of 64, 80, 96, 128, 192, 256"),
+        (APPEND, {"head_dim_v": 512}, "head_dim_v 512 is not one of"),
+        (APPEND, {"dtype": "fp32"}, "dtype 'fp32' is not one of bf16, fp16"),
+        (APPEND, {"rope": "quarter"}, "rope 'quarter' is not one of none, half, interleaved"),
+        (APPEND, {"rope": "none"}, "rotary_dim 128 without RoPE"),
+        (APPEND, {"rotary_dim": 130}, "rotary_dim 130 is not an even number from 2 to head_dim_k = 128"),
+        (APPEND, {"rotary_dim": 63}, "rotary_dim 63 is not an even number"),
+        (APPEND, {"num_warps": 33}, "num_warps 33 is not from 1 to 32"),
+        (APPEND, {"rows_in_flight": 3}, "rows_in_flight 3 is not 1, 2, 4 or 8"),
+        (BULK, {"direction": "back"}, "direction 'back' is not 'quantize' or 'dequantize'"),
+        (BULK, {"head_dim": 100}, "head_dim 100 is not one of"),
+        (BULK, {"dtype": "fp64"}, "dtype 'fp64' is not one of bf16, fp16, fp32"),
+        (BULK, {"num_warps": 0}, "num_warps 0 is not from 1 to 32"),
+        (BULK, {"rows_in_flight": 9}, "rows_in_flight 9 is not from 1 to 8"),
+    ],
+)
+def test_what_cannot_be_implemented_says_why(config, changes, reason):
+    found = dataclasses.replace(config, **changes).can_implement()
+    assert found is not None and re.search(reason, found), found
+
+
+def test_names_tell_configurations_apart():
+    changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 2}
+    configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
+    assert len({config.name for config in configs}) == len(set(configs))
+    assert all(re.fullmatch(r"\w+", config.name) for config in configs)
+
+
+def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
+    assert len(SHIPPED) <= 40
+    usual = {(config.k_format, config.dtype) for config in SHIPPED if config.head_dim_k == 128}
+    dtypes = {"bf16", "fp16"}
+    assert usual == {(name, dtype) for name in FORMATS for dtype in (dtypes & {name} or dtypes)}
+    assert all(json.loads(spec.config_json())["rope"] == "half" for spec in shipped_specs())
+
+
+@pytest.mark.parametrize("v_head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_lanes_own_even_runs_and_groups_are_whole_lanes(head_dim, v_head_dim):
+    lanes = team_lanes(head_dim, v_head_dim)
+    assert lanes >= 8 and 32 % lanes == 0
+    assert head_dim % (2 * lanes) == v_head_dim % (2 * lanes) == 0
+    if head_dim == v_head_dim:
+        assert head_dim // lanes in (8, 10, 12)
+
+
+@given(divisor=st.integers(1, 2**31 - 1), data=st.data())
+def test_dividing_by_multiplication(divisor, data):
+    value = data.draw(st.integers(0, (2**63 - 1) // divisor))
+    magic = divisor_of(divisor)
+    assert -(2**63) <= magic < 2**63
+    assert (2 * value * (magic % 2**64)) >> 64 == value // divisor
+
+
+@given(
+    blocks=st.integers(1, 10_000),
+    num_heads=st.integers(1, 100),
+    wave=st.integers(1, 2000),
+    most=st.sampled_from([1, 2, 4, 8]),
+)
+def test_teams_take_as_few_rows_as_one_wave_allows(blocks, num_heads, wave, most):
+    rows = rows_per_team(blocks, num_heads, wave, most)
+    fits = [n for n in (1, 2, 4, 8) if n <= most and blocks * -(-num_heads // n) <= wave]
+    assert rows == (fits[0] if fits else most)

@@ -1,0 +1,167 @@
+"""The append kernel's own code, run lane by lane: what it writes is what the reference writes, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_kernels.kv_cache.rope import Rope, YarnScaling
+from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, make_call
+from tests.kv_cache.simulate import simulate_append
+
+SMALL = Shape(num_q_heads=2, num_kv_heads=1)  # four tokens: two warps of head_dim 128
+
+
+def check(shape: Shape, monkeypatch, rows_per_team: int = 2, **changes) -> None:
+    call = make_call(shape)._replace(**changes)
+    before = clone_caches(call)
+    q_out = simulate_append(call, monkeypatch, rows_per_team)
+    assert_appended(call, before, q_out)
+
+
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_format_of_both_dtypes(kv_format, dtype, monkeypatch):
+    """Without RoPE nothing is transformed, so rows are the format's bit for bit."""
+    check(SMALL.with_(kv_format=kv_format, dtype=dtype), monkeypatch)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("kv_format", ["fp16", "int4_g1", "int4_g8", "int8_g4", "int8_channel", "e5m2"])
+def test_every_head_dim(kv_format, head_dim, monkeypatch):
+    rope = Rope(head_dim)
+    check(SMALL.with_(kv_format=kv_format, head_dim=head_dim, rope=rope, new=(1,) * 8), monkeypatch, 4)
+
+
+ROPES = {
+    "half": Rope(128),
+    "half, partial": Rope(64, theta=1e6),
+    "half, pairs across lanes": Rope(36),
+    "half, two columns": Rope(2),
+    "interleaved": Rope(128, interleaved=True),
+    "interleaved, partial": Rope(48, interleaved=True),
+    "interleaved, part of a lane": Rope(20, interleaved=True),
+    "YaRN, with its attention factor": Rope(128, scaling=YarnScaling(8.0, 2048)),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=list(ROPES))
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g4"])
+def test_every_kind_of_rope(kv_format, rope, monkeypatch):
+    check(SMALL.with_(kv_format=kv_format, rope=rope, positions="int64"), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rope"),
+    [(80, Rope(32)), (80, Rope(80, interleaved=True)), (96, Rope(32)), (192, Rope(64)), (64, Rope(8)), (256, Rope(64))],
+    ids=str,
+)
+def test_rope_where_lanes_own_other_runs(head_dim, rope, monkeypatch):
+    check(SMALL.with_(kv_format="fp16", dtype="fp16", head_dim=head_dim, rope=rope, new=(1,) * 8), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [(192, 128), (128, 192), (64, 256), (256, 64), (80, 256), (96, 192), (80, 64)]
+)
+def test_values_of_another_head_dim_and_format(head_dim, v_head_dim, monkeypatch):
+    shape = SMALL.with_(head_dim=head_dim, v_head_dim=v_head_dim, rope=Rope(64), bias=True, new=(1,) * 8)
+    check(shape.with_(kv_format=("int8_token_head", "int4_g8")), monkeypatch, 4)
+    check(shape.with_(kv_format=("e5m2", "e4m3_head")), monkeypatch, 1)
+
+
+PLACES = {
+    "pages": {"place": "table", "page_size": 16},
+    "pages of 48": {"place": "table", "page_size": 48},
+    "heads before tokens": {"place": "table", "layout": "HND"},
+    "contiguous": {"place": "contiguous"},
+    "contiguous, heads before tokens": {"place": "contiguous", "layout": "HND"},
+    "slots": {"place": "slots", "page_size": 48},
+    "slots, heads before tokens": {"place": "slots", "layout": "HND"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
+@pytest.mark.parametrize("new", [(1, 1, 1, 1), (3, 0, 1, 4), (0, 0, 8, 0)], ids=["decode", "prefill", "one request"])
+def test_every_place(place, new, monkeypatch):
+    check(SMALL.with_(kv_format="int4_g2", new=new, lengths=(40, 100, 47, 49), num_kv_heads=3, **place), monkeypatch)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16, 17, 300])
+def test_requests_of_a_prefill_are_found_among_any_number(batch, monkeypatch):
+    """Most requests are empty, so boundaries coincide; the search takes one, two and three steps."""
+    new = tuple(3 if i in (0, batch // 2, batch - 1) else (i * 7) % 5 // 4 for i in range(batch))
+    new = (*new[:-1], new[-1] + sum(new) % 2)
+    check(Shape(num_q_heads=1, num_kv_heads=1, new=new, lengths=new, rope=Rope(128)), monkeypatch, 4)
+
+
+@pytest.mark.parametrize("positions", ["int32", "int64"])
+@pytest.mark.parametrize("place", ["table", "slots"])
+def test_positions_of_their_own_for_rope(positions, place, monkeypatch):
+    shape = SMALL.with_(kv_format="bf16", rope=Rope(128), positions=positions, place=place)
+    check(shape, monkeypatch)
+    if place == "slots":  # lengths are not needed then
+        call = make_call(shape)._replace(seq_lens=None)
+        before = clone_caches(call)
+        assert_appended(call, before, simulate_append(call, monkeypatch))
+
+
+@pytest.mark.parametrize("rows_per_team", [1, 2, 4])
+@pytest.mark.parametrize("num_q_heads", [0, 3, 8])
+def test_every_share_of_the_heads(rows_per_team, num_q_heads, monkeypatch):
+    """Teams' shares begin and end anywhere among q, k and v; without q there are only k and v."""
+    shape = Shape("int8_g2", num_q_heads=num_q_heads, num_kv_heads=3, rope=Rope(128), bias=True, norm=True, new=(2, 2))
+    check(shape, monkeypatch, rows_per_team)
+
+
+def test_bias_norm_and_rope_in_this_order(monkeypatch):
+    check(SMALL.with_(kv_format="fp16", dtype="fp16", bias=True, norm=True, rope=Rope(128)), monkeypatch)
+    check(SMALL.with_(bias=True), monkeypatch)
+    check(SMALL.with_(norm=True, fused=False), monkeypatch, norm_eps=0.1)
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g4"])
+@pytest.mark.parametrize("place", ["table", "slots", "contiguous"])
+def test_tokens_without_a_place_are_not_written_and_nothing_else_is_touched(kv_format, place, monkeypatch):
+    """One team a warp here, so that every token may have another fate."""
+    shape = Shape(
+        kv_format, num_q_heads=1, num_kv_heads=2, head_dim=256, place=place, rope=Rope(256), lengths=(9, 30, 3, 17)
+    )
+    call = make_call(shape)
+    if place == "table":
+        assert call.block_table is not None and call.seq_lens is not None
+        call.block_table[0, 0] = -1
+        call.block_table[1, 1] = call.num_pages
+        call.seq_lens[2] = 33  # one past the table
+        call.block_table[3, 1] = 2**31 - 1
+    elif place == "slots":
+        assert call.slots is not None
+        room = call.num_pages * call.page_size
+        call.slots[:] = call.slots.new_tensor([-1, room, 2**62, -(2**63)])
+    else:
+        assert call.seq_lens is not None
+        call.seq_lens[:] = call.seq_lens.new_tensor([0, -5, 34, 2**31 - 1])
+    before = clone_caches(call)
+    q_out = simulate_append(call, monkeypatch)
+    assert_appended(call, before, q_out)
+    for got, was in ((call.k_cache, before.k_cache), (call.v_cache, before.v_cache)):
+        assert got.view(torch.uint8).equal(was.view(torch.uint8))
+
+
+def test_tokens_outside_the_bounds_of_a_prefill_are_not_written(monkeypatch):
+    call = make_call(Shape(num_q_heads=1, num_kv_heads=1, head_dim=256, new=(3, 3)))
+    assert call.cu_seqlens is not None
+    call.cu_seqlens[:] = call.cu_seqlens.new_tensor([1, 3, 4])
+    before = clone_caches(call)
+    assert_appended(call, before, simulate_append(call, monkeypatch))
+
+
+@pytest.mark.parametrize("kv_format", [name for name in ALL_FORMATS if name not in ("bf16", "fp16")])
+def test_nan_and_infinity_stay_within_their_row_and_are_stored_as_the_format_says(kv_format, monkeypatch):
+    call = make_call(SMALL.with_(kv_format=kv_format, num_q_heads=0, num_kv_heads=2))
+    for x in (call.k, call.v):
+        x[0, 0, 3] = torch.nan
+        x[1, 1, 7] = torch.inf
+        x[2, 0] = -torch.inf
+        x[3, 0, ::2] = torch.nan
+    before = clone_caches(call)
+    assert_appended(call, before, simulate_append(call, monkeypatch))
