@@ -11,6 +11,16 @@ from bench.report import OURS, peer_names
 Record = dict[str, Any]
 
 COLOURS = {"int4_g1": "#0b6e4f", "int4_g4": "#63a46c", "bf16": "#1f4e8c"}
+FAMILY_COLOURS = {
+    "bf16": "#1f4e8c",
+    "fp16": "#1f4e8c",
+    "int8": "#b5651d",
+    "e4m3": "#8e44ad",
+    "e5m2": "#c94c4c",
+    "int4": "#0b6e4f",
+}
+VARIANT_MARKERS = {"as it is": "o", "percentile": "s", "smoothed": "^"}
+LEAST_INCREASE = 1e-3  # of perplexity, in percent: where the axis ends, and what is less is drawn
 PEER_COLOURS = ("#b5651d", "#c94c4c", "#8e6c8a", "#7f7f7f", "#c0a000", "#4c9fc9")
 
 
@@ -23,6 +33,7 @@ def plot(record: Record, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     main = [row for row in record["rows"] if row["suite"] == "main" and row.get("us")]
     others = [row for row in record["rows"] if row["suite"] == "shapes" and row.get("us")]
+    accuracy = [row for row in record["rows"] if row["suite"] == "accuracy"]
     ladders = [ladder for ladder in record.get("ladder", []) if any("off_us" in r for r in ladder["rungs"])]
     files = []
     if main:
@@ -31,6 +42,8 @@ def plot(record: Record, folder: Path) -> list[Path]:
         files.append(_plot_shapes(others, record, folder))
     if ladders:
         files.append(_plot_ladder(ladders, record, folder))
+    if accuracy:
+        files.append(_plot_accuracy(accuracy, record, folder))
     return files
 
 
@@ -124,6 +137,38 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
     return _save(figure, record, folder / "decode_ladder.svg")
 
 
+def _plot_accuracy(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """What a format costs over what it takes: bytes of a token, error of attention, increase of perplexity."""
+    figure, panels = _figure(2, height=5.5)
+    values = (lambda row: row["captured"]["error"], lambda row: max(row["increase_percent"], LEAST_INCREASE))
+    titles = ("attention output, relative error on captured K and V", "perplexity over exact K and V, increase in %")
+    for panel, value, title in zip(panels, values, titles, strict=True):
+        for row in rows:
+            kind = "smoothed" if row["smoothed"] else "percentile" if row["percentile"] else "as it is"
+            colour = FAMILY_COLOURS.get(
+                _family(row["k_format"]) if row["k_format"] == row["v_format"] else "", "#444444"
+            )
+            filled = colour if kind == "as it is" else "none"
+            at = (row["bytes_per_token"], value(row))
+            panel.plot(*at, VARIANT_MARKERS[kind], color=colour, markerfacecolor=filled, markersize=5)
+            if kind == "as it is":
+                label = row["name"].replace(" + ", "\n+ ")
+                panel.annotate(label, at, (4, 2), textcoords="offset points", fontsize=6, color=colour)
+        panel.set_yscale("log")
+        panel.set_xlabel(f"bytes per token and KV head, K and V (head_dim {rows[0]['head_dim']})")
+        panel.set_title(title, fontsize=10)
+        panel.grid(True, which="major", alpha=0.3)
+    for kind, marker in VARIANT_MARKERS.items():
+        filled = "#444444" if kind == "as it is" else "none"
+        panels[0].plot([], [], marker, color="#444444", markerfacecolor=filled, label=kind)
+    panels[0].legend(fontsize=8)
+    return _save(figure, record, folder / "accuracy.svg")
+
+
+def _family(kv_format: str) -> str:
+    return kv_format.partition("_")[0]
+
+
 def _legend_beside(panel: Any) -> None:
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
 
@@ -146,7 +191,7 @@ def _save(figure: Any, record: Record, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     environment = record["environment"]
-    note = f"{environment['gpu']}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
+    note = f"{environment['gpu'] or 'CPU'}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
     figure.text(0.995, 0.005, note, ha="right", va="bottom", fontsize=6, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(path, metadata={"Date": None})

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+
+import pytest
 import torch
 
+from cute_kernels import attention, kv_cache
 from cute_kernels.kv_formats import format_of
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Puts these in the place of what this checkout does not have yet."""
+    if not hasattr(kv_cache, "append_kv"):
+        patch.setattr(kv_cache, "append_kv", append_kv, raising=False)
+    if "block_table" not in inspect.signature(attention.decode_attention).parameters:
+        patch.setattr(attention, "decode_attention", decode_attention)
 
 
 def append_kv(
