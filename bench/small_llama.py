@@ -148,5 +148,7 @@ def attention_through(model: Any, attention: Attention):
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """What `Attention` returns for plain causal attention."""
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    group = q.shape[1] // k.shape[1]  # repeated, because torch's fast fp32 kernel does not share heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2).contiguous()

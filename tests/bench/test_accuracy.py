@@ -18,6 +18,15 @@ TINY = small_llama.Scale(64, 96, 2, 4, 2, 64, context=24, batch=8, learning_rate
 SENTENCE = "The quick brown fox jumps over the lazy dog and then sleeps in the warm afternoon sun. "
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models as small as these gain nothing from more, and lose much where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def operators(monkeypatch):
     standins.install(monkeypatch)
@@ -79,8 +88,7 @@ def test_too_little_text_is_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.set_num_threads(2)
+def model(one_thread):
     model = small_llama.make_model(TINY, CPU)
     small_llama.train(model, text(), TINY, silent)
     return model
@@ -233,7 +241,7 @@ def test_every_format_is_measured_and_every_variant_has_a_name_of_its_own():
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(one_thread, tmp_path_factory):
     path = tmp_path_factory.mktemp("accuracy") / "accuracy.json"
     with pytest.MonkeyPatch.context() as patch:
         standins.install(patch)
