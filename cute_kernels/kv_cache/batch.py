@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from cute_kernels.kv_cache.pages import PageTable, SeqId, SequencePages, check_count, check_distinct
+from cute_kernels.kv_cache.pages import PageTable, SeqId, SequencePages, check_count, check_distinct, per_sequence
 
 UNMAPPED = -1
 _NOTHING = SequencePages()
@@ -85,10 +86,10 @@ class Batch:
         Raises:
             ValueError: an unknown sequence, one named twice, more than max_batch, or more new tokens than it has.
         """
-        by_sequence = isinstance(num_new_tokens, Sequence)
-        counts = list(num_new_tokens) if by_sequence else [num_new_tokens] * len(seq_ids)
+        check_distinct(seq_ids)
+        counts = per_sequence("num_new_tokens", num_new_tokens, len(seq_ids))
         size = len(seq_ids) if pad_to is None else pad_to
-        self._check(seq_ids, counts, size)
+        self._check_size(len(seq_ids), size)
         sequences = [self._pages[seq_id] for seq_id in seq_ids]
         for seq_id, sequence, count in zip(seq_ids, sequences, counts, strict=True):
             if count > sequence.length:
@@ -97,33 +98,27 @@ class Batch:
                 )
         free_rows = self.max_batch - len(seq_ids)
         lens = np.array([sequence.length for sequence in sequences] + [0] * free_rows, np.int32)
-        row_counts = counts + [0 if by_sequence else num_new_tokens] * free_rows
+        row_counts = counts + [num_new_tokens if isinstance(num_new_tokens, int) else 0] * free_rows
         starts = np.cumsum([0, *row_counts], dtype=np.int32)
         self._send(lens, starts, self._changed_entries(sequences))
         self.seq_ids, self.num_new_tokens, self.size = tuple(seq_ids), tuple(counts), size
-        self._one_token_each = all(count == 1 for count in row_counts[:size])
+        self._one_token_each = row_counts[:size] == [1] * size
         self.version = self._pages.version
-        writers = zip(seq_ids, counts, strict=True)
-        self.shared = next((seq_id for seq_id, count in writers if not self._pages.is_writable(seq_id, count)), None)
+        self.shared = self._pages.first_shared(seq_ids, counts)
         return self
 
-    def _check(self, seq_ids: Sequence[SeqId], counts: Sequence[int], size: int) -> None:
-        check_distinct(seq_ids)
-        if len(counts) != len(seq_ids):
-            raise ValueError(f"num_new_tokens: got {len(counts)} counts, want {len(seq_ids)}, one per sequence")
-        for count in counts:
-            check_count("num_new_tokens", count, 0)
-        if size < len(seq_ids):
-            raise ValueError(f"pad_to: got {size}, want at least the {len(seq_ids)} sequences")
+    def _check_size(self, num_sequences: int, size: int) -> None:
+        if size < num_sequences:
+            raise ValueError(f"pad_to: got {size}, want at least the {num_sequences} sequences")
         if size > self.max_batch:
-            name = "seq_ids" if size == len(seq_ids) else "pad_to"
+            name = "seq_ids" if size == num_sequences else "pad_to"
             raise ValueError(f"{name}: got {size} rows, want at most max_batch {self.max_batch}")
 
     def _changed_entries(self, sequences: Sequence[SequencePages]) -> tuple[np.ndarray, np.ndarray]:
         """Flat indices and values of the block table's entries that differ from what the device holds."""
         indices, values = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-        for row in range(self.max_batch):
-            sequence = sequences[row] if row < len(sequences) else _NOTHING
+        idle = itertools.repeat(_NOTHING, self.max_batch - len(sequences))
+        for row, sequence in enumerate(itertools.chain(sequences, idle)):
             if self._host_stamps[row] == sequence.stamp:
                 continue
             old, new = self._host_pages[row], list(sequence.pages)

@@ -51,7 +51,9 @@ class PageTable:
         page_size: tokens a page holds.
         max_seq_len: tokens a sequence may reach; default: as many as all pages hold.
 
-    `version` grows with every change of any sequence.
+    Attributes:
+        version: grows with every change of any sequence.
+        num_shared: pages that more than one sequence refers to.
     """
 
     def __init__(self, num_pages: int, page_size: int, max_seq_len: int | None = None) -> None:
@@ -59,6 +61,7 @@ class PageTable:
         self.page_size = page_size
         self.max_seq_len = num_pages * page_size if max_seq_len is None else max_seq_len
         self.version = 0
+        self.num_shared = 0
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: what was freed last is taken first
         self._references = [0] * num_pages
         self._sequences: dict[SeqId, SequencePages] = {}
@@ -90,18 +93,16 @@ class PageTable:
         """How many sequences refer to a page."""
         return self._references[page]
 
-    def is_writable(self, seq_id: SeqId, num_tokens: int) -> bool:
-        """Whether the last ``num_tokens`` tokens lie in pages that no other sequence refers to."""
-        sequence = self[seq_id]
-        if not num_tokens:
-            return True
-        first = max(0, sequence.length - num_tokens) // self.page_size
-        return all(self._references[page] == 1 for page in sequence.pages[first:])
-
-    @property
-    def num_shared(self) -> int:
-        """Pages that more than one sequence refers to."""
-        return sum(count > 1 for count in self._references)
+    def first_shared(self, seq_ids: Sequence[SeqId], num_tokens: Sequence[int]) -> SeqId | None:
+        """The first sequence of which one of the last ``num_tokens`` tokens lies in a shared page; None without one."""
+        if not self.num_shared:
+            return None
+        for seq_id, count in zip(seq_ids, num_tokens, strict=True):
+            sequence = self[seq_id]
+            written = sequence.pages[(sequence.length - count) // self.page_size :] if count else ()
+            if any(self._references[page] > 1 for page in written):
+                return seq_id
+        return None
 
     def stored_tokens(self) -> int:
         """Tokens in pages, those that several sequences share counted once."""
@@ -152,6 +153,7 @@ class PageTable:
         self._check_new("new_id", new_id)
         for page in parent.pages:
             self._references[page] += 1
+            self.num_shared += self._references[page] == 2
         self._sequences[new_id] = SequencePages(list(parent.pages), parent.length, self._stamp())
         self.version += 1
 
@@ -182,7 +184,7 @@ class PageTable:
         page = self._page_written_next(sequence)
         if page is not None and self._references[page] > 1:
             copy = PageCopy(page, self._take())
-            self._references[page] -= 1
+            self._release([page])
             sequence.pages[-1] = copy.target
             sequence.stamp = self._stamp()
         missing = self._pages_for(sequence.length + num_tokens) - len(sequence.pages)
@@ -207,6 +209,7 @@ class PageTable:
     def _release(self, pages: Iterable[int]) -> None:
         for page in pages:
             self._references[page] -= 1
+            self.num_shared -= self._references[page] == 1
             if not self._references[page]:
                 self._free.append(page)
 
@@ -215,13 +218,8 @@ class PageTable:
         return self._stamps
 
     def _counts(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int]) -> Sequence[int]:
-        counts = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens] * len(seq_ids)
-        if len(counts) != len(seq_ids):
-            raise ValueError(f"num_tokens: got {len(counts)} counts, want {len(seq_ids)}, one per sequence")
-        for count in counts:
-            check_count("num_tokens", count, 0)
         check_distinct(seq_ids)
-        return counts
+        return per_sequence("num_tokens", num_tokens, len(seq_ids))
 
     def _check_new(self, name: str, seq_id: SeqId) -> None:
         if seq_id in self._sequences:
@@ -244,6 +242,18 @@ def check_count(name: str, value: int, least: int) -> None:
         raise TypeError(f"{name}: got {value!r}, want an int")
     if value < least:
         raise ValueError(f"{name}: got {value}, want at least {least}")
+
+
+def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> list[int]:
+    """One count for all or one for each, as one for each; raises TypeError or ValueError for what is none."""
+    if not isinstance(counts, Sequence):
+        check_count(name, counts, 0)
+        return [counts] * num_sequences
+    if len(counts) != num_sequences:
+        raise ValueError(f"{name}: got {len(counts)} counts, want {num_sequences}, one per sequence")
+    for count in counts:
+        check_count(name, count, 0)
+    return list(counts)
 
 
 def check_distinct(seq_ids: Sequence[SeqId]) -> None:

@@ -84,6 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
             for page in pages:
                 counts[page] += 1
         assert [table.references(page) for page in range(PAGES)] == list(counts.values())
+        assert table.num_shared == sum(count > 1 for count in counts.values())
         assert sorted(table._free) == [page for page, count in counts.items() if not count]
 
     @invariant()
