@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cute_kernels import kv_cache
 from cute_kernels.kv_cache import KVCache, OutOfPagesError, compute_kv_scale
 from cute_kernels.kv_formats import FORMATS, format_of
 from tests.kv_cache import standins
@@ -100,6 +101,23 @@ def test_several_queries_see_what_stands_before_them():
         torch.testing.assert_close(out[0, i].float(), want, atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("new", [1, 2])
+def test_rows_without_a_sequence_are_not_stored_and_attend_to_nothing(new):
+    """As in a graph captured at a larger batch."""
+    cache = make_cache(num_layers=1)
+    for name in "ab":
+        cache.allocate(name, new)
+    batch = cache.make_batch(4).update("ba", new, pad_to=4)
+    k, v = tokens(4 * new, 1), tokens(4 * new, 2)
+    cache.append(0, batch, k, v)
+    out = cache.attend(0, batch, tokens(4 * new, 3, heads=4).unflatten(0, (4, new)))
+    assert torch.equal(cache.read(0, "b")[0], k[:new]) and torch.equal(cache.read(0, "a")[0], k[new : 2 * new])
+    assert out[:2].any() and not out[2:].any()
+    used = [*cache.page_ids("a"), *cache.page_ids("b")]
+    others = [page for page in range(8) if page not in used]
+    assert not cache.k_pages[0, others].any() and not cache.v_pages[0, others].any()
+
+
 def test_append_returns_q_if_given_one():
     cache = make_cache(num_layers=1)
     cache.allocate("a", 1)
@@ -108,6 +126,25 @@ def test_append_returns_q_if_given_one():
     assert cache.append(0, batch, tokens(1), tokens(1)) is None
     rotated = cache.append(0, batch, tokens(1), tokens(1), q=q)
     assert rotated is not None and torch.equal(rotated, q)
+
+
+@pytest.mark.skipif(not hasattr(kv_cache, "Rope"), reason="append_kv is a stand-in here, which does not rotate")
+def test_q_and_k_are_rotated_to_the_positions_of_their_tokens():
+    rope = kv_cache.Rope(rotary_dim=32, interleaved=True)  # type: ignore[attr-defined]
+    cache = make_cache(num_layers=1)
+    x, q = tokens(25, 1), tokens(25, 2, heads=4)
+    cache.allocate("a", 0)
+    batch = cache.make_batch(1)
+    rotated = []
+    for begin, end in ((0, 20), (20, 24), (24, 25)):  # prefill, several tokens, one
+        cache.extend("a", end - begin)
+        batch.update(["a"], end - begin)
+        rotated.append(cache.append(0, batch, x[begin:end], x[begin:end], q=q[begin:end], rope=rope))
+    positions = torch.arange(25)
+    k, v = cache.read(0, "a", torch.float32)
+    torch.testing.assert_close(k, rope.apply(x.float(), positions), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(torch.cat(rotated).float(), rope.apply(q.float(), positions), atol=1e-2, rtol=1e-2)
+    assert torch.equal(v, x.float())
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------
