@@ -42,6 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     append.add_argument("--samples", type=int, default=15, help="timed calls per figure")
     append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     append.set_defaults(run=_append)
+    accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
+    accuracy.add_argument("--minutes", type=float, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU")
+    accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")
+    accuracy.add_argument("--no-decode", action="store_true", help="leave out decoding through the operators")
+    accuracy.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    accuracy.set_defaults(run=_accuracy)
 
     demo = commands.add_parser("demo", help="a small Llama, token by token, INT4 cache against BF16 cache")
     demo.add_argument("--format", default="int4_g4", help="format of the quantised cache")
@@ -57,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="Markdown table from a recorded run")
     table.add_argument("result", type=Path)
     table.add_argument("--suite", default="main")
-    table.add_argument("--readme", type=Path, help="write it between this file's marks <!-- bench:decode --> instead")
+    table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
     table.set_defaults(run=_table)
     return parser
 
@@ -71,7 +78,7 @@ def _decode(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("python -m bench decode times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
         return 2
-    path = options.json or _default_path(torch.cuda.get_device_name())
+    path = options.json or _default_path("decode", torch.cuda.get_device_name())
     recorder = records.Recorder(path, kind="decode", command=sys.argv[1:], samples=options.samples)
     begin = time.perf_counter()
     bench = suites.Bench(
@@ -107,7 +114,7 @@ def _append(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("python -m bench append times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
         return 2
-    path = options.json or _default_path(torch.cuda.get_device_name(), "append")
+    path = options.json or _default_path("append", torch.cuda.get_device_name())
     recorder = records.Recorder(path, kind="append", command=sys.argv[1:], samples=options.samples)
     begin = time.perf_counter()
     bench = suites.Bench(
@@ -123,10 +130,35 @@ def _append(options: argparse.Namespace) -> int:
     return 1 if recorder.data["failures"] else 0
 
 
-def _default_path(gpu: str, kind: str = "decode") -> Path:
+def _default_path(kind: str, machine: str) -> Path:
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
-    model = gpu.removeprefix("NVIDIA ").replace(" ", "-").lower()
+    model = machine.removeprefix("NVIDIA ").replace(" ", "-").lower()
     return records.RESULTS / f"{kind}-{model}-{stamp}.json"
+
+
+def _accuracy(options: argparse.Namespace) -> int:
+    import torch
+
+    from bench import accuracy, accuracy_report
+
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch sees no CUDA GPU here.", file=sys.stderr)
+        return 2
+    device = torch.device(name)
+    path = options.json or _default_path("accuracy", torch.cuda.get_device_name() if name == "cuda" else "cpu")
+    recorder = records.Recorder(path, kind="accuracy", command=sys.argv[1:], device=name)
+    begin = time.perf_counter()
+    accuracy.run(
+        recorder,
+        accuracy.plan_for(device, options.quick, options.minutes),
+        device,
+        say=lambda line: print(f"[{time.perf_counter() - begin:6.1f} s] {line}", flush=True),
+        decode=not options.no_decode,
+    )
+    recorder.set("seconds", round(time.perf_counter() - begin, 1))
+    print(f"\n{accuracy_report.text(recorder.data)}\n\nrecorded in {path}")
+    return 1 if recorder.data["failures"] else 0
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -144,15 +176,19 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import report
+    from bench import accuracy_report, report
 
-    table = report.markdown(records.load(options.result), options.suite)
+    record = records.load(options.result)
+    if record.get("kind") == "accuracy":
+        table, mark = accuracy_report.markdown(record), accuracy_report.MARK
+    else:
+        table, mark = report.markdown(record, options.suite), report.mark(options.suite)
     if options.readme is None:
         print(table, end="")
         return 0
     text = options.readme.read_text()
-    options.readme.write_text(report.filled(text, report.mark(options.suite), table))
-    print(f"{options.readme}: {report.mark(options.suite)}")
+    options.readme.write_text(report.filled(text, mark, table))
+    print(f"{options.readme}: {mark}")
     return 0
 
 

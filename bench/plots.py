@@ -11,6 +11,17 @@ from bench.report import OURS, peer_names
 Record = dict[str, Any]
 
 COLOURS = {"int4_g1": "#0b6e4f", "int4_g4": "#63a46c", "bf16": "#1f4e8c"}
+FAMILY_COLOURS = {
+    "bf16": "#1f4e8c",
+    "fp16": "#1f4e8c",
+    "int8": "#b5651d",
+    "e4m3": "#8e44ad",
+    "e5m2": "#c94c4c",
+    "int4": "#0b6e4f",
+}
+PLAIN = "as it is"
+VARIANT_MARKERS = {PLAIN: "o", "percentile": "s", "smoothed": "^"}
+LINEAR_INCREASE = 0.02  # of perplexity, in percent: below, the axis is linear, because what is measured is noise
 PEER_COLOURS = ("#b5651d", "#c94c4c", "#8e6c8a", "#7f7f7f", "#c0a000", "#4c9fc9")
 
 
@@ -23,6 +34,7 @@ def plot(record: Record, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     main = [row for row in record["rows"] if row["suite"] == "main" and row.get("us")]
     others = [row for row in record["rows"] if row["suite"] == "shapes" and row.get("us")]
+    accuracy = [row for row in record["rows"] if row["suite"] == "accuracy"]
     ladders = [ladder for ladder in record.get("ladder", []) if any("off_us" in r for r in ladder["rungs"])]
     files = []
     if main:
@@ -31,6 +43,8 @@ def plot(record: Record, folder: Path) -> list[Path]:
         files.append(_plot_shapes(others, record, folder))
     if ladders:
         files.append(_plot_ladder(ladders, record, folder))
+    if accuracy:
+        files.append(_plot_accuracy(accuracy, record, folder))
     return files
 
 
@@ -124,6 +138,70 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
     return _save(figure, record, folder / "decode_ladder.svg")
 
 
+def _plot_accuracy(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """What a format costs over what it takes: bytes of a token, error of attention, increase of perplexity."""
+    figure, panels = _figure(2, height=5.5)
+    errors = [(row["captured"]["error"], 0.0) for row in rows]
+    increases = [(row["increase_percent"], row["increase_error_percent"]) for row in rows]
+    for panel, values in zip(panels, (errors, increases), strict=True):
+        for row, (value, spread) in zip(rows, values, strict=True):
+            kind, colour = _kind(row), _family_colour(row)
+            panel.errorbar(
+                row["bytes_per_token"],
+                value,
+                yerr=spread or None,
+                fmt=VARIANT_MARKERS[kind],
+                color=colour,
+                markerfacecolor=colour if kind == PLAIN else "none",
+                markersize=5,
+                elinewidth=0.6,
+            )
+        panel.margins(x=0.12)
+        panel.set_xlabel(f"bytes per token and KV head, K and V (head_dim {rows[0]['head_dim']})")
+        panel.grid(True, which="major", alpha=0.3)
+    panels[0].set_yscale("log")
+    panels[0].set_title("attention output, relative error on captured K and V", fontsize=10)
+    panels[1].set_yscale("symlog", linthresh=LINEAR_INCREASE)
+    panels[1].set_title("perplexity over exact K and V, increase in %", fontsize=10)
+    figure.canvas.draw()  # only now do the axes know their limits
+    for panel, values in zip(panels, (errors, increases), strict=True):
+        _label_points(panel, [(row, value) for row, (value, _) in zip(rows, values, strict=True)])
+    for kind, marker in VARIANT_MARKERS.items():
+        filled = "#444444" if kind == PLAIN else "none"
+        panels[0].plot([], [], marker, color="#444444", markerfacecolor=filled, label=kind)
+    panels[0].legend(fontsize=8, loc="lower left")
+    return _save(figure, record, folder / "accuracy.svg")
+
+
+def _label_points(panel: Any, points: Sequence[tuple[Record, float]]) -> None:
+    """Names plain formats beside their points, each in the first place where no point or label lies yet."""
+    size, to_points = 6, 72 / panel.figure.dpi
+    places = [panel.transData.transform((row["bytes_per_token"], value)) * to_points for row, value in points]
+    taken = [(x - 2, y - 2, x + 2, y + 2) for x, y in places]
+    for (row, value), (x, y) in zip(points, places, strict=True):
+        if _kind(row) != PLAIN:
+            continue
+        width = 0.58 * size * len(row["name"])
+        for offset in ((dx, dy) for dy in (0, 7, -7, 14, -14, 21, -21, 28, -28) for dx in (5, -5 - width)):
+            left, bottom = x + offset[0], y + offset[1] - size / 2
+            box = (left, bottom, left + width, bottom + size)
+            if not any(box[0] < t[2] and t[0] < box[2] and box[1] < t[3] and t[1] < box[3] for t in taken):
+                break
+        taken.append(box)
+        at, style = (row["bytes_per_token"], value), {"fontsize": size, "va": "center", "color": _family_colour(row)}
+        panel.annotate(row["name"], at, offset, textcoords="offset points", annotation_clip=False, **style)
+
+
+def _kind(row: Record) -> str:
+    return "smoothed" if row["smoothed"] else "percentile" if row["percentile"] else PLAIN
+
+
+def _family_colour(row: Record) -> str:
+    """That of the formats' family; grey for pairs of different formats."""
+    same = row["k_format"] == row["v_format"]
+    return FAMILY_COLOURS[row["k_format"].partition("_")[0]] if same else "#444444"
+
+
 def _legend_beside(panel: Any) -> None:
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
 
@@ -146,7 +224,7 @@ def _save(figure: Any, record: Record, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     environment = record["environment"]
-    note = f"{environment['gpu']}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
+    note = f"{environment['gpu'] or 'CPU'}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
     figure.text(0.995, 0.005, note, ha="right", va="bottom", fontsize=6, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(path, metadata={"Date": None})

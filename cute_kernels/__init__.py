@@ -2,6 +2,16 @@
 
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
+from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
 from cute_kernels.runtime.device import UnsupportedGPUError
 
-__all__ = ["UnsupportedGPUError", "__version__", "decode_attention", "merge_states"]
+__all__ = [
+    "KVCache",
+    "UnsupportedGPUError",
+    "__version__",
+    "append_kv",
+    "decode_attention",
+    "dequantize_kv",
+    "merge_states",
+    "quantize_kv",
+]

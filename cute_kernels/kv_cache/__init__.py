@@ -1,6 +1,7 @@
-"""Writing KV caches: append with everything that comes before it, and bulk quantisation.
+"""KV caches: append with everything that comes before it, bulk quantisation, and an owner of pages and sequences.
 
-Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`.
+Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; and
+in `cache`, `pages`, `batch`, `memory`, `calibration`, `smoothing`.
 """
 
 from __future__ import annotations
@@ -8,18 +9,33 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.kv_cache import bulk_ops, ops
+from cute_kernels.kv_cache.batch import Batch
+from cute_kernels.kv_cache.cache import KVCache
+from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
 from cute_kernels.kv_cache.call import AppendCall, split_formats
+from cute_kernels.kv_cache.memory import MemoryReport
+from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
+from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 
 __all__ = [
+    "Batch",
+    "Calibrator",
+    "KVCache",
     "LinearScaling",
     "Llama3Scaling",
+    "MemoryReport",
     "NtkScaling",
+    "OutOfPagesError",
     "Rope",
     "YarnScaling",
     "append_kv",
+    "check_pairs",
+    "compute_kv_scale",
     "dequantize_kv",
+    "fold",
     "quantize_kv",
+    "smooth_keys",
 ]
 
 

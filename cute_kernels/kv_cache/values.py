@@ -45,7 +45,8 @@ def _check_lengths(call: AppendCall) -> None:
     room = call.page_size * (1 if call.block_table is None else call.block_table.shape[1])
     holder = "the cache" if call.block_table is None else "block_table"
     for request, (length, count) in enumerate(zip(call.seq_lens.tolist(), new.tolist(), strict=True)):
-        if count and length < count:
+        # A length of 0 appends nothing: rows that pad a batch for a graph.
+        if length and length < count:
             raise ValueError(
                 f"seq_lens: request {request}: got length {length} after an append of {count} tokens, want at least "
                 f"{count}"
@@ -61,6 +62,8 @@ def _check_pages(call: AppendCall, pages: torch.Tensor) -> None:
     lost = pages < 0
     if call.slots is not None:
         lost = lost & (call.slots != -1)
+    elif call.seq_lens is not None:
+        lost = lost & (call.seq_lens[requests_of(call)[0]] != 0)
     if not lost.any():
         return
     token = int(lost.nonzero()[0])

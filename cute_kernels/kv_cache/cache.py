@@ -1,0 +1,348 @@
+"""`KVCache`: the paged KV cache of a model, for whoever writes an inference engine around it.
+
+It owns the memory and knows which tokens lie where. When to run which sequence is the engine's business.
+
+    cache = KVCache(num_layers, num_pages, 64, num_kv_heads, head_dim, kv_format="int4_g4", device="cuda")
+    batch = cache.make_batch(max_batch)
+    cache.allocate("a", prompt_len)                      # pages for the prompt
+    batch.update(["a"], [prompt_len])                    # prefill: append its K and V, layer by layer
+    ...
+    cache.extend_all(running)                            # each step: one token more for every running sequence,
+    batch.update(running)                                # its addresses and lengths to the device,
+    for layer in range(num_layers):                      # and per layer
+        q = cache.append(layer, batch, k, v, q=q, rope=rope)
+        out = cache.attend(layer, batch, q[:, None])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cute_kernels import attention
+from cute_kernels.attention.checks import HEAD_DIMS
+from cute_kernels.kv_cache.batch import Batch
+from cute_kernels.kv_cache.calibration import scale_shape
+from cute_kernels.kv_cache.memory import MemoryReport
+from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId, check_count
+from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
+
+CACHE_LAYOUTS = ("NHD", "HND")
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
+
+
+class KVCache:
+    """K and V of all layers in pages, and the sequences that own them.
+
+    A page number means the same page in every layer. A sequence's length counts the tokens it has pages for: it grows
+    by `allocate` and `extend`, once per step and before the layers' `append`, which writes the newest of them. `fork`
+    shares pages; a partly filled shared page is copied for whoever extends into it. Whatever takes pages either
+    succeeds or raises `OutOfPagesError` and changes nothing.
+
+    Not thread-safe; all of a cache's device work belongs on one stream, so that a page is not given away before its
+    last reader is done.
+
+    Args:
+        num_layers, num_pages: pages per layer.
+        page_size: tokens per page, a multiple of 16 from 16 to 256.
+        num_kv_heads, head_dim: of K; V has the same heads and ``v_head_dim`` (default: head_dim).
+        kv_format: a name in `cute_kernels.kv_formats.FORMATS`, or a pair of names for K and V.
+        cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
+            page_size, row]).
+        dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
+        device: where the pages lie. On a CPU the reference implementations run.
+        max_seq_len: tokens that a sequence may reach, which sets the block table's width; default: all pages'.
+
+    Attributes:
+        k_pages, v_pages: [num_layers, *a layer's cache], what `append_kv` and `decode_attention` take, by layer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kv_format: str | tuple[str, str],
+        v_head_dim: int | None = None,
+        cache_layout: str = "NHD",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        max_seq_len: int | None = None,
+    ) -> None:
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        for name, value in (("num_layers", num_layers), ("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
+            check_count(name, value, 1)
+        if max_seq_len is not None:
+            check_count("max_seq_len", max_seq_len, 1)
+        if page_size not in range(MIN_PAGE_SIZE, MAX_PAGE_SIZE + 1, MIN_PAGE_SIZE):
+            raise ValueError(
+                f"page_size: got {page_size}, want a multiple of 16 from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}"
+            )
+        for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+            if value not in HEAD_DIMS:
+                raise ValueError(f"{name}: got {value}, want one of {', '.join(map(str, HEAD_DIMS))}")
+        if cache_layout not in CACHE_LAYOUTS:
+            raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
+        self.formats = _formats(kv_format, dtype)
+        self.kv_format = kv_format
+        self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
+        self.head_dims = (head_dim, v_head_dim)
+        self.cache_layout, self.dtype = cache_layout, dtype
+        self._pages = PageTable(num_pages, page_size, max_seq_len)
+        inner = (page_size, num_kv_heads) if cache_layout == "NHD" else (num_kv_heads, page_size)
+        self.k_pages, self.v_pages = (
+            torch.zeros(num_layers, num_pages, *inner, form.row_elements(dim), dtype=form.cache_dtype, device=device)
+            for form, dim in zip(self.formats, self.head_dims, strict=True)
+        )
+        self.device = self.k_pages.device
+        self._scales = tuple(
+            self._make_scales(form, dim) for form, dim in zip(self.formats, self.head_dims, strict=True)
+        )
+        self._needs_scales = any(scale is not None for scale in self._scales)
+        self._layers_with_scales: set[int] = set()
+
+    # -- sequences ----------------------------------------------------------------------------------------------------
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._pages.page_size
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pages.num_free
+
+    @property
+    def seq_ids(self) -> tuple[SeqId, ...]:
+        """The sequences there are, oldest first."""
+        return tuple(self._pages)
+
+    def seq_len(self, seq_id: SeqId) -> int:
+        """Tokens of a sequence; ValueError if there is none of that name."""
+        return self._pages[seq_id].length
+
+    def page_ids(self, seq_id: SeqId) -> tuple[int, ...]:
+        """The pages of a sequence, in token order."""
+        return tuple(self._pages[seq_id].pages)
+
+    def allocate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """A new sequence with pages for ``num_tokens`` tokens, which `append` then writes.
+
+        Raises:
+            OutOfPagesError: there are not enough free pages.
+            ValueError: the name is taken, or num_tokens is negative or above max_seq_len.
+        """
+        self._pages.allocate(seq_id, num_tokens)
+
+    def extend(self, seq_id: SeqId, num_tokens: int = 1) -> None:
+        """Lengthens one sequence; as `extend_all`."""
+        self.extend_all([seq_id], num_tokens)
+
+    def extend_all(self, seq_ids: Sequence[SeqId], num_tokens: int | Sequence[int] = 1) -> None:
+        """Lengthens sequences, by one number of tokens or by one each: all of them or, if it raises, none.
+
+        Raises:
+            OutOfPagesError: there are not enough free pages for all.
+            ValueError: an unknown sequence, one named twice, or a length above max_seq_len.
+        """
+        self._copy_pages(self._pages.extend(seq_ids, num_tokens))
+
+    def fork(self, seq_id: SeqId, new_id: SeqId) -> None:
+        """A new sequence that shares all tokens of another; takes no page until one of them is extended."""
+        self._pages.fork(seq_id, new_id)
+
+    def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Keeps a sequence's first ``num_tokens`` tokens: what speculative decoding does with rejected ones."""
+        self._pages.truncate(seq_id, num_tokens)
+
+    def free(self, seq_id: SeqId) -> None:
+        """Forgets a sequence; its pages are free once no other sequence refers to them."""
+        self._pages.free(seq_id)
+
+    def make_batch(self, max_batch: int) -> Batch:
+        """Device buffers for batches of up to ``max_batch`` sequences; see `Batch`."""
+        return Batch(self._pages, max_batch, self.device)
+
+    # -- the model's layers -------------------------------------------------------------------------------------------
+
+    def append(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor | None:
+        """Writes the batch's new tokens into a layer: `append_kv`, with everything about the cache filled in.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            batch: as updated for this step; its new tokens are those that k and v hold, sequence by sequence.
+            k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], before RoPE if ``rope`` is given.
+            options: ``q``, ``q_out``, ``bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps`` of
+                `append_kv`.
+
+        Returns:
+            The rotated q if one was given, else None.
+
+        Raises:
+            ValueError: sequences have changed since the batch was updated, its new tokens lie in shared pages, or a
+                scale was never given; else as `append_kv`.
+        """
+        from cute_kernels.kv_cache import append_kv  # not above: the room's __init__ imports this module
+
+        self._check_step(layer, batch)
+        if batch.shared is not None:
+            raise ValueError(f"batch: the new tokens of {batch.shared!r} lie in pages that it shares; extend it first")
+        return append_kv(
+            k, v, seq_lens=batch.seq_lens, cu_seqlens=batch.cu_seqlens, **self._layer(layer, batch), **options
+        )
+
+    def attend(self, layer: int, batch: Batch, q: torch.Tensor, **options: Any) -> Any:
+        """Attention of the newest tokens over a layer: `decode_attention`, with everything about the cache filled in.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            batch: as updated for this step.
+            q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
+            options: what `decode_attention` takes besides: ``softmax_scale``, ``window``, ``return_lse``, ``out`` ...
+
+        Returns:
+            As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
+
+        Raises:
+            ValueError: sequences have changed since the batch was updated, or a scale was never given; else as
+                `decode_attention`.
+        """
+        self._check_step(layer, batch)
+        return attention.decode_attention(q, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
+
+    def set_scales(
+        self, layer: int, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
+    ) -> None:
+        """Gives a layer the scales of formats that keep them beside the cache; copied into place.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            k_scale, v_scale: as from `compute_kv_scale`: [] or [1] per tensor, [num_kv_heads] or [num_kv_heads, 1] per
+                head, [num_kv_heads, head_dim] per channel. None for a format without one.
+
+        Raises:
+            ValueError: a scale is missing, not wanted, of another shape, negative or not finite, or the cache holds
+                sequences, whose tokens were written with other scales.
+        """
+        self._check_layer(layer)
+        if len(self._pages):
+            raise ValueError(f"layer: got {layer} of a cache with {len(self._pages)} sequences, want an empty cache")
+        given = {"k_scale": k_scale, "v_scale": v_scale}
+        checked = [
+            _checked_scale(name, scale, form, held)
+            for (name, scale), form, held in zip(given.items(), self.formats, self._scales, strict=True)
+        ]
+        for held, scale in zip(self._scales, checked, strict=True):
+            if held is not None and scale is not None:
+                held[layer].copy_(scale.reshape(held.shape[1:]))
+        self._layers_with_scales.add(layer)
+
+    # -- looking in ---------------------------------------------------------------------------------------------------
+
+    def read(self, layer: int, seq_id: SeqId, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A sequence's K and V, dequantised: [seq_len, num_kv_heads, head_dim] each. Waits for the device."""
+        self._check_layer(layer)
+        sequence = self._pages[seq_id]
+        pages = torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
+        operands = zip((self.k_pages, self.v_pages), self.formats, self.head_dims, self._scales, strict=True)
+        found = []
+        for held, form, head_dim, scales in operands:
+            rows = held[layer, pages]
+            rows = rows.transpose(1, 2) if self.cache_layout == "HND" else rows
+            rows = rows.flatten(0, 1)[: sequence.length].contiguous()
+            scale = None if scales is None else scales[layer]
+            found.append(form.dequantize(rows, head_dim, dtype or self.dtype, scale))
+        return found[0], found[1]
+
+    def memory_report(self) -> MemoryReport:
+        """What the memory holds now."""
+        layer_bytes = self.k_pages[0].nbytes + self.v_pages[0].nbytes
+        names = dict.fromkeys(form.name for form in self.formats)
+        rows = sum(form.row_bytes(dim) for form, dim in zip(self.formats, self.head_dims, strict=True))
+        return MemoryReport(
+            kv_format=" + ".join(names),
+            layer_bytes=(layer_bytes,) * self.num_layers,
+            scale_bytes=sum(scale.nbytes for scale in self._scales if scale is not None),
+            page_size=self.page_size,
+            pages=self._pages.num_pages,
+            pages_used=self._pages.num_pages - self._pages.num_free,
+            pages_shared=self._pages.num_shared,
+            sequences=len(self._pages),
+            tokens=sum(self.seq_len(seq_id) for seq_id in self._pages),
+            tokens_stored=self._pages.stored_tokens(),
+            token_bytes=self.num_layers * self.num_kv_heads * rows,
+            token_bytes_bf16=self.num_layers * self.num_kv_heads * 2 * sum(self.head_dims),
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for source, target in copies:
+            for held in (self.k_pages, self.v_pages):  # all layers in one launch
+                held[:, target].copy_(held[:, source])
+
+    def _layer(self, layer: int, batch: Batch) -> dict[str, Any]:
+        """The arguments of both operators that are about the cache."""
+        k_scales, v_scales = self._scales
+        return {
+            "k_cache": self.k_pages[layer],
+            "v_cache": self.v_pages[layer],
+            "kv_format": self.kv_format,
+            "block_table": batch.block_table,
+            "cache_layout": self.cache_layout,
+            "k_scale": None if k_scales is None else k_scales[layer],
+            "v_scale": None if v_scales is None else v_scales[layer],
+        }
+
+    def _check_step(self, layer: int, batch: Batch) -> None:
+        self._check_layer(layer)
+        if batch.version != self._pages.version:
+            raise ValueError("batch: sequences have changed since its last update; want batch.update(...) before")
+        if self._needs_scales and layer not in self._layers_with_scales:
+            raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: got {layer}, want 0 to {self.num_layers - 1}")
+
+    def _make_scales(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
+        """All layers' scales of a format that keeps them beside the cache, to be set; None for others."""
+        if form.given_scale is None:
+            return None
+        shape = (self.num_layers, *scale_shape(form.given_scale, self.num_kv_heads, head_dim))
+        return torch.full(shape, torch.nan, dtype=torch.float32, device=self.device)
+
+
+def _formats(kv_format: str | tuple[str, str], dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
+    names = (kv_format, kv_format) if isinstance(kv_format, str) else tuple(kv_format)
+    if len(names) != 2:
+        raise ValueError(f"kv_format: got {kv_format!r}, want a name or a pair of names")
+    for form in (formats := (format_of(names[0]), format_of(names[1]))):
+        if isinstance(form, DenseFormat) and form.dtype != dtype:
+            raise TypeError(f"kv_format: got {form.name!r} for a model in {dtype}, want the dense format of that dtype")
+    return formats
+
+
+def _checked_scale(
+    name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
+) -> torch.Tensor | None:
+    if held is None:
+        if scale is not None:
+            raise ValueError(f"{name}: got a scale, want None: {form.name} keeps none beside the cache")
+        return None
+    want = tuple(held.shape[1:])
+    if scale is None:
+        raise ValueError(f"{name}: got None, want {list(want)} for {form.name}")
+    flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
+    if tuple(scale.shape) not in (want, flat):
+        raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")
+    if not bool((scale.isfinite() & (scale >= 0)).all()):
+        raise ValueError(f"{name}: got a negative, infinite or NaN scale, want finite ones from 0")
+    return scale

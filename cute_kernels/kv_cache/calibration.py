@@ -1,0 +1,153 @@
+"""Scales that lie beside the cache, found ahead of time from samples of K or V.
+
+The least scale without saturation maps the greatest magnitude to the greatest code (absmax). Where a few outliers make
+that scale coarse for everything else, one that lets them saturate is better: a percentile of the magnitudes, as in
+TensorRT's and vLLM's calibrators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+
+from cute_kernels.kv_formats import ByteFormat, format_of
+from layouts.kv.scaled import ScaledRow
+
+Method = Literal["absmax", "percentile"]
+
+# The histogram's bins are as wide as a float's steps with 6 explicit bits of mantissa: 64 to an octave.
+_MANTISSA_BITS = 6
+_SHIFT = 23 - _MANTISSA_BITS
+_LEAST_EXPONENT, _GREATEST_EXPONENT = -24, 24
+_FIRST_KEY = (127 + _LEAST_EXPONENT) << _MANTISSA_BITS
+_NUM_BINS = 2 + ((_GREATEST_EXPONENT - _LEAST_EXPONENT) << _MANTISSA_BITS)  # first and last: what lies outside
+_CHUNK_ELEMENTS = 1 << 24  # of x looked at at a time
+
+
+class Calibrator:
+    """Accumulates samples of K (or of V) of one layer and gives the scale for a format.
+
+    Args:
+        kv_format: a format with a scale beside the cache: "int8_tensor", "int8_head", "int8_channel", "e4m3_tensor" or
+            "e4m3_head".
+        method: "absmax": the greatest magnitude seen, exact. "percentile": the least magnitude that ``percentile`` %
+            of the elements do not exceed, from a histogram of 3074 logarithmic bins per scale, whatever the number of
+            samples. The histogram errs upwards only: for magnitudes from 2**-24 to 2**24 what it gives is at least the
+            percentile, less than 1 + 2**-6 times it, and never above the greatest magnitude.
+        percentile: above 0, at most 100.
+
+    One scale is found for all elements ("tensor"), for each head or for each head's column ("channel").
+    """
+
+    def __init__(self, kv_format: str, method: Method = "absmax", percentile: float = 99.9) -> None:
+        form = format_of(kv_format)
+        if not isinstance(form, ByteFormat) or form.given_scale is None:
+            raise ValueError(f"kv_format: got {kv_format!r}, want a format whose scale lies beside the cache")
+        if method not in ("absmax", "percentile"):
+            raise ValueError(f"method: got {method!r}, want 'absmax' or 'percentile'")
+        if not 0 < percentile <= 100:
+            raise ValueError(f"percentile: got {percentile}, want above 0 and at most 100")
+        self.form, self.granularity = form, form.given_scale
+        self.method, self.percentile = method, percentile
+        self._top: torch.Tensor | None = None  # [num_kv_heads, head_dim]: greatest magnitudes
+        self._counts: torch.Tensor | None = None  # int64 [scales, bins]
+
+    def update(self, x: torch.Tensor) -> Calibrator:
+        """Takes samples: floating [..., num_kv_heads, head_dim], finite. Returns itself. Waits for the device.
+
+        Raises:
+            TypeError: x is not floating.
+            ValueError: x has another shape than before or fewer than 2 dimensions, or holds NaN or infinity.
+        """
+        if not x.is_floating_point():
+            raise TypeError(f"x: got dtype {x.dtype}, want a floating one")
+        if x.dim() < 2:
+            raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
+        if self._top is None:
+            self._top = torch.zeros(x.shape[-2:], dtype=torch.float32, device=x.device)
+        if x.shape[-2:] != self._top.shape:
+            raise ValueError(f"x: got shape {list(x.shape)}, want [..., {', '.join(map(str, self._top.shape))}]")
+        samples = x.reshape(-1, *x.shape[-2:])
+        for chunk in samples.split(max(1, _CHUNK_ELEMENTS // max(1, self._top.numel()))):
+            self._take(chunk.detach().float().abs())
+        return self
+
+    def scale(self) -> torch.Tensor:
+        """The scale, fp32, of a shape that operators and formats take: [], [num_kv_heads, 1] or
+        [num_kv_heads, head_dim]. ValueError if there were no samples."""
+        if self._top is None:
+            raise ValueError("x: got no samples, want at least one update")
+        top = _grouped(self._top, self.granularity).amax(1)
+        if self.method == "percentile" and self._counts is not None:
+            top = torch.minimum(top, self._percentile(self._counts))
+        # A tensor on the device: dividing by a Python number, CUDA multiplies by its reciprocal, which rounds twice.
+        row = self.form.row(self._top.shape[1])
+        assert isinstance(row, ScaledRow)
+        return (top / top.new_full((), row.code_max)).reshape(scale_shape(self.granularity, *self._top.shape))
+
+    def _take(self, size: torch.Tensor) -> None:
+        """size: fp32 [samples, num_kv_heads, head_dim], not negative."""
+        if not len(size):
+            return
+        assert self._top is not None
+        top = torch.maximum(self._top, size.amax(0))
+        if not bool(top.isfinite().all()):
+            raise ValueError("x: got NaN or infinity among the samples, want finite ones")
+        self._top = top
+        if self.method == "absmax":
+            return
+        keys = size.view(torch.int32) >> _SHIFT  # of a float that is not negative: monotonic in its value
+        bins = (keys - (_FIRST_KEY - 1)).clamp_(0, _NUM_BINS - 1)
+        num_scales = len(_grouped(top, self.granularity))
+        number = torch.arange(num_scales, device=size.device)
+        number = number.repeat_interleave(top.numel() // num_scales).reshape(top.shape)
+        counts = torch.bincount((number * _NUM_BINS + bins).flatten(), minlength=num_scales * _NUM_BINS)
+        counts = counts.reshape(num_scales, _NUM_BINS)
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def _percentile(self, counts: torch.Tensor) -> torch.Tensor:
+        """The upper end of the bin that holds the percentile, fp32 [scales]; infinity for the last, which has none."""
+        rank = torch.ceil(counts.sum(1, keepdim=True).double() * self.percentile / 100)
+        found = (counts.cumsum(1) < rank).sum(1)
+        upper = ((found + _FIRST_KEY) << _SHIFT).to(torch.int32).view(torch.float32)
+        return torch.where(found == _NUM_BINS - 1, torch.inf, upper)
+
+
+def compute_kv_scale(
+    x: torch.Tensor | Iterable[torch.Tensor],
+    *,
+    kv_format: str,
+    method: Method = "absmax",
+    percentile: float = 99.9,
+) -> torch.Tensor:
+    """The scale of a format that keeps it beside the cache, for samples x of K or of V of one layer.
+
+    Args:
+        x: floating [..., num_kv_heads, head_dim] as it goes into the cache (K after RoPE), or several such tensors.
+        kv_format, method, percentile: as of `Calibrator`, which also says how exact the percentile is.
+
+    Returns:
+        fp32 [] ("tensor"), [num_kv_heads, 1] ("head") or [num_kv_heads, head_dim] ("channel"), for ``k_scale`` or
+        ``v_scale``. By "absmax" it is `layouts.kv.ScaledRow.compute_scale`'s.
+
+    Raises:
+        TypeError, ValueError: as `Calibrator`.
+    """
+    calibrator = Calibrator(kv_format, method, percentile)
+    for samples in (x,) if isinstance(x, torch.Tensor) else x:
+        calibrator.update(samples)
+    return calibrator.scale()
+
+
+def scale_shape(granularity: str, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Shape of a scale beside the cache, as it broadcasts over [..., num_kv_heads, head_dim]."""
+    return {"tensor": (), "head": (num_kv_heads, 1), "channel": (num_kv_heads, head_dim)}[granularity]
+
+
+def _grouped(columns: torch.Tensor, granularity: str) -> torch.Tensor:
+    """[num_kv_heads, head_dim] to [scales, columns that share a scale]."""
+    if granularity == "tensor":
+        return columns.reshape(1, -1)
+    return columns if granularity == "head" else columns.reshape(-1, 1)

@@ -1,0 +1,188 @@
+"""Smoothing of K: outlier channels are divided by a factor, and q multiplied by it, so that scores stay the same.
+
+The keys of trained models have a few channels much larger than the rest (KIVI, Liu et al., 2024; KVQuant, Hooper et
+al., 2024). In a format whose scale covers a whole row or group they take the resolution from all others. Dividing each
+channel by a factor before the cache and multiplying q by it, SmoothQuant's exchange (Xiao et al., 2023) between the two
+operands of attention, changes no score and needs no kernel: the factors are folded into the projections' weights.
+
+**The pairing rule.** RoPE rotates columns in pairs, (i, i + rotary_dim / 2) in the half-split form and (2i, 2i + 1) in
+the interleaved one. Scaling commutes with a rotation only if both columns of a pair have the same factor. Factors that
+are folded before RoPE, as weights are, must keep to this; `smooth_keys(rope=...)` makes such factors and `fold` refuses
+others. Columns from rotary_dim on are free.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+_LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a dead channel gets a finite factor
+
+
+class RotaryPairs(Protocol):
+    """What is needed of a `Rope`: which columns it rotates together."""
+
+    @property
+    def rotary_dim(self) -> int: ...
+
+    @property
+    def interleaved(self) -> bool: ...
+
+
+class Folded(NamedTuple):
+    """Projections with smoothing folded in; biases None where none were given."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    q_bias: torch.Tensor | None
+    k_bias: torch.Tensor | None
+
+
+def smooth_keys(
+    k_samples: torch.Tensor,
+    q_samples: torch.Tensor | None = None,
+    *,
+    alpha: float = 0.5,
+    rope: RotaryPairs | None = None,
+) -> torch.Tensor:
+    """Factors f for which k / f is easier to quantise; use q * f with it.
+
+    f = max|k| ** alpha / max|q| ** (1 - alpha) per channel; without q_samples max|k| ** alpha. A factor common to a
+    head would change nothing but the range of q, so each head's factors have geometric mean 1.
+
+    Args:
+        k_samples: floating [..., num_kv_heads, head_dim], finite.
+        q_samples: floating [..., num_q_heads, head_dim]; num_q_heads a multiple of num_kv_heads.
+        alpha: 0 to 1; how much of the difficulty q takes over: at 1 all of K's channels come out equally large.
+        rope: the rotation, if the factors are to be folded before it: then both columns of a pair get the larger
+            column's magnitude. None: they are applied after the rotation, or there is none.
+
+    Returns:
+        fp32 [num_kv_heads, head_dim], positive.
+
+    Raises:
+        TypeError: samples are not floating.
+        ValueError: shapes do not fit, alpha is out of range, or samples are empty or not finite.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: got {alpha}, want 0 to 1")
+    k_top = _channel_maxima("k_samples", k_samples)
+    num_kv_heads, head_dim = k_top.shape
+    if rope is not None:
+        _check_rotary_dim(rope, head_dim)
+    logs = alpha * _log(_pairwise_max(k_top, rope))
+    if q_samples is not None:
+        q_top = _channel_maxima("q_samples", q_samples)
+        if q_top.shape[1] != head_dim or q_top.shape[0] % num_kv_heads:
+            raise ValueError(
+                f"q_samples: got shape {list(q_samples.shape)}, want [..., a multiple of {num_kv_heads}, {head_dim}]"
+            )
+        q_top = q_top.reshape(num_kv_heads, -1, head_dim).amax(1)
+        logs = logs - (1 - alpha) * _log(_pairwise_max(q_top, rope))
+    return torch.exp(logs - logs.mean(-1, keepdim=True))
+
+
+def fold(
+    factors: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    q_bias: torch.Tensor | None = None,
+    k_bias: torch.Tensor | None = None,
+    *,
+    rope: RotaryPairs | None,
+) -> Folded:
+    """Projections that give q * f and k / f; scores stay the same up to rounding.
+
+    Not for models that normalise q and k after the projection (QK-norm): the norm would undo it.
+
+    Args:
+        factors: [num_kv_heads, head_dim] from `smooth_keys`.
+        q_weight: [num_q_heads * head_dim, hidden_size] as of `torch.nn.Linear`; k_weight likewise. Any floating dtype.
+        q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None.
+        rope: what rotates q and k after the projection; None if nothing does.
+
+    Returns:
+        New tensors in the dtypes of the old.
+
+    Raises:
+        ValueError: shapes do not fit, or the factors of a rotated pair differ.
+    """
+    if rope is not None:
+        check_pairs(factors, rope)
+    columns = factors.numel()
+    if k_weight.dim() != 2 or k_weight.shape[0] != columns:
+        raise ValueError(f"k_weight: got shape {list(k_weight.shape)}, want [{columns}, hidden_size]")
+    if q_weight.dim() != 2 or q_weight.shape[0] % columns:
+        raise ValueError(f"q_weight: got shape {list(q_weight.shape)}, want [a multiple of {columns}, hidden_size]")
+    group = q_weight.shape[0] // columns
+    k_factors = factors.flatten()
+    q_factors = factors.repeat_interleave(group, dim=0).flatten()
+    for name, bias, per_column in (("q_bias", q_bias, q_factors), ("k_bias", k_bias, k_factors)):
+        if bias is not None and bias.shape != per_column.shape:
+            raise ValueError(f"{name}: got shape {list(bias.shape)}, want {list(per_column.shape)}")
+    return Folded(
+        (q_weight * q_factors[:, None]).to(q_weight.dtype),
+        (k_weight / k_factors[:, None]).to(k_weight.dtype),
+        None if q_bias is None else (q_bias * q_factors).to(q_bias.dtype),
+        None if k_bias is None else (k_bias / k_factors).to(k_bias.dtype),
+    )
+
+
+def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
+    """Raises ValueError unless factors [num_kv_heads, head_dim] keep to the pairing rule of this module."""
+    if factors.dim() != 2:
+        raise ValueError(f"factors: got shape {list(factors.shape)}, want [num_kv_heads, head_dim]")
+    _check_rotary_dim(rope, factors.shape[1])
+    first, second = pairs(rope)
+    wrong = (factors[:, first] != factors[:, second]).nonzero()
+    if len(wrong):
+        head, pair = (int(number) for number in wrong[0])
+        columns = (int(first[pair]), int(second[pair]))
+        values = [float(factors[head, column]) for column in columns]
+        raise ValueError(
+            f"factors: got {values[0]:g} and {values[1]:g} for columns {columns[0]} and {columns[1]} of head {head}, "
+            "which RoPE rotates together; want equal ones, as smooth_keys(rope=...) gives"
+        )
+
+
+def pairs(rope: RotaryPairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns that are rotated together: two int64 tensors of rotary_dim / 2."""
+    if rope.interleaved:
+        even = torch.arange(0, rope.rotary_dim, 2)
+        return even, even + 1
+    low = torch.arange(rope.rotary_dim // 2)
+    return low, low + rope.rotary_dim // 2
+
+
+def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
+    """[heads, head_dim] with both columns of a rotated pair set to the larger of the two."""
+    if rope is None:
+        return top
+    first, second = pairs(rope)
+    both = torch.maximum(top[:, first], top[:, second])
+    paired = top.clone()
+    paired[:, first], paired[:, second] = both, both
+    return paired
+
+
+def _channel_maxima(name: str, samples: torch.Tensor) -> torch.Tensor:
+    """Greatest magnitude of every channel: [..., heads, head_dim] to fp32 [heads, head_dim]."""
+    if not samples.is_floating_point():
+        raise TypeError(f"{name}: got dtype {samples.dtype}, want a floating one")
+    if samples.dim() < 2 or not samples.numel():
+        raise ValueError(f"{name}: got shape {list(samples.shape)}, want [..., heads, head_dim], not empty")
+    top = samples.detach().reshape(-1, *samples.shape[-2:]).abs().amax(0).float()
+    if not bool(top.isfinite().all()):
+        raise ValueError(f"{name}: got NaN or infinity among the samples, want finite ones")
+    return top
+
+
+def _log(top: torch.Tensor) -> torch.Tensor:
+    greatest = top.amax(-1, keepdim=True)
+    return torch.log(torch.maximum(top, greatest * _LEAST_MAGNITUDE).clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def _check_rotary_dim(rope: RotaryPairs, head_dim: int) -> None:
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
+        raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, want an even number up to head_dim {head_dim}")
