@@ -276,7 +276,7 @@ SLOTS = Shape(place="slots")
         (DECODE, "block_table", (0, 1), -1, "block_table: request 0, position 16: got page -1, want 0 to 9"),
         (DECODE, "block_table", (2, 1), 10, "block_table: request 2, position 29: got page 10, want 0 to 9"),
         (PREFILL, "block_table", (1, 1), -7, "block_table: request 1, position 17: got page -7, want 0 to 5"),
-        (DECODE, "seq_lens", 1, 0, "seq_lens: request 1: got length 0 after an append of 1 tokens, want at least 1"),
+        (DECODE, "seq_lens", 1, -1, "seq_lens: request 1: got length -1 after an append of 1 tokens, want at least 1"),
         (PREFILL, "seq_lens", 1, 2, "seq_lens: request 1: got length 2 after an append of 3 tokens, want at least 3"),
         (DECODE, "seq_lens", 3, 33, "seq_lens: request 3, position 32: got length 33, want at most 32, what b"),
         (DECODE.with_(place="contiguous"), "seq_lens", 0, 36, "seq_lens: request 0, position 35: .* 35, what the"),
