@@ -271,7 +271,7 @@ def print_kernels(kv_format: str, head_dim: int) -> None:
     print(f"\nCompiling decode attention for {ARCH} (no GPU needed) ...", flush=True)
     specs = []
     for wanted in (("bf16", head_dim), (kv_format, head_dim)):
-        fitting = (spec for spec in shipped_specs() if (spec.config.kv_format, spec.config.head_dim) == wanted)
+        fitting = (spec for spec in shipped_specs() if (spec.config.k_format, spec.config.head_dim) == wanted)
         specs += itertools.islice(fitting, KERNELS_SHOWN)
     artifacts = default_cache().artifacts(specs, ARCH)
     try:

@@ -36,7 +36,7 @@ def schedule_for(inputs: DecodeInputs) -> Schedule:
     return ops.schedule_for(inputs.q, inputs.k_cache, inputs.kv_format)
 
 
-def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: int) -> Callable[[], torch.Tensor]:
+def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: Any) -> Callable[[], torch.Tensor]:
     """The kernel compiled for `config` on these inputs, its output poisoned once.
 
     `call`: num_splits; what is not given is as the public call chooses it.

@@ -19,9 +19,9 @@ from bench.timing import Protocol, time_cold
 from bench.workloads import DecodeInputs
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Schedule
-from cute_kernels.attention.tiles import int4_tile
+from cute_kernels.attention.tiles import tiles_of
 from layouts.banks import wavefronts
-from layouts.kv.tile import WORD_BYTES
+from layouts.kv.tile import WORD_BYTES, RowTile
 
 LAUNCH_FIELDS = ("num_splits",)
 
@@ -55,18 +55,17 @@ class Rung:
 
 def bank_counts(config: DecodeConfig) -> str:
     """Wavefronts of the reader's 32-bit loads: as the tile lays rows out, and with rows in token order, unpadded."""
-    tile = int4_tile(config)
+    keys, values = tiles_of(config)
+    assert isinstance(keys, RowTile) and isinstance(values, RowTile)
 
     def most(accesses: list[list[int]]) -> int:
         return max(wavefronts([WORD_BYTES * word for word in words]) for words in accesses)
 
-    k = most([tile.k_words(j, unit) for j in range(4) for unit in range(config.head_dim // tile.k_unit)])
-    v_units = range(config.head_dim // tile.v_unit)
-    v = most([tile.v_words(j, parity, unit) for j in range(4) for parity in range(2) for unit in v_units])
-    pitch = tile.token_words
-    plain_k = most([[lane // 4 * pitch + lane % 4 * tile.k_unit // 32 for lane in range(32)]])
-    plain_v = most([[lane % 4 * 2 * pitch + lane // 4 * tile.v_unit // 64 for lane in range(32)]])
-    padding = tile.copy_pitch_words - tile.copy_tokens * pitch
+    k = most([keys.k_words(j, unit) for j in range(4) for unit in range(keys.k_units)])
+    v = most([values.v_words(j, odd, unit) for j in range(4) for odd in range(2) for unit in range(values.v_units)])
+    plain_k = most([[lane // 4 * keys.token_words + keys.k_word(lane % 4) for lane in range(32)]])
+    plain_v = most([[lane % 4 * 2 * values.token_words + values.v_word(lane // 4) for lane in range(32)]])
+    padding = keys.padding_words
     return (
         f"wavefronts per load of K {k}, of V {v}, with {padding} words between copies; "
         f"rows in token order without padding: K {plain_k}, V {plain_v}"
@@ -105,7 +104,7 @@ LADDER = (
         6,
         "Group-wise INT4 with vector loads",
         "whole tiles are bulk copies whatever the row's width; off: asynchronous copies of 4 bytes by one warp",
-        off={"copy": "word"},
+        off={"k_copy": "word", "v_copy": "word"},
     ),
     Rung(
         7,

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from cute_kernels.kv_formats import ByteFormat, KvFormat, format_of
+from cute_kernels.attention.tiles import HEAD_DIMS
+from cute_kernels.kv_formats import KvFormat, format_of
 
-HEAD_DIMS = (64, 128, 256)
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_BATCH = 65535  # the grid's third dimension
 MAX_SPLITS = 65535  # times the tokens of a tile, they fit 32 bits
@@ -27,8 +27,6 @@ def check_call(
     Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
     """
     form = format_of(kv_format)
-    if isinstance(form, ByteFormat):
-        raise ValueError(f"kv_format: got {kv_format!r}, which the kernels do not read yet")
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens}
     if out is not None:
         tensors["out"] = out
@@ -113,7 +111,7 @@ def _check_query(q: torch.Tensor, kv_format: str, form: KvFormat) -> None:
 def _check_cache(name: str, cache: torch.Tensor, batch: int, head_dim: int, kv_format: str, form: KvFormat) -> None:
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: [batch, max_seq_len, num_kv_heads, row]")
-    if cache.dtype != form.cache_dtype:
+    if cache.dtype not in form.cache_dtypes:
         raise TypeError(f"{name}: got dtype {cache.dtype}, want {form.cache_dtype} for {kv_format}")
     if cache.shape[0] != batch:
         raise ValueError(f"{name}: got a batch of {cache.shape[0]}, want {batch}, that of q")

@@ -7,7 +7,9 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
+DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
+BYTE_FORMATS = ("int8_token_head", "int8_tensor", "int8_channel", "e4m3_token_head", "e4m3_tensor", "e5m2")
 SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 
@@ -15,9 +17,9 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
-    The function takes (q, k_cache, v_cache, seq_lens, out, lse, partials, softmax_scale, num_splits, mode) as
-    :meth:`DecodeKernel.__call__` describes them: torch tensors as they are, then addresses and numbers. It runs on
-    torch's current stream.
+    The function takes (q, k_cache, v_cache, seq_lens, out, lse, partials, k_scale, v_scale, k_scale_stride,
+    v_scale_stride, softmax_scale, num_splits, mode) as :meth:`DecodeKernel.__call__` describes them: torch tensors as
+    they are, then addresses and numbers. It runs on torch's current stream.
     """
 
     config: DecodeConfig
@@ -33,10 +35,11 @@ class DecodeSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: configurations of common head layouts. Others compile on demand."""
+    pairs = [(head_dim, *names) for head_dim in (64, 128, 256) for names in (*DENSE_PAIRS, *INT4_PAIRS)]
+    pairs += [(128, name, "bf16") for name in BYTE_FORMATS]
     problems = [
-        Problem(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
-        for head_dim in (64, 128, 256)
-        for kv_format, q_dtype in (("bf16", "bf16"), ("fp16", "fp16"), *INT4_PAIRS)
+        Problem.uniform(1, 4096, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+        for head_dim, kv_format, q_dtype in pairs
         for num_kv_heads in SHIPPED_KV_HEADS
     ]
     configs = dict.fromkeys(config for problem in problems for config in candidate_configs(problem))
@@ -58,24 +61,29 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     if reason is not None:
         raise ValueError(f"config: {reason} ({config})")
     float_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-    cache_type = float_type.get(config.kv_format, cutlass.Uint8)
-    aligned = 16 if config.copy != "word" else 4
 
     def tensor(dtype, shape, align):
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
     batch, tokens, kv_heads, q_heads = (cute.sym_int() for _ in range(4))
-    row = config.format.row_elements(config.head_dim)
-    caches = [tensor(cache_type, (batch, tokens, kv_heads, row), aligned) for _ in range(2)]
-    queries = [tensor(float_type[config.q_dtype], (batch, 1, q_heads, config.head_dim), 16) for _ in range(2)]
+    caches = [
+        tensor(
+            float_type.get(form.name, cutlass.Uint8),
+            (batch, tokens, kv_heads, form.row_elements(head_dim)),
+            4 if copy == "word" else 16,
+        )
+        for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
+    ]
+    q, out = (tensor(float_type[config.q_dtype], (batch, 1, q_heads, d), 16) for d in config.head_dims)
     return cute.compile(
         DecodeKernel(config),
-        queries[0],
+        q,
         *caches,
         tensor(cutlass.Int32, (batch,), 4),
-        queries[1],
-        *[cutlass.Int64(0)] * 2,
+        out,
+        *[cutlass.Int64(0)] * 4,
+        *[cutlass.Int32(0)] * 2,
         cutlass.Float32(1.0),
         cutlass.Int32(1),
         cutlass.Int32(0),

@@ -2,19 +2,22 @@
 
 from dataclasses import asdict, dataclass
 
-from cute_kernels.attention.tiles import copies_of, tile_of
+from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, tiles_of
 from cute_kernels.kv_formats import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
 WARP_THREADS = 32
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
-HEADS_PER_WARP = 8  # columns of mma.m16n8: query heads of one KV head that a warp carries
+BLOCK_QUERIES = 8  # columns of mma.m16n8: a block of query heads of one KV head
 MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
 RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
 BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
+MAX_BLOCKS_PER_WARP = 4
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAIR_BYTES = 8  # a softmax maximum and sum
+RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
+SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,17 @@ class DecodeConfig:
     """One compiled variant.
 
     A CTA holds ``num_heads * num_query_blocks * num_slices`` warps. All of them read the same ring of ``num_stages``
-    tiles of K and V; a warp takes one KV head of the tile, one block of up to 8 of its query heads, and one slice of
-    its tokens.
+    tiles of K and V; a warp takes one KV head of the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads,
+    and one slice of its tokens.
 
     Attributes:
-        kv_format: name of the cache format, see :mod:`cute_kernels.kv_formats`.
-        q_dtype: "bf16" or "fp16", of q and out.
-        head_dim: 64, 128 or 256.
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.
+        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
+        head_dim: of q and K.
+        v_head_dim: of V and out.
         num_heads: KV heads of a CTA.
-        num_query_blocks: blocks of 8 query heads per KV head in a CTA.
+        num_query_blocks: per KV head, warps that take different query heads.
+        blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring; all but one are in flight.
@@ -38,26 +43,39 @@ class DecodeConfig:
             length is read for nothing.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
-        copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4 bytes, for
-            caches whose rows are not 16-byte aligned).
+        k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
+            bytes, for caches whose rows are not 16-byte aligned).
     """
 
-    kv_format: str
+    k_format: str
+    v_format: str
     q_dtype: str
     head_dim: int
+    v_head_dim: int
     num_heads: int = 1
     num_query_blocks: int = 1
+    blocks_per_warp: int = 1
     num_slices: int = 4
     blocks_per_slice: int = 1
     num_stages: int = 3
     ctas_per_sm: int = 4
     early_tiles: int = 1
     contiguous: bool = True
-    copy: str = "bulk"
+    k_copy: str = "bulk"
+    v_copy: str = "bulk"
 
     @property
-    def format(self) -> KvFormat:
-        return format_of(self.kv_format)
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        """Of K and of V."""
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def copies(self) -> tuple[str, str]:
+        return self.k_copy, self.v_copy
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim, self.v_head_dim
 
     @property
     def num_warps(self) -> int:
@@ -73,6 +91,26 @@ class DecodeConfig:
         return self.num_heads * self.num_query_blocks
 
     @property
+    def columns(self) -> int:
+        """Query heads of a lane: columns of the accumulators, two per block."""
+        return 2 * self.blocks_per_warp
+
+    @property
+    def warp_queries(self) -> int:
+        """Query heads that a warp has room for."""
+        return self.blocks_per_warp * BLOCK_QUERIES
+
+    @property
+    def head_queries(self) -> int:
+        """Query heads per KV head that a CTA has room for."""
+        return self.num_query_blocks * self.warp_queries
+
+    @property
+    def num_rows(self) -> int:
+        """Query heads that a CTA has room for."""
+        return self.num_heads * self.head_queries
+
+    @property
     def slice_tokens(self) -> int:
         return self.blocks_per_slice * BLOCK_TOKENS
 
@@ -81,26 +119,36 @@ class DecodeConfig:
         return self.num_slices * self.slice_tokens
 
     @property
-    def tile_bytes(self) -> int:
-        """Shared memory of one operand (K or V) of one tile."""
-        # Every tile starts on 128 bytes, which bulk copies like.
-        return -(-tile_of(self).num_bytes // 128) * 128
+    def token_bits(self) -> tuple[int, ...]:
+        """Which token of a block stands in which MMA row, see :mod:`layouts.kv.tile`."""
+        return tiles_of(self)[0].token_bits
+
+    @property
+    def tile_bytes(self) -> tuple[int, int]:
+        """Shared memory of K and of V of one tile."""
+        k_tile, v_tile = tiles_of(self)
+        return _round_up(k_tile.num_bytes, RAW_TILE_ALIGNMENT), _round_up(v_tile.num_bytes, RAW_TILE_ALIGNMENT)
+
+    @property
+    def ring_offsets(self) -> tuple[int, int]:
+        """Where the ring's tiles of K and those of V begin."""
+        alignment = RAW_TILE_ALIGNMENT if has_headers(self.formats[1]) else SWIZZLE_ALIGNMENT
+        return 0, _round_up(self.num_stages * self.tile_bytes[0], alignment)
 
     @property
     def ring_bytes(self) -> int:
-        return 2 * self.num_stages * self.tile_bytes
+        return self.ring_offsets[1] + self.num_stages * self.tile_bytes[1]
 
     @property
     def merge_bytes(self) -> int:
         """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
-        rows = self.num_roles * HEADS_PER_WARP
-        outputs = self.num_slices * rows * (self.head_dim + MERGE_PAD) * 4
-        return outputs + self.num_slices * rows * PAIR_BYTES
+        outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
+        return outputs + self.num_slices * self.num_rows * PAIR_BYTES
 
     @property
     def partial_words(self) -> int:
         """Workspace of a query head and split, in words: each vector of 4 columns with its maximum and sum."""
-        return self.head_dim + self.head_dim // 2
+        return self.v_head_dim + self.v_head_dim // 2
 
     @property
     def smem_bytes(self) -> int:
@@ -108,29 +156,57 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        """A C identifier that tells configurations apart."""
-        shape = f"h{self.num_heads}q{self.num_query_blocks}s{self.num_slices}b{self.blocks_per_slice}"
+        """A C identifier that tells configurations apart; what is alike for K and V is said once."""
+        formats = _joined(self.k_format, self.v_format)
+        dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
+        blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
+        shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         ring = f"r{self.num_stages}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = "" if self.contiguous else "_strided"
-        return f"decode_{self.kv_format}_{self.q_dtype}_d{self.head_dim}_{shape}_{ring}_{self.copy}{layout}"
+        return f"decode_{formats}_{self.q_dtype}_{dims}_{shape}_{ring}_{_joined(self.k_copy, self.v_copy)}{layout}"
 
     def to_dict(self) -> dict[str, str | int | bool]:
         return asdict(self)
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        if self.head_dim not in (64, 128, 256):
-            return f"head_dim {self.head_dim} is not 64, 128 or 256"
+        return self._cannot_read() or self._cannot_run()
+
+    def _cannot_read(self) -> str | None:
+        """Why the caches cannot be read."""
         if self.q_dtype not in ("bf16", "fp16"):
             return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
+        names = (self.k_format, self.v_format)
+        for name, form, head_dim, copy in zip(names, self.formats, self.head_dims, self.copies, strict=True):
+            reason = cannot_read(form, head_dim)
+            if reason is not None:
+                return reason
+            if kernel_format(name) != name:
+                return f"{name} caches are read by the kernel for {kernel_format(name)}"
+            if name in ("bf16", "fp16") and name != self.q_dtype:
+                return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
+            if copy not in copies_of(form):
+                return f"copy {copy!r} is not one of {copies_of(form)} that {name} has"
+        return None
+
+    def _cannot_run(self) -> str | None:
+        """Why the CTA's shape does not fit an SM."""
+        if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
+            return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
         if self.num_stages < 2:
             return "num_stages must be at least 2"
         if not 0 <= self.early_tiles < self.num_stages:
             return f"early_tiles {self.early_tiles} is not from 0 to num_stages - 1 = {self.num_stages - 1}"
         if self.num_threads > 1024:
             return f"{self.num_warps} warps are more than the 32 of a CTA"
-        if self.copy not in copies_of(self.format):
-            return f"copy {self.copy!r} is not one of {copies_of(self.format)} that {self.kv_format} has"
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
         return None
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _joined(of_k: str, of_v: str) -> str:
+    return of_k if of_k == of_v else f"{of_k}_{of_v}"

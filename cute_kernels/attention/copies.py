@@ -1,192 +1,312 @@
-"""Bringing tiles of K and V from global into shared memory: raw rows by bulk copies, by words, or by tensor maps."""
+"""Bringing tiles of K and V from global into shared memory: raw rows by bulk copies, by words, or by tensor maps.
+
+Each operand has its way; a stage of the ring is full when both have arrived, on one barrier. The ring holds the tiles
+of K of all stages, then those of V.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
-from cute_kernels.attention.tiles import int4_tile
+from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.device import ptx
-from layouts.kv.tile import WORD_BYTES
+from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
+from layouts.kv.tile import WORD_BYTES, RowTile
+
+VECTOR_BYTES = 16
+MAX_BOX = 256  # tokens of one tensor-map copy
 
 
-def make_copier(config: DecodeConfig):
-    """The object that fills the ring of ``config``."""
-    return {"bulk": BulkCopier, "word": WordCopier, "tma": TensorMapCopier}[config.copy](config)
+class TileCopier:
+    """Fills the ring's stages with tiles of K and V.
 
-
-class RowCopier:
-    """What bulk and word copies share: where INT4 rows lie in global and in shared memory."""
+    Attributes:
+        operands: what brings K and what brings V.
+        arrivals: arrivals that a stage's barrier waits for, besides bytes.
+        num_issuers: warps that take part in copying a tile.
+    """
 
     def __init__(self, config: DecodeConfig):
         self.config = config
-        self.tile = int4_tile(config)
-        self.row_bytes = config.format.row_bytes(config.head_dim)
+        kinds = {"bulk": BulkOperand, "word": WordOperand, "tma": TensorMapOperand}
+        self.operands = tuple(kinds[copy](config, index) for index, copy in enumerate(config.copies))
         # A lane issues a copy in some 30 cycles: where a tile takes many, all warps share them.
-        self.num_issuers = 1 if self.tile.num_copies == 1 else config.num_warps
+        self.num_issuers = config.num_warps if any(operand.many for operand in self.operands) else 1
+        self.words = tuple(operand for operand in self.operands if operand.copy == "word")
+        self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
+        self.counted = any(operand.copy != "word" for operand in self.operands)
+        self.arrivals = int(self.counted) + (WARP_THREADS * config.num_warps if self.words else 0)
+        bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
+        # Those whose copies take the same tokens are issued side by side.
+        steps = dict.fromkeys(operand.tile.copy_tokens for operand in bulk)
+        self.bulk = tuple((step, [op for op in bulk if op.tile.copy_tokens == step]) for step in steps)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        return k_cache, v_cache
+        """What the kernel takes instead of the caches."""
+        return tuple(op.make_source(cache) for op, cache in zip(self.operands, (k_cache, v_cache), strict=True))
 
-    def open(self, source, ring, full, place) -> "RowTiles":
+    def open(self, source, ring, full, place) -> Tiles:
         """This CTA's part of the caches and its ring."""
-        offset = (Int64(place.batch) * place.max_seq_len * place.num_kv_heads + place.first_head) * self.row_bytes
-        k_source, v_source = (ptx.pinned(cache.iterator.toint() + offset) for cache in source)
-        return RowTiles(ring.toint(), full, (k_source, v_source), place.num_kv_heads * self.row_bytes)
+        opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
+        return Tiles(ring.toint(), full, opened)
 
-    def stage_address(self, tiles: "RowTiles", stage):
-        """Shared-memory address of a stage's K tile; V follows ``tile_bytes`` later."""
-        return tiles.ring + stage * (2 * self.config.tile_bytes)
+    def stage_addresses(self, tiles: Tiles, stage):
+        """Shared-memory addresses of a stage's tiles of K and of V."""
+        return [operand.stage_address(tiles.ring, stage) for operand in self.operands]
+
+    @cute.jit
+    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
+        """Asks for the tile that begins with ``token``; rows from ``length`` on may be left out."""
+        config = self.config
+        barrier = tiles.full + stage
+        # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
+        tokens = cutlass.min((length - token + 3) & -4, place.max_seq_len - token)
+        tokens = cutlass.min(tokens, config.tile_tokens)
+        if lane == 0:
+            if const_expr(self.counted):
+                if warp == 0:
+                    # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
+            for kind in cutlass.range_constexpr(len(self.bulk)):
+                run = self.bulk[kind][0]
+                for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
+                    self._copy_runs(kind, tiles, token + i, i, cutlass.min(tokens - i, run), stage, barrier)
+        if const_expr(len(self.tensor_maps) > 0):
+            cute.arch.sync_warp()
+            if warp == 0:
+                self._copy_boxes(tiles, place, token, stage, barrier)
+        if const_expr(len(self.words) > 0):
+            self._copy_words(tiles, token, cutlass.min(length - token, config.tile_tokens), stage, warp, lane)
+            cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+    def _arriving_bytes(self, tokens):
+        """Bytes that the barrier counts for a tile of which ``tokens`` tokens are copied."""
+        total = Int32(0)
+        for operand in self.operands:
+            total = total + operand.arriving_bytes(tokens)
+        return total
+
+    def _copy_runs(self, kind: int, tiles, token, place, tokens, stage, barrier):
+        for operand in self.bulk[kind][1]:
+            operand.copy_run(tiles, token, place, tokens, stage, barrier)
+
+    def _copy_boxes(self, tiles, place, token, stage, barrier):
+        for operand in self.tensor_maps:
+            operand.copy_tile(tiles, place, token, stage, barrier)
+
+    def _copy_words(self, tiles, token, tokens, stage, warp, lane):
+        for operand in self.words:
+            operand.copy_tile(tiles, token, tokens, stage, warp, lane)
+
+    @cute.jit
+    def clear_values(self, tiles, stage: Int32, first: Int32, tid: Int32):
+        """Zeroes a stage's rows of V from token ``first`` on, all threads together.
+
+        What lies there may be anything, and its probability is 0: but 0 times NaN is NaN.
+        """
+        values = self.operands[1]
+        address = values.stage_address(tiles.ring, stage)
+        start = address + values.row_start(first)
+        aligned = (start + (VECTOR_BYTES - 1)) & -VECTOR_BYTES
+        if const_expr(values.run_bytes == values.tile_bytes):
+            # Rows with headers begin on any word.
+            if start + tid * WORD_BYTES < aligned:
+                ptx.store_shared_zero(start + tid * WORD_BYTES)
+        step = self.config.num_threads * VECTOR_BYTES
+        for run in cutlass.range_constexpr(values.tile_bytes // values.run_bytes):
+            stop = address + (run + 1) * values.run_bytes
+            for target in cutlass.range(aligned + run * values.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1):
+                ptx.store_shared_zero16(target, 0)
 
 
 @dataclass(frozen=True)
-class RowTiles:
+class Tiles:
     """Where a CTA's tiles come from and go to; run-time values."""
 
     ring: Any  # shared-memory address
     full: Any  # barriers of the stages
-    sources: Any  # global addresses of token 0 of K and V
-    token_bytes: Any  # from one token to the next
+    opened: Any  # of K and of V
 
 
-class BulkCopier(RowCopier):
-    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of an issuing warp."""
+class _Operand:
+    """Where the tiles of K (``index`` 0) or V (1) lie in the ring."""
 
-    arrivals = 1
+    copy: str
+    many: bool
 
-    @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
-        if lane == 0:
-            tile = self.tile
-            # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
-            tokens = cutlass.min((length - token + 3) & -4, place.max_seq_len - token)
-            tokens = cutlass.min(tokens, tile.num_tokens)
-            token_bytes = tile.token_words * WORD_BYTES
-            barrier = tiles.full + stage
-            if warp == 0:
-                # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * tokens * token_bytes)
-            step = self.num_issuers * tile.copy_tokens
-            for i in cutlass.range(warp * tile.copy_tokens, tokens, step, unroll=1):
-                size = cutlass.min(tokens - i, tile.copy_tokens) * token_bytes
-                target = self.stage_address(tiles, stage) + i // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
-                offset = Int64(token + i) * tiles.token_bytes
-                for operand in cutlass.range_constexpr(2):
-                    ptx.bulk_copy_to_shared(
-                        target + operand * self.config.tile_bytes,
-                        tiles.sources[operand] + offset,
-                        size,
-                        barrier.toint(),
-                    )
+    def __init__(self, config: DecodeConfig, index: int):
+        self.config, self.index = config, index
+        self.tile_bytes, self.ring_offset = config.tile_bytes[index], config.ring_offsets[index]
 
+    def stage_address(self, ring, stage):
+        return ring + self.ring_offset + stage * self.tile_bytes
 
-class WordCopier(RowCopier):
-    """cp.async of single words, for caches whose rows no bulk copy can address."""
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of a part of the tile that holds all its tokens, in order."""
+        raise NotImplementedError
 
-    def __init__(self, config: DecodeConfig):
-        super().__init__(config)
-        self.num_issuers = config.num_warps
-        self.arrivals = WARP_THREADS * config.num_warps
-
-    @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
-        tile = self.tile
-        tokens = cutlass.min(length - token, tile.num_tokens)
-        for i in cutlass.range(warp, tokens, self.num_issuers, unroll=1):
-            first = i // tile.copy_tokens * tile.copy_pitch_words + i % tile.copy_tokens * tile.token_words
-            offset = Int64(token + i) * tiles.token_bytes
-            target = self.stage_address(tiles, stage) + first * WORD_BYTES
-            for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
-                for operand in cutlass.range_constexpr(2):
-                    ptx.async_copy_word(
-                        target + operand * self.config.tile_bytes + word * WORD_BYTES,
-                        tiles.sources[operand] + offset + word * WORD_BYTES,
-                    )
-        cute.arch.cp_async_mbarrier_arrive_noinc(tiles.full + stage)
-
-
-class TensorMapCopier:
-    """cp.async.bulk.tensor with the 128-byte swizzle, a tile of a KV head at a time; rows past the cache read as 0."""
-
-    arrivals = 1
-    num_issuers = 1
-
-    def __init__(self, config: DecodeConfig):
-        self.config = config
-        self.element_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.kv_format]
-
-    def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
-        """A tensor map and its coordinate tensor [max_seq_len, head_dim, num_kv_heads, batch] per cache."""
-        config = self.config
-        operation = cpasync.CopyBulkTensorTileG2SOp()
-        shape = (config.tile_tokens, config.head_dim)
-        source = []
-        for cache in (k_cache, v_cache):
-            view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
-            layout = self._tile_layout()
-            atom, tensor = cpasync.make_tiled_tma_atom(operation, view, layout, shape)
-            source += [atom, tensor]
-        return tuple(source)
-
-    def _tile_layout(self, *outer: int):
-        """Swizzled [tokens, head_dim] tile of one head, repeated over ``outer`` modes."""
-        kind = warpgroup.SmemLayoutAtomKind.K_SW128
-        atom = warpgroup.make_smem_layout_atom(kind, self.element_type)
-        shape = (self.config.tile_tokens, self.config.head_dim, *outer)
-        return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
-
-    def open(self, source, ring, full, place) -> "TensorMapTiles":
-        """This CTA's part of the caches and its ring."""
-        config = self.config
-        k_atom, k_tensor, v_atom, v_tensor = source
-        # Stage, then K or V, then head: the order in which tiles lie in the ring.
-        layout = self._tile_layout(config.num_heads, 2, config.num_stages)
-        shared = cute.make_tensor(cute.recast_ptr(ring, layout.inner, dtype=self.element_type), layout.outer)
-        parts = []
-        for operand, (atom, tensor) in enumerate(((k_atom, k_tensor), (v_atom, v_tensor))):
-            tiles = cute.local_tile(
-                tensor[None, None, None, place.batch], (config.tile_tokens, config.head_dim), (None, 0, None)
-            )
-            parts.append(
-                cpasync.tma_partition(
-                    atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(shared[None, None, None, operand, None], 0, 2),
-                    cute.group_modes(tiles, 0, 2),
-                )
-            )
-        return TensorMapTiles(ring.toint(), full, (k_atom, v_atom), tuple(parts))
-
-    def stage_address(self, tiles: "TensorMapTiles", stage):
-        return tiles.ring + stage * (2 * self.config.tile_bytes)
-
-    @cute.jit
-    def copy_tile(self, tiles, place, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
-        barrier = tiles.full + stage
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * self.config.tile_bytes)
-        cute.arch.sync_warp()
-        for operand in cutlass.range_constexpr(2):
-            shared, source = tiles.parts[operand]
-            for head in cutlass.range_constexpr(self.config.num_heads):
-                cute.copy(
-                    tiles.atoms[operand],
-                    source[None, token // self.config.tile_tokens, place.first_head + head],
-                    shared[None, head, stage],
-                    tma_bar_ptr=barrier,
-                )
+    def row_start(self, first: Int32):
+        """Where in such a part token ``first`` begins."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class TensorMapTiles:
-    """Tensor maps, their partitioned tensors, and the ring; run-time values."""
+class RowSource:
+    """Raw rows in global memory; run-time values."""
 
-    ring: Any
-    full: Any
-    atoms: Any
-    parts: Any
+    base: Any  # address of token 0 of the CTA's first head
+    token_bytes: Any  # from one token to the next
+
+    def address(self, token):
+        """Where a token's rows lie: the one place that knows how the cache is laid out."""
+        return self.base + Int64(token) * self.token_bytes
+
+
+class RowOperand(_Operand):
+    """What bulk and word copies share."""
+
+    def __init__(self, config: DecodeConfig, index: int):
+        super().__init__(config, index)
+        tile = tiles_of(config)[index]
+        assert isinstance(tile, RowTile)
+        self.tile = tile
+        self.row_bytes = WORD_BYTES * tile.row_words
+        self.many = tile.num_copies > 1
+
+    def make_source(self, cache: cute.Tensor):
+        return cache
+
+    def open(self, source, ring, place) -> RowSource:
+        offset = (Int64(place.batch) * place.max_seq_len * place.num_kv_heads + place.first_head) * self.row_bytes
+        return RowSource(ptx.pinned(source.iterator.toint() + offset), place.num_kv_heads * self.row_bytes)
+
+    @property
+    def run_bytes(self) -> int:
+        return self.tile_bytes
+
+    def row_start(self, first: Int32):
+        return WORD_BYTES * self.tile.token_offset(first)
+
+
+class BulkOperand(RowOperand):
+    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of an issuing warp."""
+
+    copy = "bulk"
+
+    def arriving_bytes(self, tokens):
+        return tokens * (self.tile.token_words * WORD_BYTES)
+
+    def copy_run(self, tiles, token, place, tokens, stage, barrier):
+        """One copy: ``tokens`` tokens from ``token`` on, which lie together, to place ``place`` of the tile."""
+        tile = self.tile
+        target = self.stage_address(tiles.ring, stage)
+        target = target + place // tile.copy_tokens * (tile.copy_pitch_words * WORD_BYTES)
+        source = tiles.opened[self.index].address(token)
+        ptx.bulk_copy_to_shared(target, source, tokens * (tile.token_words * WORD_BYTES), barrier.toint())
+
+
+class WordOperand(RowOperand):
+    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of all warps."""
+
+    copy = "word"
+
+    def __init__(self, config: DecodeConfig, index: int):
+        super().__init__(config, index)
+        self.many = True
+
+    def arriving_bytes(self, tokens):
+        return 0
+
+    @cute.jit
+    def copy_tile(self, tiles, token: Int32, tokens: Int32, stage: Int32, warp: Int32, lane: Int32):
+        tile = self.tile
+        for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
+            source = tiles.opened[self.index].address(token + i)
+            target = self.stage_address(tiles.ring, stage) + tile.token_offset(i) * WORD_BYTES
+            for word in cutlass.range(lane, tile.token_words, WARP_THREADS, unroll=1):
+                ptx.async_copy_word(target + word * WORD_BYTES, source + word * WORD_BYTES)
+
+
+@dataclass(frozen=True)
+class TensorMapSource:
+    """A tensor map and the partitions of the cache and of the ring that it copies between; run-time values."""
+
+    atom: Any
+    shared: Any
+    cache: Any
+
+
+class TensorMapOperand(_Operand):
+    """cp.async.bulk.tensor with a swizzle, a KV head's tile at a time; what lies outside the cache reads as 0."""
+
+    copy = "tma"
+    many = False
+
+    def __init__(self, config: DecodeConfig, index: int):
+        super().__init__(config, index)
+        tile = tiles_of(config)[index]
+        assert isinstance(tile, SwizzledTile)
+        self.tile = tile
+        name = (config.k_format, config.v_format)[index]
+        self.element_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(name, cutlass.Uint8)
+        self.box_tokens = min(config.tile_tokens, MAX_BOX)
+        self.num_boxes = config.tile_tokens // self.box_tokens
+
+    def make_source(self, cache: cute.Tensor):
+        """A tensor map and its coordinate tensor [max_seq_len, row, num_kv_heads, batch]."""
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+        operation = cpasync.CopyBulkTensorTileG2SOp()
+        shape = (self.box_tokens, self.tile.padded_dim)
+        return cpasync.make_tiled_tma_atom(operation, view, self._layout(self.box_tokens), shape)
+
+    def _layout(self, *modes: int):
+        """Swizzled [tokens, row] tile of one head; further ``modes`` repeat it."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = kinds.K_SW128 if self.tile.row_bytes == PANEL_BYTES else kinds.K_SW64
+        atom = warpgroup.make_smem_layout_atom(kind, self.element_type)
+        shape = (modes[0], self.tile.padded_dim, *modes[1:])
+        return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+    def open(self, source, ring, place) -> TensorMapSource:
+        config = self.config
+        atom, tensor = source
+        layout = self._layout(config.tile_tokens, config.num_heads, config.num_stages)
+        pointer = cute.recast_ptr(ring + self.ring_offset, layout.inner, dtype=self.element_type)
+        box = (self.box_tokens, self.tile.padded_dim)
+        # [box, of the tile's tokens, head, stage] and [box, of the cache's tokens, head]
+        shared = cute.flat_divide(cute.make_tensor(pointer, layout.outer), box)[None, None, None, 0, None, None]
+        cache = cute.local_tile(tensor[None, None, None, place.batch], box, (None, 0, None))
+        parts = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(cache, 0, 2)
+        )
+        return TensorMapSource(atom, *parts)
+
+    def arriving_bytes(self, tokens):
+        return self.tile.num_bytes
+
+    @cute.jit
+    def copy_tile(self, tiles, place, token: Int32, stage: Int32, barrier):
+        source = tiles.opened[self.index]
+        for box in cutlass.range_constexpr(self.num_boxes):
+            for head in cutlass.range_constexpr(self.config.num_heads):
+                cute.copy(
+                    source.atom,
+                    source.cache[None, token // self.box_tokens + box, place.first_head + head],
+                    source.shared[None, box, head, stage],
+                    tma_bar_ptr=barrier,
+                )
+
+    @property
+    def run_bytes(self) -> int:
+        return self.tile.panel_bytes
+
+    def row_start(self, first: Int32):
+        return first * self.tile.row_bytes

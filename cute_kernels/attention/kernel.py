@@ -1,11 +1,11 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last CTA of a row combines.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and one split of its tokens. One lane keeps a ring
-of K and V tiles full with asynchronous copies; every warp waits for a tile, takes its KV head, its 8 query heads and
-its slice of the tokens, and keeps scores, probabilities and output in registers (:mod:`reader_int4`,
-:mod:`reader_dense`). There is no CTA barrier in the loop. At the end the warps merge in shared memory; with more than
-one split, partial results go to a workspace and the CTA that finishes a row last adds them up in a fixed order, so the
-output is bitwise reproducible.
+of K and V tiles full with asynchronous copies (:mod:`.copies`); every warp waits for a tile, takes its KV head, its
+blocks of 8 query heads and its slice of the tokens, and keeps scores, probabilities and output in registers; what the
+bytes of K and of V mean is known to its two :mod:`.readers` alone. There is no CTA barrier in the loop but for the tile
+in which the request ends. At the end the warps merge in shared memory; with more than one split, partial results go to
+a workspace and the CTA that finishes a row last adds them up in a fixed order, so the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -17,14 +17,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_kernels.attention.config import (
-    HEADS_PER_WARP,
-    DecodeConfig,
-)
-from cute_kernels.attention.copies import make_copier
+from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.copies import TileCopier
 from cute_kernels.attention.merge import LOWEST, Merger, Results
-from cute_kernels.attention.readers import make_reader
+from cute_kernels.attention.readers import make_readers
+from cute_kernels.attention.readers.common import lane_max
 from cute_kernels.device import ptx
+from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x < 2**11
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
@@ -35,9 +34,9 @@ class DecodeKernel:
 
     def __init__(self, config: DecodeConfig):
         self.config = config
-        self.reader = make_reader(config)
-        self.copier = make_copier(config)
-        self.merger = Merger(config, self.reader)
+        self.key_reader, self.value_reader = make_readers(config)
+        self.copier = TileCopier(config)
+        self.merger = Merger(config, self.value_reader)
 
     @cute.jit
     def __call__(
@@ -49,6 +48,10 @@ class DecodeKernel:
         out: cute.Tensor,
         lse: Int64,
         partials: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
         mode: Int32,
@@ -56,18 +59,20 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q, out: [batch, 1, num_q_heads, head_dim]; caches: [batch, max_seq_len, num_kv_heads, row]; seq_lens int32
-        [batch]. The others are addresses, which cost the caller less than tensors: lse fp32 [batch, 1, num_q_heads],
-        written if bit 0 of ``mode``; partials fp32 [batch, num_q_heads, num_splits, 3/2 head_dim] (unnormalised
-        values, then for every 4 of them their maximum in powers of 2 and their sum), every word EMPTY before and after.
-        Bit 1 of ``mode``: write and leave the partial results of all splits.
+        q: [batch, 1, num_q_heads, head_dim]; out: [batch, 1, num_q_heads, v_head_dim]; caches: [batch, max_seq_len,
+        num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which cost the
+        caller less than tensors: lse fp32 [batch, 1, num_q_heads], written if bit 0 of ``mode``; partials fp32 [batch,
+        num_q_heads, num_splits, 3/2 v_head_dim] (unnormalised values, then for every 4 of them their maximum in powers
+        of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and leave the partial results
+        of all splits. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a
+        KV head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
         config = self.config
         cache_shape: Any = k_cache.shape
         q_shape: Any = q.shape
         batch, max_seq_len, num_kv_heads, _ = cache_shape
         group = q_shape[2] // num_kv_heads
-        query_groups = cute.ceil_div(group, HEADS_PER_WARP * config.num_query_blocks)
+        query_groups = cute.ceil_div(group, config.head_queries)
         source = self.copier.make_source(k_cache, v_cache)
         self.kernel(
             q,
@@ -76,6 +81,10 @@ class DecodeKernel:
             out,
             lse,
             partials,
+            k_scale,
+            v_scale,
+            k_scale_stride,
+            v_scale_stride,
             softmax_scale,
             max_seq_len,
             num_kv_heads,
@@ -100,6 +109,10 @@ class DecodeKernel:
         out: cute.Tensor,
         lse: Int64,
         partials: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
         softmax_scale: Float32,
         max_seq_len: Int32,
         num_kv_heads: Int32,
@@ -124,7 +137,7 @@ class DecodeKernel:
             split=split,
             num_splits=num_splits,
             first_head=head_part * config.num_heads,
-            first_query=query_part * (config.num_query_blocks * HEADS_PER_WARP),
+            first_query=query_part * config.head_queries,
             group=group,
             num_kv_heads=num_kv_heads,
             max_seq_len=max_seq_len,
@@ -134,8 +147,11 @@ class DecodeKernel:
         # The length, the queries and the first tiles come from memory at the same time: tile ``split`` is the split's
         # first whatever the length turns out to be. The queries go first: the tile has no use without them.
         length = ptx.load_global_words(ptx.address(seq_lens) + Int64(batch) * 4, 0, 1)[0].to(Int32)
-        q_rows = (batch * num_kv_heads + place.first_head + roles.head) * group
-        query = self.reader.fetch_query(ptx.address(q), q_rows, roles.first_query, group, lane)
+        kv_head = place.first_head + roles.head
+        given_scales = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
+        query = self.key_reader.fetch_query(
+            self.query_addresses(place, roles, ptx.address(q), lane), given_scales.of_keys(kv_head), lane
+        )
         self.start(place, tiles, barriers, warp, lane)
 
         length = cutlass.min(cutlass.max(length, 0), max_seq_len)
@@ -144,7 +160,8 @@ class DecodeKernel:
         work = Work(place=place, length=length, active_splits=active_splits)
         results = Results(out, lse, partials, mode)
         if split < active_splits:
-            self.process(work, roles, query, tiles, results, softmax_scale, ring, barriers, warp, lane)
+            v_scale_address = given_scales.of_values(kv_head)
+            self.process(work, roles, query, v_scale_address, tiles, results, softmax_scale, ring, barriers, warp, lane)
         else:
             self.drain(work, barriers)
         if num_tiles == 0:
@@ -157,9 +174,21 @@ class DecodeKernel:
         query_block = warp // config.num_heads % config.num_query_blocks
         return Roles(
             head=warp % config.num_heads,
-            first_query=first_query + query_block * HEADS_PER_WARP,
+            first_query=first_query + query_block * config.warp_queries,
             slice_index=warp // config.num_roles,
         )
+
+    def query_addresses(self, place, roles, q, lane):
+        """Address of the lane's query head in each of the warp's blocks; g = lane // 4 is its place in a block.
+
+        Lanes past the last query head take that one: their results are never stored.
+        """
+        first = (place.batch * place.num_kv_heads + place.first_head + roles.head) * place.group
+        addresses = []
+        for block in range(self.config.blocks_per_warp):
+            query = cutlass.min(roles.first_query + block * BLOCK_QUERIES + lane // 4, place.group - 1)
+            addresses.append(q + Int64(first + query) * (self.config.head_dim * 2))
+        return addresses
 
     @cute.jit
     def start(self, place, tiles, barriers, warp, lane):
@@ -208,7 +237,7 @@ class DecodeKernel:
     # -- main loop ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, work, roles, query, tiles, results, softmax_scale, ring, barriers, warp, lane):
+    def process(self, work, roles, query, v_scale, tiles, results, softmax_scale, ring, barriers, warp, lane):
         """Everything a CTA with at least one tile does."""
         config = self.config
         place = work.place
@@ -217,9 +246,10 @@ class DecodeKernel:
             for i in cutlass.range(config.early_tiles, config.num_stages - 1, 1, unroll=1):
                 if self.tile_token(place, i) < work.length:
                     self.copier.copy_tile(tiles, place, self.tile_token(place, i), work.length, i, warp, lane)
-        state = self.reader.make_state(lane, roles.head, roles.slice_index)
-        self.reader.take_query(state, query, softmax_scale)
-        softmax = _Softmax()
+        keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
+        self.key_reader.take_query(keys, query, softmax_scale)
+        values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
+        state = WarpState(keys, values, _Softmax(config.columns))
         cute.arch.sync_threads()  # the barriers are initialised
 
         stage, phase = Int32(0), Int32(0)
@@ -234,13 +264,18 @@ class DecodeKernel:
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
                     self.copier.copy_tile(tiles, place, ahead, work.length, refill_stage, warp, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
+            partial = token + config.tile_tokens > work.length
+            if partial:
+                # The request's last tile: the rows behind its end must not count, whatever they hold.
+                self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+                cute.arch.sync_threads()
             first_token = token + roles.slice_index * config.slice_tokens
-            address = self.copier.stage_address(tiles, stage)
+            addresses = self.copier.stage_addresses(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
-                self.attend(state, softmax, address, block, first_token, work.length)
+                self.attend(state, addresses, block, partial, work.length - first_token)
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
-                self.reader.recentre(state)
+                self.value_reader.recentre(state.values)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
@@ -249,74 +284,105 @@ class DecodeKernel:
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         if const_expr(config.early_tiles > 1):
             self.drain(work, barriers)
-        self.merger.finish(work, state, softmax, results, ring, warp, lane, roles.slice_index)
+        self.merger.finish(work, state, results, ring, warp, lane, roles.slice_index)
 
     @cute.jit
-    def attend(self, state, softmax, address, block: int, first_token: Int32, length: Int32):
-        """Scores, online softmax and P V of one block of 32 tokens."""
-        reader = self.reader
-        offset = reader.block_offset(block)
-        scores = reader.scores(state, address, offset)
-        headers = reader.load_value_scales(state, address + self.config.tile_bytes, offset)
-        s = cute.make_rmem_tensor(8, Float32)
+    def attend(self, state, addresses, block: int, partial, remaining: Int32):
+        """Scores, online softmax and P V of one block of 32 tokens of a slice.
+
+        partial: whether the request ends in this tile; then it has ``remaining`` tokens of the slice and after it.
+        """
+        columns = self.config.columns
+        value_offset = self.value_reader.block_offset(block)
+        scores = self.key_reader.scores(state.keys, addresses[0], self.key_reader.block_offset(block))
+        headers = self.value_reader.load_scales(state.values, addresses[1], value_offset)
+        s = cute.make_rmem_tensor(4 * columns, Float32)
         for j in cutlass.range_constexpr(4):
-            for column in cutlass.range_constexpr(2):
-                s[2 * j + column] = scores[j][column]
-        remaining = length - (first_token + block * 32)
-        if remaining < 32:
+            for column in cutlass.range_constexpr(columns):
+                s[columns * j + column] = scores[j][column]
+        if partial:
             for j in cutlass.range_constexpr(4):
-                if self.reader.token(state, j) >= remaining:
-                    s[2 * j] = Float32(-Float32.inf)
-                    s[2 * j + 1] = Float32(-Float32.inf)
-            self.reader.mask_values(state, address + self.config.tile_bytes, offset, headers, remaining)
-        self.update_maximum(state, softmax, s, headers)
+                if block_token(self.config.token_bits, state.keys.g, j) >= remaining - block * BLOCK_TOKENS:
+                    for column in cutlass.range_constexpr(columns):
+                        s[columns * j + column] = Float32(-Float32.inf)
+        self.update_maximum(state, s, headers)
         probabilities = []
         for j in cutlass.range_constexpr(4):
-            row = [
-                ptx.exp2(ptx.fma(s[2 * j + column], state.score_scale, -softmax.maximum[column])) for column in range(2)
-            ]
-            for column in cutlass.range_constexpr(2):
-                softmax.total[column] = softmax.total[column] + row[column]
+            row = self.probabilities(state, [s[columns * j + column] for column in range(columns)])
             probabilities.append(row)
-        reader.accumulate(state, address + self.config.tile_bytes, offset, probabilities, headers)
+        self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
+
+    def probabilities(self, state, scores):
+        """Exponentials of a token's scores, by column, added to the softmax sums."""
+        row = []
+        for column, score in enumerate(scores):
+            p = ptx.exp2(ptx.fma(score, state.keys.score_scale, -state.softmax.maximum[column]))
+            state.softmax.total[column] = state.softmax.total[column] + p
+            row.append(p)
+        return row
 
     @cute.jit
-    def update_maximum(self, state, softmax, s, headers):
+    def update_maximum(self, state, s, headers):
         """Raises the softmax reference when a probability would pass 2**RESCALE_SLACK; rare after the first blocks."""
+        columns = self.config.columns
+        log_scales = [self.value_reader.log_scale(headers, j) for j in range(4)]
         block_max = []
-        for column in cutlass.range_constexpr(2):
-            bounds = [self.bound(state, s[2 * j + column], headers, j) for j in range(4)]
+        for column in cutlass.range_constexpr(columns):
+            bounds = [_bound(s[columns * j + column], state.keys.score_scale, log_scales[j]) for j in range(4)]
             block_max.append(ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3])))
-        exceeds = block_max[0] > softmax.maximum[0] + RESCALE_SLACK
-        exceeds = exceeds | (block_max[1] > softmax.maximum[1] + RESCALE_SLACK)
+        exceeds = block_max[0] > state.softmax.maximum[0] + RESCALE_SLACK
+        for column in cutlass.range_constexpr(1, columns):
+            exceeds = exceeds | (block_max[column] > state.softmax.maximum[column] + RESCALE_SLACK)
         if cute.arch.vote_any_sync(exceeds):
-            self.raise_maximum(state, softmax, block_max)
+            self.raise_maximum(state, block_max)
 
-    def bound(self, state, score, headers, j):
-        """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
-        log_scale = self.reader.log_scale(headers, j)
-        return score * state.score_scale if log_scale is None else ptx.fma(score, state.score_scale, log_scale)
-
-    def raise_maximum(self, state, softmax, block_max):
+    def raise_maximum(self, state, block_max):
         """Takes the warp's new maxima as reference and rescales what was accumulated under the old ones."""
+        softmax = state.softmax
         factors = []
-        for column in range(2):
-            raised = ptx.fmax(_lane_max(block_max[column]), softmax.maximum[column])
+        for column in range(self.config.columns):
+            raised = ptx.fmax(lane_max(block_max[column], (4, 8, 16)), softmax.maximum[column])
             factor = ptx.exp2(softmax.maximum[column] - raised)
             softmax.maximum[column] = raised
             softmax.total[column] = softmax.total[column] * factor
             factors.append(factor)
-        self.reader.rescale(state, factors)
+        self.value_reader.rescale(state.values, factors)
 
 
 class _Softmax:
-    """Running maximum (log2 units) and sum per head column of a lane; the sum is over the lane's own tokens."""
+    """Running maximum (log2 units) and sum per column of a lane; the sum is over the lane's own tokens."""
 
-    def __init__(self):
-        self.maximum = cute.make_rmem_tensor(2, Float32)
-        self.total = cute.make_rmem_tensor(2, Float32)
+    def __init__(self, columns: int):
+        self.maximum = cute.make_rmem_tensor(columns, Float32)
+        self.total = cute.make_rmem_tensor(columns, Float32)
         self.maximum.fill(LOWEST)
         self.total.fill(0.0)
+
+
+@dataclass(frozen=True)
+class WarpState:
+    """What a warp keeps from tile to tile, in registers: the states of its readers, and the softmax."""
+
+    keys: Any
+    values: Any
+    softmax: Any
+
+
+@dataclass(frozen=True)
+class GivenScales:
+    """Scales beside the caches, fp32: addresses, and elements from a KV head's to the next one's."""
+
+    k_scale: Any
+    v_scale: Any
+    k_stride: Any
+    v_stride: Any
+
+    def of_keys(self, head):
+        """Address of a KV head's scales of K."""
+        return self.k_scale + Int64(head) * self.k_stride * 4
+
+    def of_values(self, head):
+        return self.v_scale + Int64(head) * self.v_stride * 4
 
 
 @dataclass(frozen=True)
@@ -353,9 +419,9 @@ class Work:
     def query_head(self, config: DecodeConfig, r):
         """(index among all query heads, whether it exists) of row r of the CTA's query heads."""
         place = self.place
-        role = r // HEADS_PER_WARP
+        role = r // config.warp_queries
         head = role % config.num_heads
-        within = place.first_query + role // config.num_heads * HEADS_PER_WARP + r % HEADS_PER_WARP
+        within = place.first_query + role // config.num_heads * config.warp_queries + r % config.warp_queries
         return (place.first_head + head) * place.group + within, within < place.group
 
     def output_row(self, head):
@@ -374,8 +440,6 @@ def _advance(stage, phase, num_stages: int):
     return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)
 
 
-def _lane_max(value):
-    """Maximum over the eight lanes that hold different tokens of the same heads."""
-    for offset in (4, 8, 16):
-        value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
-    return value
+def _bound(score, score_scale, log_scale):
+    """log2 of what a token adds to the operand of P V: its score, plus the scale of its V row if there is one."""
+    return score * score_scale if log_scale is None else ptx.fma(score, score_scale, log_scale)

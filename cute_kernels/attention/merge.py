@@ -18,8 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import (
+    BLOCK_QUERIES,
     EMPTY_WORD,
-    HEADS_PER_WARP,
     KEEP_PARTIALS,
     MERGE_PAD,
     PAIR_BYTES,
@@ -27,6 +27,7 @@ from cute_kernels.attention.config import (
     WRITE_LSE,
     DecodeConfig,
 )
+from cute_kernels.attention.readers.common import lane_sum
 from cute_kernels.device import ptx
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
@@ -58,20 +59,20 @@ class Share:
 class Merger:
     """The end of a CTA: what its warps, and then the splits of its row, have summed up becomes output."""
 
-    def __init__(self, config: DecodeConfig, reader):
+    def __init__(self, config: DecodeConfig, value_reader):
         self.config = config
-        self.reader = reader
-        self.num_rows = config.num_roles * HEADS_PER_WARP  # query heads that a CTA has room for
-        self.num_vectors = self.num_rows * config.head_dim // 4  # of 4 columns
-        self.pitch = 4 * (config.head_dim + MERGE_PAD)  # bytes between query heads in the merge buffer
+        self.value_reader = value_reader
+        self.num_rows = config.num_rows  # query heads that a CTA has room for
+        self.num_vectors = self.num_rows * config.v_head_dim // 4  # of 4 columns
+        self.pitch = 4 * (config.v_head_dim + MERGE_PAD)  # bytes between query heads in the merge buffer
         self.stats_offset = config.num_slices * self.num_rows * self.pitch
 
     @cute.jit
-    def finish(self, work, state, softmax, results, ring, warp, lane, slice_index):
+    def finish(self, work, state, results, ring, warp, lane, slice_index):
         """Merges the CTA's warps; a row's only split stores the output, others their part."""
         address = ring.toint()
         tid = warp * WARP_THREADS + lane
-        self.publish_warp(state, softmax, address, warp, lane, slice_index)
+        self.publish_warp(state, address, warp, lane, slice_index)
         cute.arch.sync_threads()
         if work.active_splits == 1:
             for index in cutlass.range(tid, self.num_vectors, self.config.num_threads, unroll=1):
@@ -124,21 +125,22 @@ class Merger:
     # -- within the CTA -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def publish_warp(self, state, softmax, address, warp, lane, slice_index):
+    def publish_warp(self, state, address, warp, lane, slice_index):
         """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
-        totals = [lane_sum(softmax.total[column]) for column in range(2)]
-        values = self.reader.outputs(state)
+        columns, softmax = range(self.config.columns), state.softmax
+        totals = [lane_sum(softmax.total[column], (4, 8, 16)) for column in columns]
+        values = self.value_reader.outputs(state.values)
         cute.arch.sync_threads()  # every warp has read its last tile
-        row = warp % self.config.num_roles * HEADS_PER_WARP + 2 * (lane % 4)
+        row = warp % self.config.num_roles * self.config.warp_queries + 2 * (lane % 4)
         base = address + (slice_index * self.num_rows + row) * self.pitch
         for column, first, run in values:
             for i in cutlass.range_constexpr(0, len(run), 4):
-                ptx.store_shared(base + first * 4, column * self.pitch + 4 * i, run[i : i + 4])
+                ptx.store_shared(base + first * 4, _row_of(column) * self.pitch + 4 * i, run[i : i + 4])
         if lane < 4:
             stats = self.stats_address(address, row) + slice_index * PAIR_BYTES
-            for column in cutlass.range_constexpr(2):
+            for column in columns:
                 pair = [softmax.maximum[column], totals[column]]
-                ptx.store_shared(stats, self.config.num_slices * PAIR_BYTES * column, pair)
+                ptx.store_shared(stats, self.config.num_slices * PAIR_BYTES * _row_of(column), pair)
 
     def merge_slices(self, address, index):
         """Adds up one vector over the CTA's slices: (maximum, sum, values)."""
@@ -159,7 +161,7 @@ class Merger:
 
     def vector(self, index):
         """(row, first column) of a vector of the CTA's outputs."""
-        vectors = self.config.head_dim // 4
+        vectors = self.config.v_head_dim // 4
         return index // vectors, index % vectors * 4
 
     # -- over the splits of a row ---------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ class Merger:
 
     def stats_of(self, d):
         """From a vector of a partial result to its own copy of (maximum, sum), which one thread alone reads."""
-        return self.config.head_dim * 4 + d // 4 * PAIR_BYTES - d * 4
+        return self.config.v_head_dim * 4 + d // 4 * PAIR_BYTES - d * 4
 
     # -- stores ---------------------------------------------------------------------------------------------------
 
@@ -296,7 +298,7 @@ class Merger:
             scale = ptx.reciprocal(total)
             pack = {"bf16": ptx.pack_bf16x2, "fp16": ptx.pack_f16x2}[self.config.q_dtype]
             words = [pack(value[c] * scale, value[c + 1] * scale) for c in (0, 2)]
-            element = work.output_row(head) * self.config.head_dim + d
+            element = work.output_row(head) * self.config.v_head_dim + d
             ptx.store_global(results.out.iterator.toint() + element * 2, words)
             if (d == 0) & ((results.mode & WRITE_LSE) != 0):
                 ptx.store_global(results.lse + work.output_row(head) * 4, [(maximum + ptx.log2(total)) * ptx.LN_2])
@@ -315,20 +317,18 @@ class Merger:
         """A request without tokens: output 0, LSE -inf."""
         out = results.out
         tid, _, _ = cute.arch.thread_idx()
-        for index in cutlass.range(tid, self.num_rows * self.config.head_dim, self.config.num_threads, unroll=1):
-            d = index % self.config.head_dim
-            head, valid = work.query_head(self.config, index // self.config.head_dim)
+        for index in cutlass.range(tid, self.num_rows * self.config.v_head_dim, self.config.num_threads, unroll=1):
+            d = index % self.config.v_head_dim
+            head, valid = work.query_head(self.config, index // self.config.v_head_dim)
             if valid:
                 out[work.place.batch, 0, head, d] = Float32(0.0).to(out.element_type)
                 if (d == 0) & ((results.mode & WRITE_LSE) != 0):
                     ptx.store_global(results.lse + work.output_row(head) * 4, [Float32(-Float32.inf)])
 
 
-def lane_sum(value):
-    """Sum over the eight lanes that hold different tokens of the same heads."""
-    for offset in (4, 8, 16):
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value
+def _row_of(column: int) -> int:
+    """Query head, counted from a lane's 2t, of a column."""
+    return column // 2 * BLOCK_QUERIES + column % 2
 
 
 def _floats(words):

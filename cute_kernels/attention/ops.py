@@ -14,6 +14,8 @@ from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.reference import decode_attention_reference
 from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.attention.tiles import HEAD_DIMS, has_headers
+from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import EMPTY, POOL
@@ -48,6 +50,8 @@ def launch(
     num_splits: int | None,
     return_lse: bool,
     out: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Decode attention on CUDA tensors: (out, lse or None).
 
@@ -63,6 +67,7 @@ def launch(
         check_scale(softmax_scale)
     if plan is None or DEBUG:
         _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
+        _check_given_scales(kv_format, k_scale, v_scale)
         if plan is None:
             if not k_cache.numel():
                 return _without_tokens(q, out)
@@ -73,7 +78,7 @@ def launch(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     try:
-        _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale)
+        _run(plan, q, k_cache, v_cache, seq_lens, result, lse, scale, k_scale, v_scale)
     except (TypeError, ValueError, RuntimeError):
         _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
         raise
@@ -83,9 +88,16 @@ def launch(
 def _check(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out) -> None:
     """Everything that can be said of a call without waiting for the device, and in debug mode the lengths."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out)
-    _check_alignment(q, k_cache, v_cache, out)
+    _check_alignment(q, k_cache, v_cache, kv_format, out)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
+
+
+def _check_given_scales(kv_format: str, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
+    granularity = format_of(kv_format).given_scale
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if granularity is not None and scale is None:
+            raise ValueError(f"{name}: got None, want the fp32 scales of a {kv_format} cache, per {granularity}")
 
 
 def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,27 +106,46 @@ def _without_tokens(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Te
     return torch.zeros_like(q) if out is None else out.zero_(), lse
 
 
-def _run(plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float) -> None:
+def _run(
+    plan: Plan, q, k_cache, v_cache, seq_lens, out, lse: torch.Tensor | None, scale: float, k_scale=None, v_scale=None
+) -> None:
     index = plan.device_index
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale)
+            _run(plan, q, k_cache, v_cache, seq_lens, out, lse, scale, k_scale, v_scale)
         return
     partials = 0
     if plan.num_words:
         partials = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), plan.num_words)
     plan.function(
         q,
-        k_cache,
-        v_cache,
+        _as_bytes(k_cache),
+        _as_bytes(v_cache),
         seq_lens,
         out,
         lse.data_ptr() if lse is not None else 0,
         partials,
+        k_scale.data_ptr() if k_scale is not None else 0,
+        v_scale.data_ptr() if v_scale is not None else 0,
+        scale_stride(k_scale),
+        scale_stride(v_scale),
         scale,
         plan.schedule.num_splits,
         WRITE_LSE if lse is not None else 0,
     )
+
+
+def _as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as the compiled functions take it: 8-bit codes of any dtype are bytes to them."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 and cache.dtype != torch.uint8 else cache
+
+
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Elements from a KV head's given scales to the next one's: 0 for one scale per tensor ([] or [1]), 1 for one per
+    head ([num_kv_heads] or [num_kv_heads, 1]), else the columns that have their own ([num_kv_heads, head_dim])."""
+    if scale is None or scale.numel() == 1:
+        return 0
+    return scale.shape[-1] if scale.dim() == 2 else 1
 
 
 def _make_plan(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, num_splits: int | None, aligned: bool) -> Plan:
@@ -133,18 +164,28 @@ def _plan_of(schedule: Schedule, problem: Problem, device: torch.device) -> Plan
     )
 
 
-def problem_of(q: torch.Tensor, k_cache: torch.Tensor, kv_format: str, aligned: bool = True) -> Problem:
-    """What the schedule needs to know of a call."""
-    request_bytes = k_cache[0].numel() * k_cache.element_size() if k_cache.shape[0] else 0
+def problem_of(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    aligned: bool = True,
+    v_cache: torch.Tensor | None = None,
+) -> Problem:
+    """What the schedule needs to know of a call; ``v_cache`` where it is not as ``k_cache``."""
+    k_format, v_format = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
+    v_cache = k_cache if v_cache is None else v_cache
+    request_bytes = [cache[0].numel() * cache.element_size() if len(cache) else 0 for cache in (k_cache, v_cache)]
     return Problem(
         batch=q.shape[0],
         max_seq_len=k_cache.shape[1],
         num_q_heads=q.shape[2],
         num_kv_heads=k_cache.shape[2],
         head_dim=q.shape[3],
-        kv_format=kv_format,
+        v_head_dim=next(d for d in HEAD_DIMS if format_of(v_format).row_elements(d) == v_cache.shape[3]),
+        k_format=k_format,
+        v_format=v_format,
         q_dtype=Q_DTYPES[q.dtype],
-        aligned=aligned and request_bytes % _BYTES == 0,
+        aligned=aligned and not any(size % _BYTES for size in request_bytes),
         num_sms=_num_sms(q.device),
     )
 
@@ -153,9 +194,9 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check_alignment(q, k_cache, v_cache, out) -> None:
+def _check_alignment(q, k_cache, v_cache, kv_format: str, out) -> None:
     tensors = {"q": q} if out is None else {"q": q, "out": out}
-    if k_cache.dtype != torch.uint8:
+    if not has_headers(format_of(kv_format)):
         tensors |= {"k_cache": k_cache, "v_cache": v_cache}
     for name, tensor in tensors.items():
         if tensor.data_ptr() % _BYTES:
@@ -185,17 +226,19 @@ def bind_config(
     *,
     out: torch.Tensor,
     num_splits: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
     """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone.
 
     The splits are those that the schedule chooses for these tensors unless given. The tensors are taken to be right.
     """
-    problem = problem_of(q, k_cache, config.kv_format)
+    problem = problem_of(q, k_cache, (config.k_format, config.v_format), v_cache=v_cache)
     splits = make_schedule(problem).num_splits if num_splits is None else num_splits
     plan = _plan_of(Schedule(config, splits, head_blocks(problem, config)), problem, q.device)
 
     def call() -> torch.Tensor:
-        _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale)
+        _run(plan, q, k_cache, v_cache, seq_lens, out, None, plan.softmax_scale, k_scale, v_scale)
         return out
 
     return call
@@ -213,7 +256,8 @@ def launch_splits(
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_call(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None)
     check_scale(softmax_scale)
-    _check_alignment(q, k_cache, v_cache, None)
+    _check_given_scales(kv_format, None, None)
+    _check_alignment(q, k_cache, v_cache, kv_format, None)
     if DEBUG:
         check_lengths(seq_lens, k_cache.shape[1])
     batch, _, heads, head_dim = q.shape
@@ -237,6 +281,7 @@ def launch_splits(
             out,
             0,
             words.data_ptr(),
+            *[0] * 4,
             scale,
             num_splits,
             KEEP_PARTIALS,

@@ -5,21 +5,27 @@ what the schedule adds to it: SMs that are given less than others, and the merge
 these terms; its constants were measured on an H200 (docs/design/decode_attention.md says how).
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from __future__ import annotations
 
-from cute_kernels.attention.config import HEADS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
-from cute_kernels.kv_formats import DenseFormat, format_of
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format
+from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
-SM_RATE_ADVANTAGE = {"dense": 1.6, "int4": 1.55}  # how much more than its share of the memory's rate an SM can digest
+# How much more than its share of the memory's rate an SM can digest.
+SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}
 COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
+BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
@@ -29,9 +35,12 @@ class Problem:
     """Everything about a call that its schedule depends on; lengths are on the device and not known here.
 
     Attributes:
-        batch, max_seq_len, num_q_heads, num_kv_heads, head_dim: of the tensors.
-        kv_format, q_dtype: names.
-        aligned: whether the caches start on 16 bytes and a request's cache is a multiple of 16 bytes.
+        batch, max_seq_len, num_q_heads, num_kv_heads: of the tensors.
+        head_dim: of q and K.
+        v_head_dim: of V and out.
+        k_format, v_format, q_dtype: names.
+        aligned: whether caches of rows with headers start on 16 bytes and a request's part of them is a multiple of 16
+            bytes.
         num_sms: SMs of the GPU.
     """
 
@@ -40,10 +49,33 @@ class Problem:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    kv_format: str
+    v_head_dim: int
+    k_format: str
+    v_format: str
     q_dtype: str
     aligned: bool = True
     num_sms: int = NUM_SMS
+
+    @classmethod
+    def uniform(
+        cls,
+        batch: int,
+        max_seq_len: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_format: str,
+        q_dtype: str,
+        **others: Any,
+    ) -> Problem:
+        """K and V alike."""
+        shape = (batch, max_seq_len, num_q_heads, num_kv_heads)
+        return cls(*shape, head_dim, head_dim, kv_format, kv_format, q_dtype, **others)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of K and V of one token and KV head."""
+        return format_of(self.k_format).row_bytes(self.head_dim) + format_of(self.v_format).row_bytes(self.v_head_dim)
 
     @property
     def group(self) -> int:
@@ -87,7 +119,7 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
     """CTAs that cover the heads of one request."""
-    query_groups = -(-problem.group // (HEADS_PER_WARP * config.num_query_blocks))
+    query_groups = -(-problem.group // config.head_queries)
     return problem.num_kv_heads // config.num_heads * query_groups
 
 
@@ -101,10 +133,9 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
 
 def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:
     """Microseconds that the model expects, without the launch itself, if every row has max_seq_len tokens."""
-    form = config.format
     rows = problem.batch * head_blocks(problem, config)
     tiles = -(-problem.max_seq_len // config.tile_tokens)
-    tile_bytes = 2 * config.tile_tokens * config.num_heads * form.row_bytes(problem.head_dim)
+    tile_bytes = config.tile_tokens * config.num_heads * problem.token_bytes
     total_bytes = rows * tiles * tile_bytes
     ctas = rows * num_splits
     cta_bytes = -(-tiles // num_splits) * tile_bytes
@@ -112,8 +143,7 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     slots = problem.num_sms * config.ctas_per_sm
     waves = -(-ctas // slots)
     per_sm = -(-ctas // problem.num_sms) if waves == 1 else waves * config.ctas_per_sm
-    kind = "dense" if isinstance(form, DenseFormat) else "int4"
-    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * SM_RATE_ADVANTAGE[kind]
+    sm_rate = MEMORY_BYTES_PER_US / problem.num_sms * min(SM_RATE_ADVANTAGE[kind] for kind in _kinds(config))
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
@@ -130,107 +160,139 @@ def _combine_us(num_splits: int) -> float:
 
 
 def candidate_configs(problem: Problem) -> list[DecodeConfig]:
-    """The configurations worth considering for a problem, one per number of CTAs on an SM."""
-    form = format_of(problem.kv_format)
+    """The configurations worth considering for a problem, one per number of CTAs on an SM.
+
+    Raises ValueError if the kernels cannot read the caches.
+    """
+    names = (kernel_format(problem.k_format), kernel_format(problem.v_format))
+    for name, head_dim in zip(names, (problem.head_dim, problem.v_head_dim), strict=True):
+        reason = cannot_read(format_of(name), head_dim)
+        if reason is not None:
+            raise ValueError(f"kv_format: {reason}")
     blocks = query_blocks(problem.group)
-    if isinstance(form, DenseFormat):
-        configs = [dense_config(problem.kv_format, problem.head_dim, blocks, ctas_per_sm=ctas) for ctas in (1, 2)]
-        return list(dict.fromkeys(configs))
-    heads = int4_heads(problem.num_kv_heads, blocks, form.row_bytes(problem.head_dim)) if problem.aligned else 0
-    contiguous = (heads or 1) == problem.num_kv_heads
-    configs = [
-        int4_config(
-            problem.kv_format,
-            problem.q_dtype,
-            problem.head_dim,
-            num_heads=heads or 1,
-            num_query_blocks=blocks,
-            contiguous=contiguous,
-            copy="bulk" if heads else "word",
-            ctas_per_sm=ctas,
-        )
-        for ctas in ((1, 2, 4) if contiguous else (2,))
-    ]
-    return list(dict.fromkeys(configs))
+    with_headers = [has_headers(format_of(name)) for name in names]
+    if not any(with_headers):
+        make, counts = bare_config, (1, 2, 4)
+        base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
+    else:
+        heads = row_heads(problem, names, blocks) if problem.aligned else 0
+        contiguous = (heads or 1) == problem.num_kv_heads
+        row_copy = "bulk" if heads else "word"
+        make, counts = row_config, (1, 2, 4) if contiguous else (2,)
+        base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
+    return list(dict.fromkeys(make(base, ctas) for ctas in counts))
 
 
 def query_blocks(group: int) -> int:
     """Blocks of 8 query heads of a CTA: a power of two, at most 4; more are more CTAs."""
     blocks = 1
-    while blocks < 4 and blocks * HEADS_PER_WARP < group:
+    while blocks < 4 and blocks * BLOCK_QUERIES < group:
         blocks *= 2
     return blocks
 
 
-def int4_heads(num_kv_heads: int, num_query_blocks: int, row_bytes: int) -> int:
+def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -> int:
     """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
     most = MAX_WARPS // num_query_blocks
-    if num_kv_heads <= min(HEADS_PER_WARP, most):
-        return num_kv_heads
-    for heads in (8, 4, 2, 1):
-        if heads <= most and num_kv_heads % heads == 0 and heads * row_bytes % 16 == 0:
+    dims = (problem.head_dim, problem.v_head_dim)
+    forms = [format_of(name) for name in names]
+    row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
+    for heads in dict.fromkeys((problem.num_kv_heads, BLOCK_QUERIES, 4, 2, 1)):
+        if heads > min(BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
+            continue
+        contiguous = heads == problem.num_kv_heads
+        if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
+            continue
+        if _num_stages(_base_config(problem, names, heads, num_query_blocks, contiguous, "bulk"), 1) >= 2:
             return heads
     return 0
 
 
-def int4_config(
-    kv_format: str,
-    q_dtype: str,
-    head_dim: int,
-    *,
-    num_heads: int,
-    num_query_blocks: int,
-    contiguous: bool,
-    copy: str = "bulk",
-    ctas_per_sm: int,
+def _base_config(
+    problem: Problem, names: tuple[str, str], num_heads: int, num_query_blocks: int, contiguous: bool, row_copy: str
 ) -> DecodeConfig:
-    """An INT4 configuration of 8 warps and a ring of 3 tiles; for more CTAs to an SM, a shorter ring and fewer warps.
+    """The fields that follow from the problem; one warp to a tile."""
+    k_copy, v_copy = (row_copy if has_headers(format_of(name)) else "tma" for name in names)
+    return DecodeConfig(
+        *names,
+        problem.q_dtype,
+        problem.head_dim,
+        problem.v_head_dim,
+        num_heads=num_heads,
+        num_query_blocks=num_query_blocks,
+        num_slices=1,
+        contiguous=contiguous,
+        k_copy=k_copy,
+        v_copy=v_copy,
+    )
 
-    One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows.
+
+def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
+
+    One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
+    shorter rings and fewer warps.
     """
-    roles = num_heads * num_query_blocks
-    # More than one CTA leaves 128 registers to a thread: enough up to head_dim 128 and 4 groups.
-    if head_dim > 128 or kv_format == "int4_g8" or roles > TARGET_WARPS or copy == "word":
+    int4 = all(isinstance(form, Int4Format) for form in base.formats)
+    roles = base.num_roles
+    # More than one CTA of 8 warps leaves 128 registers to a thread: enough up to head_dim 128 and 4 groups.
+    crowded = int4 and (max(base.head_dims) > 128 or "int4_g8" in (base.k_format, base.v_format))
+    if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
     elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
         ctas_per_sm = 2
-    warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
-    base = DecodeConfig(
-        kv_format,
-        q_dtype,
-        head_dim,
-        num_heads=num_heads,
-        num_query_blocks=num_query_blocks,
-        num_slices=max(1, warps // roles),
-        contiguous=contiguous,
-        copy=copy,
-    )
-    return _with_ring(base, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
+    if int4:
+        warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
+        config = _change(base, num_slices=max(1, warps // roles))
+        return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
+    return _byte_config(base, ctas_per_sm)
 
 
-def dense_config(kv_format: str, head_dim: int, num_query_blocks: int, *, ctas_per_sm: int) -> DecodeConfig:
-    """A bf16 or fp16 configuration: few warps, since little is to be computed per byte."""
-    if head_dim == 256:
+def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """A configuration for bare elements: few warps for 16 bits, since little is to be computed per byte."""
+    if _kinds(base) != {"dense"}:
+        return _byte_config(base, ctas_per_sm)
+    if max(base.head_dims) == 256:
         ctas_per_sm = 1
-    slices = 2 if head_dim == 256 or num_query_blocks > 1 or ctas_per_sm > 1 else 4
-    base = DecodeConfig(
-        kv_format,
-        kv_format,
-        head_dim,
-        num_query_blocks=num_query_blocks,
-        num_slices=slices,
-        copy="tma",
-    )
-    return _with_ring(base, ctas_per_sm, 3)
+    few = max(base.head_dims) > 128 or base.num_query_blocks > 1 or ctas_per_sm > 1
+    return _with_ring(_change(base, num_slices=2 if few else 4), min(ctas_per_sm, 2), 3)
+
+
+def _kinds(config: DecodeConfig) -> set[str]:
+    """What K and V are made of: keys of ``SM_RATE_ADVANTAGE``."""
+    kinds = {DenseFormat: "dense", Int4Format: "int4"}
+    return {kinds.get(type(form), "byte") for form in config.formats}
+
+
+def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """``base`` with 8 warps to an SM, and as many tokens to a tile as leave room for a ring of three."""
+    slices = max(1, TARGET_WARPS // ctas_per_sm // base.num_roles)
+    shapes = [(slices, 2)] + [(slices >> i, 1) for i in range(slices.bit_length())]
+    configs = [_change(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
+    if sum(configs[0].tile_bytes) > STAGE_BYTES:
+        configs = configs[1:]
+    fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= 3), configs[-1])
+    stages = min(3, _num_stages(fitting, ctas_per_sm))
+    if stages < 2:
+        return _byte_config(base, ctas_per_sm // 2)
+    return _change(fitting, num_stages=stages)
+
+
+def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
+    """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
+    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048
+    return budget // sum(config.tile_bytes)
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
     """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
-    fields = base.to_dict() | {"ctas_per_sm": ctas_per_sm}
-    fields["blocks_per_slice"] = 2 if 4 * base.tile_bytes <= STAGE_BYTES else 1
-    tile_bytes = DecodeConfig(**fields).tile_bytes  # type: ignore[arg-type]
-    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048
-    stages = min(num_stages, budget // (2 * tile_bytes))
+    blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES else 1
+    config = _change(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
+    stages = min(num_stages, _num_stages(config, ctas_per_sm))
     if stages < 2:
         return _with_ring(base, ctas_per_sm // 2, num_stages)
-    return DecodeConfig(**(fields | {"num_stages": stages}))  # type: ignore[arg-type]
+    return _change(config, num_stages=stages)
+
+
+def _change(config: DecodeConfig, **fields: int) -> DecodeConfig:
+    return replace(config, **fields)  # type: ignore[arg-type]

@@ -1,33 +1,74 @@
-"""How a cache format's rows lie in the kernel's shared memory, and which copies can bring them there."""
+"""How the caches' rows lie in the kernel's shared memory, and which copies can bring them there."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from cute_kernels.kv_formats import DenseFormat, Int4Format, KvFormat
-from layouts.kv.dense_tile import DenseTile
-from layouts.kv.tile import Int4Tile
+from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from layouts.kv.swizzled_tile import SwizzledTile
+from layouts.kv.tile import RowTile, plan_tiles
 
 if TYPE_CHECKING:
     from cute_kernels.attention.config import DecodeConfig
 
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+ROW_COPIES = ("bulk", "word")
+BARE_COPIES = ("tma",)
+_GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
+
+
+def has_headers(form: KvFormat) -> bool:
+    """Whether rows carry their scales; they are copied and read as raw bytes then, bare elements by tensor maps."""
+    return isinstance(form, Int4Format) or (isinstance(form, ByteFormat) and form.header_bytes > 0)
+
 
 def copies_of(form: KvFormat) -> tuple[str, ...]:
     """Ways of bringing a tile of the format into shared memory."""
-    return ("tma",) if isinstance(form, DenseFormat) else ("bulk", "word")
+    return ROW_COPIES if has_headers(form) else BARE_COPIES
 
 
-def tile_of(config: DecodeConfig) -> DenseTile | Int4Tile:
-    """The shared-memory image of one operand (K or V) of one tile."""
-    return dense_tile(config) if isinstance(config.format, DenseFormat) else int4_tile(config)
+def kernel_format(name: str) -> str:
+    """The format whose kernel reads ``name``: a scale per tensor is one per head that all heads share."""
+    form = format_of(name)
+    if isinstance(form, ByteFormat) and form.granularity == "head":
+        return f"{form.codes}_tensor"
+    return name
 
 
-def dense_tile(config: DecodeConfig) -> DenseTile:
-    return DenseTile(config.head_dim, config.num_heads, config.tile_tokens)
+def cannot_read(form: KvFormat, head_dim: int) -> str | None:
+    """Why the kernels cannot read rows of the format, or None."""
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if has_headers(form):
+        assert isinstance(form, (Int4Format, ByteFormat))
+        width = head_dim // form.num_groups
+        if width % _GROUP_UNIT:
+            return f"groups of {width} columns ({form.name} at head_dim {head_dim}) are no multiple of {_GROUP_UNIT}"
+    return None
 
 
-def int4_tile(config: DecodeConfig) -> Int4Tile:
-    assert isinstance(config.format, Int4Format)
-    copy_words = 4 if config.copy == "bulk" else 1
-    groups = config.format.num_groups
-    return Int4Tile(config.head_dim, groups, config.num_heads, config.tile_tokens, config.contiguous, copy_words)
+@lru_cache(maxsize=4096)
+def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
+    """The shared-memory images of K and of V of one tile, which agree about the order of tokens."""
+    keys = _tile(config, "k", config.k_format, config.head_dim, config.k_copy)
+    values = _tile(config, "v", config.v_format, config.v_head_dim, config.v_copy)
+    return plan_tiles(keys, values)
+
+
+def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
+    form = format_of(kv_format)
+    if not has_headers(form):
+        element_bytes = 2 if isinstance(form, DenseFormat) else 1
+        return SwizzledTile(head_dim, element_bytes, config.num_heads, config.tile_tokens)
+    assert isinstance(form, (Int4Format, ByteFormat))
+    return RowTile(
+        head_dim,
+        4 if isinstance(form, Int4Format) else 8,
+        form.num_groups,
+        config.num_heads,
+        config.tile_tokens,
+        operand,
+        config.contiguous,
+        4 if copy == "bulk" else 1,
+    )

@@ -61,6 +61,26 @@ def pack_bf16x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def add_f16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Sums of two packed fp16 pairs, each rounded to nearest even."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "add.rn.f16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def e4m3x2_low_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
+    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }"
+    return _pure(Uint32, [Uint32(x)], asm, "=r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def e4m3x2_high_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Bytes 2 and 3 of a word, FP8 E4M3, as packed fp16 (exact)."""
+    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, hi; }"
+    return _pure(Uint32, [Uint32(x)], asm, "=r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def exp2(x: Float32, *, loc=None, ip=None) -> Float32:
     """2**x by the special-function unit; exp2(-inf) = 0."""
     return _pure(Float32, [Float32(x)], "ex2.approx.ftz.f32 $0, $1;", "=f,f", loc=loc, ip=ip)
@@ -290,6 +310,12 @@ def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> No
     """16 zero bytes to shared memory."""
     zero = Uint32(0)
     _effect([Int32(address), zero], f"st.shared.v4.u32 [$0 + {offset}], {{$1, $1, $1, $1}};", "r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_shared_zero(address: Int32, *, loc=None, ip=None) -> None:
+    """4 zero bytes to shared memory."""
+    _effect([Int32(address), Uint32(0)], "st.shared.u32 [$0], $1;", "r,r", loc=loc, ip=ip)
 
 
 @dsl_user_op

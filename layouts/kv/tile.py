@@ -1,56 +1,126 @@
-"""How a warp of the decode kernel reads INT4 rows out of shared memory: addresses, bank conflicts, element order.
+"""How a warp of the decode kernel reads raw cache rows out of shared memory: addresses, bank conflicts, which codes.
 
-The kernel copies raw rows (the bytes of :class:`layouts.kv.int4.Int4Row`) into shared memory and lets each lane read,
-with 32-bit loads, exactly the words whose nibbles are its operands of ``mma.sync.m16n8k16``. The contraction orders of
-Q K^T (head_dim) and of P V (tokens) are free, so nothing is ever permuted or stored back: :class:`Int4Tile` chooses
-which token stands in which row of the MMA tile, and the padding between bulk copies, so that those loads touch all 32
-banks.
+The kernel copies rows that carry their scales (:class:`layouts.kv.int4.Int4Row`, :class:`layouts.kv.scaled.ScaledRow`)
+into shared memory as they are and lets each lane read, with 32-bit loads, exactly the words whose codes are its
+operands of ``mma.sync.m16n8k16``. The contraction orders of Q K^T (head_dim) and of P V (tokens) are free, so nothing
+is ever permuted or stored back: :func:`plan_tiles` chooses which token stands in which row of the MMA tile, the same
+for K and V, and for each of them the padding between copies, so that those loads touch all 32 banks.
 
 Terms: a *block* is 32 tokens of one KV head, the unit a warp works on: two MMA tiles of 16 rows, each with rows ``g``
 and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's place in an MMA fragment; ``j`` in
 0..3 numbers the four row halves (tile ``j // 2``, half ``j % 2``). A *word* is 4 bytes.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
+from typing import Protocol, TypeVar
 
 BLOCK_TOKENS = 32
 WORD_BYTES = 4
 NUM_BANKS = 32
-NIBBLES_PER_WORD = 8
-FEWEST_WAVEFRONTS = 2  # of one K word load plus one V word load
+MMA_LANES = 4  # lanes that share a row of an A operand
+MMA_ROWS = 8  # row groups of a warp
+HEADER_VECTOR = 4  # most words of scales in one load
+
+TokenBits = tuple[int, ...]
+"""Bit b of (g, j) (three bits of g, two of j) is bit ``token_bits[b]`` of a token's place in its block."""
+
+ORDERS: tuple[TokenBits, ...] = tuple(
+    bits + tuple(bit for bit in range(5) if bit not in bits) for bits in permutations(range(5), 3)
+)
+NATURAL_ORDER: TokenBits = ORDERS[0]
+
+
+class Tile(Protocol):
+    """What the choice of a token order needs to know of a tile of K or of V."""
+
+    @property
+    def token_bits(self) -> TokenBits: ...
+
+    @property
+    def orders(self) -> tuple[TokenBits, ...]:
+        """Token orders that the tile can be read in."""
+        ...
+
+    @property
+    def wavefronts(self) -> int:
+        """Shared-memory wavefronts of all loads of one block."""
+        ...
+
+    @property
+    def num_copies(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+TileT = TypeVar("TileT", bound=Tile)
+KeyTile = TypeVar("KeyTile", bound=Tile)
+ValueTile = TypeVar("ValueTile", bound=Tile)
+
+
+def block_token(token_bits: TokenBits, g, j):
+    """The token (0..31 within its block) in row g of row half j; g and j may be run-time integers."""
+    if token_bits[:3] == NATURAL_ORDER[:3]:
+        row = g
+    else:
+        row = sum(((g >> bit) % 2) << place for bit, place in enumerate(token_bits[:3]))
+    return row + (((j % 2) << token_bits[3]) + ((j // 2) << token_bits[4]))
 
 
 @dataclass(frozen=True)
-class Int4Tile:
-    """Shared-memory image of ``num_tokens`` tokens of ``num_heads`` KV heads, as INT4 rows.
+class RowTile:
+    """Shared-memory image of ``num_tokens`` tokens of ``num_heads`` KV heads, as raw rows: scales, then codes.
 
     Args:
-        head_dim: elements of a row, a multiple of 64.
-        num_groups: quantisation groups of a row (1, 2, 4 or 8).
+        head_dim: elements of a row.
+        code_bits: 4 or 8.
+        num_groups: quantisation groups of a row (1, 2, 4 or 8), each of a multiple of 8 columns and with a header of
+            one word.
         num_heads: KV heads that lie next to each other for every token.
         num_tokens: tokens of the tile, a power of two, at least 32.
+        operand: "k" or "v", which says how lanes read it.
         contiguous: whether consecutive tokens touch in global memory. If they do, one bulk copy may take many tokens;
             if not (the tile holds some of the cache's heads), one bulk copy takes the heads of one token.
         copy_words: words that a copy's size and address are multiples of: 4 for bulk copies, 1 for copies by words.
+        token_bits: which token stands in which MMA row; chosen by :func:`plan_tiles`.
+        copy_tokens: tokens that one copy brings; chosen by :func:`plan_tiles`.
+        padding_words: words between one copy's bytes and the next one's; chosen by :func:`plan_tiles`.
     """
 
     head_dim: int
+    code_bits: int
     num_groups: int
     num_heads: int
     num_tokens: int
+    operand: str
     contiguous: bool = True
     copy_words: int = 4
+    token_bits: TokenBits = NATURAL_ORDER
+    copy_tokens: int = 1
+    padding_words: int = 0
+
+    @property
+    def word_codes(self) -> int:
+        """Codes of a word."""
+        return 32 // self.code_bits
 
     @property
     def header_words(self) -> int:
-        """Words of (scale, shift) pairs at the start of a row."""
+        """Words of scales (and shifts) at the start of a row."""
         return self.num_groups
 
     @property
+    def header_vector(self) -> int:
+        """Words of scales that one load takes."""
+        return min(HEADER_VECTOR, self.header_words)
+
+    @property
     def row_words(self) -> int:
-        return self.header_words + self.head_dim // NIBBLES_PER_WORD
+        return self.header_words + self.head_dim // self.word_codes
 
     @property
     def token_words(self) -> int:
@@ -59,47 +129,47 @@ class Int4Tile:
 
     @property
     def group_width(self) -> int:
-        """Columns of head_dim that share one (scale, shift)."""
+        """Columns of head_dim that share one header."""
         return self.head_dim // self.num_groups
 
     # -- which elements a lane takes ------------------------------------------------------------------------------
 
     @property
     def k_unit(self) -> int:
-        """Columns of one step through K: 32, which are the words of four lanes, unless a group is narrower."""
-        return min(self.group_width, 32)
+        """Columns of one step through K: the words of four lanes, or what of them divides a group."""
+        return _unit(self.group_width, MMA_LANES * self.word_codes)
 
     @property
     def v_unit(self) -> int:
-        """Columns of the output per unit of MMA rows: lane g takes ``v_unit // 8`` neighbouring nibbles."""
-        return min(self.group_width, 64)
+        """Columns of the output per unit of MMA rows: lane g takes ``v_unit // 8`` neighbouring codes."""
+        return _unit(self.group_width, MMA_ROWS * self.word_codes)
 
-    def k_column(self, unit: int, t: int, mma: int, register: int, half: int) -> int:
-        """Column at slot (mma, register, half) of lane t's A operand: nibbles n and n + 4 make one packed pair."""
-        nibble = {32: 0, 16: 2 * (t % 2), 8: t}[self.k_unit] + 2 * mma + register + 4 * half
-        word = t * self.k_unit // 32
-        return self.k_unit * unit + NIBBLES_PER_WORD * word + nibble
+    @property
+    def k_units(self) -> int:
+        return self.head_dim // self.k_unit
 
-    def v_column(self, unit: int, g: int, nibble: int) -> int:
-        """Column of head_dim of the ``nibble``-th output row that lane g holds in a unit."""
-        return self.v_unit * unit + self.v_unit // 8 * g + nibble
+    @property
+    def v_units(self) -> int:
+        return self.head_dim // self.v_unit
+
+    def k_word(self, t):
+        """Word of a unit that lane t reads; lanes share one where a unit is narrower than the words of four lanes."""
+        return t * self.k_unit // (MMA_LANES * self.word_codes)
+
+    def v_word(self, g):
+        """Word of a unit that lane g reads."""
+        return g * self.v_unit // (MMA_ROWS * self.word_codes)
+
+    def v_column(self, unit: int, g, code: int):
+        """Column of head_dim of the ``code``-th output row that lane g holds in a unit."""
+        return self.v_unit * unit + self.v_unit // MMA_ROWS * g + code
 
     # -- where they lie -------------------------------------------------------------------------------------------
 
     @property
-    def token_bits(self) -> tuple[int, ...]:
-        """Bit b of (g, j) (three bits of g, two of j) is bit ``token_bits[b]`` of the token's place in its block."""
-        return self._plan[0]
-
-    @property
-    def copy_tokens(self) -> int:
-        """Tokens that one bulk copy brings."""
-        return self._plan[1]
-
-    @property
     def copy_pitch_words(self) -> int:
-        """Words from one bulk copy's destination to the next one's: its data and the padding after it."""
-        return self.copy_tokens * self.token_words + self._plan[2]
+        """Words from one copy's destination to the next one's: its data and the padding after it."""
+        return self.copy_tokens * self.token_words + self.padding_words
 
     @property
     def num_copies(self) -> int:
@@ -114,7 +184,7 @@ class Int4Tile:
     def num_bytes(self) -> int:
         return self.num_words * WORD_BYTES
 
-    def token_offset(self, token: int) -> int:
+    def token_offset(self, token):
         """First word of a token's rows."""
         return token // self.copy_tokens * self.copy_pitch_words + token % self.copy_tokens * self.token_words
 
@@ -124,27 +194,20 @@ class Int4Tile:
 
     def block_token(self, g: int, j: int) -> int:
         """The token (0..31 within its block) in row g of row half j."""
-        return sum(((g | j << 3) >> bit & 1) << place for bit, place in enumerate(self.token_bits))
+        return block_token(self.token_bits, g, j)
 
     # -- accesses, as the word that each lane of a warp reads -----------------------------------------------------
 
     def k_words(self, j: int, unit: int) -> list[int]:
         """Word read by each lane for row half j and one unit of columns of K."""
-        return [
-            self.token_offset(self.block_token(lane // 4, j))
-            + self.header_words
-            + self.k_unit // 8 * unit
-            + lane % 4 * self.k_unit // 32
-            for lane in range(32)
-        ]
+        first = self.header_words + self.k_unit // self.word_codes * unit
+        return [self.token_offset(self.block_token(lane // 4, j)) + first + self.k_word(lane % 4) for lane in range(32)]
 
     def v_words(self, j: int, parity: int, unit: int) -> list[int]:
         """Word read by each lane for token row 2t + parity of row half j and one unit of columns of V."""
+        first = self.header_words + self.v_unit // self.word_codes * unit
         return [
-            self.token_offset(self.block_token(2 * (lane % 4) + parity, j))
-            + self.header_words
-            + self.v_unit // 8 * unit
-            + lane // 4 * self.v_unit // 64
+            self.token_offset(self.block_token(2 * (lane % 4) + parity, j)) + first + self.v_word(lane // 4)
             for lane in range(32)
         ]
 
@@ -155,48 +218,91 @@ class Int4Tile:
     # -- the choice -----------------------------------------------------------------------------------------------
 
     @property
-    def _plan(self) -> tuple[tuple[int, ...], int, int]:
-        """(token_bits, copy_tokens, padding words) with the fewest shared-memory wavefronts, then the fewest copies."""
-        return _best_plan(self)
+    def orders(self) -> tuple[TokenBits, ...]:
+        """Any: a lane finds each of its rows by address."""
+        return ORDERS
 
-    def _copy_candidates(self) -> list[tuple[int, int]]:
-        """(tokens, padding words) of the copies worth trying."""
+    @property
+    def wavefronts(self) -> int:
+        """Wavefronts of a block's loads. All loads of a kind cost the same: they differ by a constant address."""
+        g_strides = self.row_strides()[:3]
+        rows = [sum((g >> bit & 1) * stride for bit, stride in enumerate(g_strides)) for g in range(MMA_ROWS)]
+        header = {row + word for row in rows for word in range(self.header_vector)}
+        cost = 4 * self.header_words // self.header_vector * _most_words_per_bank(header)
+        if self.operand == "k":
+            codes = {row + self.k_word(t) for row in rows for t in range(MMA_LANES)}
+            return cost + 4 * self.k_units * _most_words_per_bank(codes)
+        codes = {rows[2 * t] + self.v_word(g) for t in range(MMA_LANES) for g in range(MMA_ROWS)}
+        return cost + 8 * self.v_units * _most_words_per_bank(codes)
+
+    @property
+    def fewest_wavefronts(self) -> int:
+        """``wavefronts`` without bank conflicts."""
+        loads = 4 * self.k_units if self.operand == "k" else 8 * self.v_units
+        return loads + 4 * self.header_words // self.header_vector
+
+    def copies(self) -> list[tuple[int, int]]:
+        """(tokens, padding words) of the copies worth trying, by rising number of copies, then padding."""
         counts = [self.num_tokens, 4, 2, 1] if self.contiguous else [1]
         sizes = [count for count in counts if count * self.token_words % self.copy_words == 0]
         return [(count, pad) for count in sizes for pad in ((0,) if count == self.num_tokens else (0, 4))]
 
-    def _wavefronts(self, g_strides: list[int]) -> int:
-        """Wavefronts of one K word load plus one V word load when bit b of g moves ``g_strides[b]`` words."""
-        rows = [sum((g >> bit & 1) * stride for bit, stride in enumerate(g_strides)) for g in range(8)]
-        k = {row + t * self.k_unit // 32 for row in rows for t in range(4)}
-        v = {rows[2 * t] + g * self.v_unit // 64 for t in range(4) for g in range(8)}
-        return _max_words_per_bank(k) + _max_words_per_bank(v)
+
+def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
+    """The tiles in the token order, one for both, and with the copies under which a block's loads are cheapest.
+
+    Fewest wavefronts first, then fewest copies, then least memory. Raises ValueError if a tile has rows that lanes
+    cannot read.
+    """
+    return _plan_tiles(keys, values)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=1024)
-def _best_plan(tile: Int4Tile) -> tuple[tuple[int, ...], int, int]:
-    best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
-    # The candidates come by rising number of copies, then padding: the first without conflicts is the best of all.
-    for copy_tokens, padding in tile._copy_candidates():
-        pitch = copy_tokens * tile.token_words + padding
-        bases = [
-            token // copy_tokens * pitch + token % copy_tokens * tile.token_words
-            for token in (1 << bit for bit in range(5))
-        ]
-        for bits in permutations(range(5), 3):
-            cost = tile._wavefronts([bases[bit] for bit in bits])
-            key = (cost, tile.num_tokens // copy_tokens, padding)
-            if best is None or key < best[0]:
-                rest = tuple(bit for bit in range(5) if bit not in bits)
-                best = key, (bits + rest, copy_tokens, padding)
-            if cost == FEWEST_WAVEFRONTS:
-                return best[1]
+def _plan_tiles(keys: Tile, values: Tile) -> tuple[Tile, Tile]:
+    best: tuple[tuple[int, ...], tuple[Tile, Tile]] | None = None
+    for order in keys.orders:
+        if order not in values.orders:
+            continue
+        pair = _in_order(keys, order), _in_order(values, order)
+        key = (
+            sum(tile.wavefronts for tile in pair),
+            sum(tile.num_copies for tile in pair),
+            sum(tile.num_bytes for tile in pair),
+        )
+        if best is None or key < best[0]:
+            best = key, pair
     assert best is not None
     return best[1]
 
 
-def _max_words_per_bank(words: set[int]) -> int:
-    """Wavefronts of a 32-bit warp load: the most different words that fall into one bank."""
+def _in_order(tile: TileT, order: TokenBits) -> TileT:
+    """The tile with this token order, and of raw rows the best copies for it."""
+    if not isinstance(tile, RowTile):
+        return replace(tile, token_bits=order)  # type: ignore[type-var]
+    best: tuple[int, RowTile] | None = None
+    for copy_tokens, padding in tile.copies():
+        found = replace(tile, token_bits=order, copy_tokens=copy_tokens, padding_words=padding)
+        cost = found.wavefronts
+        if best is None or cost < best[0]:
+            best = cost, found
+        if cost == tile.fewest_wavefronts:
+            break
+    assert best is not None, f"no copy brings rows of {tile.token_words} words"
+    return best[1]  # type: ignore[return-value]
+
+
+def _unit(group_width: int, most: int) -> int:
+    """The largest of ``most``, half of it, ... 8 columns that divides a group: one header serves a whole unit."""
+    unit = most
+    while group_width % unit:
+        unit //= 2
+        if unit < MMA_ROWS:
+            raise ValueError(f"groups of {group_width} columns; want a multiple of {MMA_ROWS}")
+    return unit
+
+
+def _most_words_per_bank(words: set[int]) -> int:
+    """Wavefronts of a warp load: the most different words that fall into one bank."""
     counts = [0] * NUM_BANKS
     for word in words:
         counts[word % NUM_BANKS] += 1

@@ -56,7 +56,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("lens-2d", {"seq_lens": zeros(3, 1, dtype=torch.int32)}, ValueError, r"seq_lens: got shape \[3, 1\], want \[3\]"),
     # shapes
     ("q-len", {"q": zeros(3, 2, 8, 128)}, ValueError, "q: got q_len 2, want 1"),
-    ("head-dim", {"q": zeros(3, 1, 8, 96)}, ValueError, "q: got head_dim 96, want one of 64, 128, 256"),
+    ("head-dim", {"q": zeros(3, 1, 8, 72)}, ValueError, "q: got head_dim 72, want one of 64, 80, 96, 128, 192, 256"),
     ("row-width", {"k_cache": rows(3, 12, 2, 68)}, ValueError,
      "k_cache: got rows of 68 elements, want 80 for int4_g4 at head_dim 128"),
     ("k-batch", {"k_cache": rows(2, 12, 2, 80)}, ValueError, "k_cache: got a batch of 2, want 3, that of q"),

@@ -8,10 +8,13 @@ import pytest
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import MAX_SHARED_BYTES, RESERVED_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.tiles import tiles_of
+from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS
 
-INT4 = DecodeConfig("int4_g4", "bf16", 128, ctas_per_sm=1)
-DENSE = DecodeConfig("bf16", "bf16", 128, num_slices=2, num_stages=3, ctas_per_sm=1, copy="tma")
+INT4 = DecodeConfig("int4_g4", "int4_g4", "bf16", 128, 128, ctas_per_sm=1)
+DENSE = DecodeConfig("bf16", "bf16", "bf16", 128, 128, num_slices=2, ctas_per_sm=1, k_copy="tma", v_copy="tma")
+MIXED = DecodeConfig("int8_channel", "int4_g2", "fp16", 192, 128, num_slices=2, ctas_per_sm=1, k_copy="tma")
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
 
 
@@ -19,7 +22,7 @@ def change(config: DecodeConfig, **fields) -> DecodeConfig:
     return dataclasses.replace(config, **fields)
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
 def test_what_ships_can_be_implemented(config: DecodeConfig):
     assert config.can_implement() is None
 
@@ -27,14 +30,19 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (change(INT4, head_dim=96), "head_dim 96 is not 64, 128 or 256"),
+        (change(INT4, head_dim=72), "head_dim 72 is not one of 64, 80, 96, 128, 192, 256"),
+        (change(INT4, v_head_dim=512), "head_dim 512 is not one of"),
+        (change(INT4, head_dim=80), r"groups of 20 columns \(int4_g4 at head_dim 80\) are no multiple of 8"),
+        (change(MIXED, k_format="int8_head"), "int8_head caches are read by the kernel for int8_tensor"),
+        (change(DENSE, q_dtype="fp16"), "q_dtype 'fp16' is not that of a bf16 cache"),
+        (change(INT4, blocks_per_warp=3), "blocks_per_warp 3 is not 1, 2 or 4"),
         (change(INT4, q_dtype="fp32"), "q_dtype 'fp32' is not 'bf16' or 'fp16'"),
         (change(INT4, num_stages=1), "num_stages must be at least 2"),
         (change(INT4, early_tiles=3), "early_tiles 3 is not from 0 to num_stages - 1 = 2"),
         (change(INT4, early_tiles=-1), "early_tiles -1 is not from 0"),
         (change(INT4, num_slices=33), "33 warps are more than the 32 of a CTA"),
-        (change(INT4, copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
-        (change(DENSE, copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
+        (change(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
+        (change(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (change(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
         (change(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
     ],
@@ -46,7 +54,7 @@ def test_what_cannot_be_implemented_says_why(config: DecodeConfig, reason: str):
 
 def test_an_unknown_format_is_named():
     with pytest.raises(ValueError, match="kv_format: got 'int3', want one of bf16, fp16, int4_g1"):
-        change(INT4, kv_format="int3").can_implement()
+        change(INT4, v_format="int3").can_implement()
 
 
 def test_warps_tokens_and_threads_follow_from_the_fields():
@@ -55,19 +63,37 @@ def test_warps_tokens_and_threads_follow_from_the_fields():
     assert config.slice_tokens == 2 * BLOCK_TOKENS and config.tile_tokens == 6 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
 def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeConfig):
-    assert config.ring_bytes == 2 * config.num_stages * config.tile_bytes
-    # Every warp's 8 x head_dim fp32 outputs and 8 (maximum, sum) pairs must fit into the merge buffer.
-    assert config.merge_bytes >= config.num_warps * 8 * (4 * config.head_dim + 8)
+    k_bytes, v_bytes = config.tile_bytes
+    first_v = config.ring_offsets[1]
+    assert first_v >= config.num_stages * k_bytes and config.ring_bytes == first_v + config.num_stages * v_bytes
+    # Every warp's fp32 outputs and (maximum, sum) pairs must fit into the merge buffer.
+    assert config.merge_bytes >= config.num_warps * config.warp_queries * (4 * config.v_head_dim + 8)
     assert config.smem_bytes >= max(config.ring_bytes, config.merge_bytes) + 2 * config.num_stages * 8
     resident = config.ctas_per_sm * (config.smem_bytes + RESERVED_SHARED_BYTES)
     assert resident <= MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
 
 
+@pytest.mark.parametrize("config", [DENSE, MIXED, change(MIXED, k_format="int4_g1", v_format="e5m2")], ids=str)
+def test_swizzled_tiles_start_where_their_swizzle_does(config: DecodeConfig):
+    for tile, start, size in zip(tiles_of(config), config.ring_offsets, config.tile_bytes, strict=True):
+        if isinstance(tile, SwizzledTile):
+            assert start % 1024 == 0 and size % 1024 == 0
+
+
+def test_query_heads_are_counted_in_blocks_warps_and_heads():
+    config = change(INT4, num_heads=2, num_query_blocks=2, blocks_per_warp=4)
+    assert (config.columns, config.warp_queries, config.head_queries, config.num_rows) == (8, 32, 64, 128)
+
+
 def test_a_row_takes_the_bytes_of_its_format():
-    assert [change(INT4, kv_format=f"int4_g{g}").format.row_bytes(128) for g in (1, 2, 4, 8)] == [68, 72, 80, 96]
-    assert DENSE.format.row_bytes(128) == 256
+    pairs = [pair for c in (INT4, DENSE, MIXED) for pair in zip(c.formats, c.head_dims, strict=True)]
+    rows = [form.row_bytes(head_dim) for form, head_dim in pairs]
+    assert rows == [80, 80, 256, 256, 192, 72]
+
+
+OTHERS = {"k_format": "int4_g1", "v_format": "int4_g2", "q_dtype": "fp16", "k_copy": "word", "v_copy": "word"}
 
 
 def test_names_are_identifiers_and_differ_where_configurations_do():
@@ -76,7 +102,7 @@ def test_names_are_identifiers_and_differ_where_configurations_do():
     assert all(name.isidentifier() for name in names)
     for field in dataclasses.fields(DecodeConfig):
         value = getattr(INT4, field.name)
-        other = {"kv_format": "int4_g1", "q_dtype": "fp16", "copy": "word"}.get(field.name)
+        other = OTHERS.get(field.name)
         if other is None:
             other = not value if isinstance(value, bool) else value + 1
         assert change(INT4, **{field.name: other}).name != INT4.name, field.name

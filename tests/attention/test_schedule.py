@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
-from cute_kernels.attention.config import HEADS_PER_WARP, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import (
     Problem,
     candidate_configs,
@@ -15,29 +15,41 @@ from cute_kernels.attention.schedule import (
     make_schedule,
     split_options,
 )
-from cute_kernels.attention.tiles import int4_tile
-from cute_kernels.kv_formats import DenseFormat
+from cute_kernels.attention.tiles import HEAD_DIMS, cannot_read, has_headers, kernel_format, tiles_of
+from cute_kernels.kv_formats import FORMATS as ALL_FORMATS
+from cute_kernels.kv_formats import format_of
+from layouts.kv.tile import RowTile
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
+BYTE_FORMATS = ["int8_token_head", "int8_tensor", "int8_head", "int8_channel", "e4m3_token_head", "e4m3_head", "e5m2"]
 
 
 def issue_problem(kv_format: str, batch: int) -> Problem:
     """8 query heads on one KV head of 128, 8192 tokens: the shapes of the published INT4 decode benchmarks."""
-    return Problem(batch, 8192, 8, 1, 128, kv_format, "bf16")
+    return Problem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
 @st.composite
-def problems(draw, formats=FORMATS) -> Problem:
-    kv_format = draw(st.sampled_from(formats))
+def problems(draw, formats=tuple(ALL_FORMATS), mixed: bool = True) -> Problem:
+    """Shapes that the kernels read; ``mixed``: K and V may differ."""
+    names = [draw(st.sampled_from(formats)) for _ in range(2)]
+    dims = [draw(st.sampled_from(HEAD_DIMS)) for _ in range(2)]
+    if not mixed or draw(st.booleans()):
+        names[1], dims[1] = names[0], dims[0]
+    dense = {"bf16", "fp16"} & set(names)
+    assume(len(dense) < 2)
+    assume(not any(cannot_read(format_of(name), d) for name, d in zip(names, dims, strict=True)))
     num_kv_heads = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 128])))
     return Problem(
         batch=draw(st.one_of(st.integers(1, 64), st.integers(1, 65535))),
         max_seq_len=draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))),
         num_q_heads=num_kv_heads * draw(st.one_of(st.integers(1, 16), st.sampled_from([24, 32, 64, 128]))),
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([64, 128, 256])),
-        kv_format=kv_format,
-        q_dtype=kv_format if kv_format in ("bf16", "fp16") else draw(st.sampled_from(["bf16", "fp16"])),
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        k_format=names[0],
+        v_format=names[1],
+        q_dtype=dense.pop() if dense else draw(st.sampled_from(["bf16", "fp16"])),
         aligned=draw(st.booleans()),
         num_sms=draw(st.sampled_from([132, 114, 78])),
     )
@@ -45,13 +57,13 @@ def problems(draw, formats=FORMATS) -> Problem:
 
 def heads_of_cta(problem: Problem, config: DecodeConfig, block: int) -> list[int]:
     """Query heads of head block ``block``, as the kernel numbers them."""
-    query_groups = -(-problem.group // (HEADS_PER_WARP * config.num_query_blocks))
+    query_groups = -(-problem.group // config.head_queries)
     first_kv = block // query_groups * config.num_heads
-    first_query = block % query_groups * HEADS_PER_WARP * config.num_query_blocks
+    first_query = block % query_groups * config.head_queries
     return [
         (first_kv + kv) * problem.group + query
         for kv in range(config.num_heads)
-        for query in range(first_query, first_query + HEADS_PER_WARP * config.num_query_blocks)
+        for query in range(first_query, first_query + config.head_queries)
         if query < problem.group
     ]
 
@@ -65,7 +77,8 @@ def test_every_problem_gets_a_schedule_that_can_be_compiled(problem: Problem, nu
     schedule = make_schedule(problem, num_splits)
     config = schedule.config
     assert config.can_implement() is None
-    assert (config.kv_format, config.q_dtype, config.head_dim) == (problem.kv_format, problem.q_dtype, problem.head_dim)
+    assert config.k_format == kernel_format(problem.k_format) and config.v_format == kernel_format(problem.v_format)
+    assert config.q_dtype == problem.q_dtype and config.head_dims == (problem.head_dim, problem.v_head_dim)
     assert problem.num_kv_heads % config.num_heads == 0
 
 
@@ -107,32 +120,46 @@ def test_fixed_splits_are_taken_as_given_whatever_the_batch(problem: Problem, nu
     assert schedules[0].num_splits == num_splits
 
 
-@settings(max_examples=200, deadline=None)
-@given(problems(formats=["int4_g1", "int4_g2", "int4_g4", "int4_g8"]))
-def test_int4_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: Problem):
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_rows_are_copied_in_bulk_only_where_16_bytes_divide_the_copies(problem: Problem):
     for config in candidate_configs(problem):
-        tile = int4_tile(config)
-        if not problem.aligned:
-            assert config.copy == "word"
-        if config.copy == "bulk":
-            assert tile.copy_tokens * tile.token_words * 4 % 16 == 0
-            # A CTA whose heads are a part of the cache's starts copies at any token and at its first head.
-            assert config.num_heads == problem.num_kv_heads or tile.token_words * 4 % 16 == 0
-        assert config.contiguous == (config.num_heads == problem.num_kv_heads)
+        for form, copy, tile in zip(config.formats, config.copies, tiles_of(config), strict=True):
+            if not has_headers(form):
+                assert copy == "tma"
+                continue
+            assert isinstance(tile, RowTile)
+            if not problem.aligned:
+                assert copy == "word"
+            if copy == "bulk":
+                assert tile.copy_tokens * tile.token_words * 4 % 16 == 0
+                # A CTA whose heads are a part of the cache's starts copies at any token and at its first head.
+                assert config.num_heads == problem.num_kv_heads or tile.token_words * 4 % 16 == 0
+            assert config.contiguous == (config.num_heads == problem.num_kv_heads)
 
 
-@settings(max_examples=50, deadline=None)
-@given(problems(formats=["bf16", "fp16"]))
-def test_16_bit_caches_go_through_tensor_maps(problem: Problem):
-    for config in candidate_configs(problem):
-        assert isinstance(config.format, DenseFormat) and config.copy == "tma"
+@pytest.mark.parametrize(("kv_format", "head_dim"), [("int4_g8", 80), ("int8_g4", 80), ("int8_g8", 96)])
+def test_groups_that_no_mma_can_take_are_refused(kv_format, head_dim):
+    width = head_dim // int(kv_format[-1])
+    with pytest.raises(ValueError, match=f"kv_format: groups of {width} columns"):
+        candidate_configs(Problem.uniform(1, 100, 8, 1, head_dim, kv_format, "bf16"))
+
+
+def test_one_kernel_serves_scales_per_tensor_and_per_head():
+    """A scale for all heads is one per head that they share."""
+    for codes in ("int8", "e4m3"):
+        per_head, per_tensor = (
+            candidate_configs(Problem.uniform(1, 4096, 8, 1, 128, f"{codes}_{granularity}", "bf16"))
+            for granularity in ("head", "tensor")
+        )
+        assert per_head == per_tensor
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("max_seq_len", [0, 1])
 def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
-    schedule = make_schedule(Problem(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
+    schedule = make_schedule(Problem.uniform(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
     assert schedule.num_splits == 1
 
 
@@ -156,13 +183,16 @@ def test_the_model_never_expects_to_beat_the_memory(kv_format):
     for batch in (1, 32, 128, 512):
         problem = issue_problem(kv_format, batch)
         schedule = make_schedule(problem)
-        row = schedule.config.format.row_bytes(problem.head_dim)
         expected = estimate_us(problem, schedule.config, schedule.num_splits)
-        assert expected >= 2 * batch * problem.max_seq_len * row / 4.8e6  # 4.8 TB/s is what an H200's HBM is sold as
+        assert (
+            expected >= batch * problem.max_seq_len * problem.token_bytes / 4.8e6
+        )  # 4.8 TB/s is what an H200's HBM is sold as
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+LAYOUTS = [(name, d) for name in FORMATS for d in (64, 128, 256)] + [(name, 128) for name in BYTE_FORMATS]
+
+
+@pytest.mark.parametrize(("kv_format", "head_dim"), LAYOUTS)
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 def test_common_head_layouts_use_what_ships(kv_format, head_dim, num_kv_heads):
     """Bundles serve 8 query heads a KV head on 1, 8 or 32 KV heads at any batch and length without the compiler."""
@@ -170,5 +200,5 @@ def test_common_head_layouts_use_what_ships(kv_format, head_dim, num_kv_heads):
     shipped = {spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)}
     for batch in (1, 7, 32, 64, 512):
         for max_seq_len in (64, 1024, 8192, 131072):
-            problem = Problem(batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
+            problem = Problem.uniform(batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
             assert make_schedule(problem).config in shipped

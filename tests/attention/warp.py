@@ -14,11 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 LANES = np.arange(32, dtype=np.int32)
 Lanes = Any  # what instructions take and give: a `_Lanes`, which type checkers lose sight of in arithmetic
 
 ROW, COLUMN = LANES // 4, LANES % 4  # g and t: a lane's place in MMA fragments
+
+
+E4M3_AS_F16 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half().numpy().view(np.uint16)
 
 
 class _Lanes(np.ndarray):
@@ -104,21 +108,21 @@ class Warp:
     LOG2_E: float = 1.4426950408889634
     LN_2: float = 0.6931471805599453
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, reader: ModuleType) -> None:
-        """Puts this warp in place of the GPU behind a reader's module."""
+    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """Puts this warp in place of the GPU behind the readers' modules."""
         arch = SimpleNamespace(shuffle_sync=self.shuffle, shuffle_sync_bfly=self.shuffle_butterfly)
         replaced = {
             "ptx": self,
-            "cutlass": SimpleNamespace(min=np.minimum, max=np.maximum, select_=select, range_constexpr=range),
+            "cutlass": SimpleNamespace(min=np.minimum, max=np.maximum, select_=select),
             "cute": SimpleNamespace(make_rmem_tensor=Registers, arch=arch),
             "Int32": Int32,
             "Int64": Int64,
             "Uint32": Uint32,
             "Float32": Float32,
-            "const_expr": bool,
         }
-        for name, value in replaced.items():
-            monkeypatch.setattr(reader, name, value, raising=False)
+        for module in modules:
+            for name in replaced.keys() & vars(module).keys():
+                monkeypatch.setattr(module, name, replaced[name])
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -190,6 +194,15 @@ class Warp:
 
     def pack_bf16x2(self, low: Lanes, high: Lanes) -> Lanes:
         return from_halves(bf16_bits(np.stack([low, high], axis=1)))
+
+    def add_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
+        return from_halves((halves(a).view(np.float16) + halves(b).view(np.float16)).view(np.uint16))
+
+    def e4m3x2_low_to_f16x2(self, x: Lanes) -> Lanes:
+        return from_halves(E4M3_AS_F16[np.asarray(x, np.uint32).reshape(32, 1).view(np.uint8)[:, :2]])
+
+    def e4m3x2_high_to_f16x2(self, x: Lanes) -> Lanes:
+        return from_halves(E4M3_AS_F16[np.asarray(x, np.uint32).reshape(32, 1).view(np.uint8)[:, 2:]])
 
     def pinned(self, x: Lanes) -> Lanes:
         return x

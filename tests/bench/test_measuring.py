@@ -194,7 +194,7 @@ def test_one_shape_failing_does_not_stop_the_suite(bench, monkeypatch):
 
 
 def problem(batch, kv_format="int4_g1"):
-    return Problem(batch, 8192, 8, 1, 128, kv_format, "bf16")
+    return Problem.uniform(batch, 8192, 8, 1, 128, kv_format, "bf16")
 
 
 def fake_kernels(monkeypatch, batch, us_of):
@@ -216,7 +216,9 @@ def rungs_of(bench):
 
 def test_the_ladder_switches_each_switchable_step_off(bench, monkeypatch):
     def us_of(config, launch):
-        return 100.0 + 50.0 * (config.num_stages == 2) + 25.0 * (config.copy == "word") + 5.0 * (not config.early_tiles)
+        return (
+            100.0 + 50.0 * (config.num_stages == 2) + 25.0 * (config.k_copy == "word") + 5.0 * (not config.early_tiles)
+        )
 
     fake_kernels(monkeypatch, 32, us_of)
     suites.run_ladder(bench, [32], ["int4_g1"])
@@ -240,7 +242,7 @@ def test_a_configuration_that_is_wrong_has_no_time_and_stops_no_other(bench, mon
     right = entry.bind_config
 
     def bind_config(config, inputs, **launch):
-        if config.copy == "word":
+        if config.k_copy == "word":
             return timed(exact(inputs) * 1.1, 1.0)
         if launch["num_splits"] == 1:
             raise RuntimeError("no such launch")
@@ -273,7 +275,7 @@ def test_padding_and_token_order_are_counted_in_wavefronts():
     one_head = rung.count(make_schedule(problem(512)).config)
     assert one_head.startswith("wavefronts per load of K 1, of V 1, with 0 words between copies")
     assert one_head.endswith("without padding: K 2, V 4")
-    eight_heads = rung.count(make_schedule(Problem(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
+    eight_heads = rung.count(make_schedule(Problem.uniform(64, 8192, 64, 8, 128, "int4_g4", "bf16")).config)
     assert eight_heads.startswith("wavefronts per load of K 1, of V 1, with 4 words between copies")
     assert eight_heads.endswith("without padding: K 8, V 4")
 

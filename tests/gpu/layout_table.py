@@ -38,7 +38,7 @@ class HeadLayout:
         return wanted
 
     def problem(self, batch: int, max_seq_len: int, group: int | None = None) -> Problem:
-        return Problem(
+        return Problem.uniform(
             batch=batch,
             max_seq_len=max_seq_len,
             num_q_heads=self.num_kv_heads * (group or self.groups[0]),

@@ -52,7 +52,7 @@ class Case:
         """What the call uses on an H100 or H200."""
         call = self.call()
         request_bytes = call.k_cache[0].numel() * call.k_cache.element_size()
-        problem = Problem(
+        problem = Problem.uniform(
             batch=len(self.lengths),
             max_seq_len=call.k_cache.shape[1],
             num_q_heads=self.num_kv_heads * self.group,

@@ -6,53 +6,66 @@ import pytest
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.tiles import tile_of
+from cute_kernels.attention.tiles import HEAD_DIMS, tiles_of
 from layouts import banks
-from layouts.kv.dense_tile import CHUNK_BYTES, MATRIX, DenseTile
-from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, Int4Tile
+from layouts.kv.swizzled_tile import CHUNK_BYTES, LOAD_CHUNKS, MATRIX, SwizzledTile
+from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, plan_tiles
 
 LANES = range(32)
 MMA_ROWS = 16  # of the A operand of mma.sync.m16n8k16
 BULK_BYTES = 16  # size and addresses of cp.async.bulk are multiples of this
+SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
+ROW_SHAPES = [(4, groups) for groups in (1, 2, 4, 8)] + [(8, groups) for groups in (1, 2, 4, 8)]
 
 
-def shipped_tiles() -> dict[Int4Tile | DenseTile, DecodeConfig]:
+def shipped_tiles() -> dict[RowTile | SwizzledTile, DecodeConfig]:
     """The different tiles of the shipped configurations, each with one configuration that has it."""
-    configs = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
-    return {tile_of(config): config for config in reversed(configs)}
+    return {tile: config for config in reversed(SHIPPED) for tile in tiles_of(config)}
 
 
-def unshipped_tiles() -> list[Int4Tile]:
-    """What is compiled on demand: odd numbers of heads, copies by words."""
-    counts = [(3, True, 4), (5, True, 4), (2, False, 4), (4, False, 4), (1, True, 1), (1, False, 1)]
-    shapes = [
-        (d, g, heads, contiguous, words)
-        for d in (64, 128, 256)
-        for g in (1, 2, 4, 8)
-        for heads, contiguous, words in counts
-    ]
+def row_tiles(
+    head_dim: int, bits: int, groups: int, heads: int, contiguous: bool = True, words: int = 4
+) -> tuple[RowTile, RowTile]:
+    """Of K and of V, as alike as they can be."""
+    tokens = max(8 // heads, 1) * BLOCK_TOKENS
+    keys, values = (RowTile(head_dim, bits, groups, heads, tokens, op, contiguous, words) for op in ("k", "v"))
+    return plan_tiles(keys, values)
+
+
+def unshipped_tiles() -> list[RowTile]:
+    """What is compiled on demand: other head dims, odd numbers of heads, copies by words."""
+    counts = [(3, True, 4), (2, False, 4), (8, True, 4), (1, True, 1)]
     return [
-        Int4Tile(d, g, heads, max(8 // heads, 1) * BLOCK_TOKENS, contiguous, words)
-        for d, g, heads, contiguous, words in shapes
-        if contiguous or words == 1 or heads * (4 * g + d // 2) % BULK_BYTES == 0
+        tile
+        for d in HEAD_DIMS
+        for bits, groups in ROW_SHAPES
+        for heads, contiguous, words in counts
+        if d // groups % 8 == 0
+        if contiguous or words == 1 or heads * (4 * groups + d * bits // 8) % BULK_BYTES == 0
+        for tile in row_tiles(d, bits, groups, heads, contiguous, words)
     ]
 
 
-INT4_TILES = [tile for tile in shipped_tiles() if isinstance(tile, Int4Tile)]
-ALL_INT4_TILES = INT4_TILES + unshipped_tiles()
-DENSE_TILES = [tile for tile in shipped_tiles() if isinstance(tile, DenseTile)]
+SHIPPED_ROW_TILES = [tile for tile in shipped_tiles() if isinstance(tile, RowTile)]
+ROW_TILES = list(dict.fromkeys(SHIPPED_ROW_TILES + unshipped_tiles()))
+BULK_TILES = [tile for tile in ROW_TILES if tile.copy_words == 4]
+SWIZZLED_TILES = [tile for tile in shipped_tiles() if isinstance(tile, SwizzledTile)]
+SWIZZLED_TILES += [SwizzledTile(d, size, 2, 64) for d in HEAD_DIMS for size in (1, 2)]
+SWIZZLED_TILES += [SwizzledTile(128, 1, 1, 32, (2, 0, 1, 3, 4)), SwizzledTile(64, 1, 1, 32, (1, 2, 0, 3, 4))]
 
 
-def name(tile: Int4Tile | DenseTile) -> str:
-    if isinstance(tile, DenseTile):
-        return f"dense-d{tile.head_dim}-t{tile.num_tokens}"
+def name(tile: RowTile | SwizzledTile) -> str:
+    if isinstance(tile, SwizzledTile):
+        bits = "".join(map(str, tile.token_bits))
+        return f"d{tile.head_dim}-{8 * tile.element_bytes}bit-t{tile.num_tokens}-{bits}"
     layout = f"{'contiguous' if tile.contiguous else 'strided'}-{'bulk' if tile.copy_words == 4 else 'word'}"
-    return f"d{tile.head_dim}-g{tile.num_groups}-h{tile.num_heads}-t{tile.num_tokens}-{layout}"
+    rows = f"{tile.operand}-d{tile.head_dim}-{tile.code_bits}bit-g{tile.num_groups}"
+    return f"{rows}-h{tile.num_heads}-t{tile.num_tokens}-{layout}"
 
 
-every_int4_tile = pytest.mark.parametrize("tile", ALL_INT4_TILES, ids=name)
-every_shipped_int4_tile = pytest.mark.parametrize("tile", INT4_TILES, ids=name)
-every_dense_tile = pytest.mark.parametrize("tile", DENSE_TILES, ids=name)
+every_row_tile = pytest.mark.parametrize("tile", ROW_TILES, ids=name)
+every_bulk_tile = pytest.mark.parametrize("tile", BULK_TILES, ids=name)
+every_swizzled_tile = pytest.mark.parametrize("tile", SWIZZLED_TILES, ids=name)
 
 
 def word_report(words: list[int], width: int = WORD_BYTES) -> banks.BankReport:
@@ -60,35 +73,33 @@ def word_report(words: list[int], width: int = WORD_BYTES) -> banks.BankReport:
 
 
 def test_the_shipped_tiles_cover_every_row_format():
-    assert {(tile.head_dim, tile.num_groups) for tile in INT4_TILES} == {
-        (d, g) for d in (64, 128, 256) for g in (1, 2, 4, 8)
+    int4 = {(d, 4, g) for d in (64, 128, 256) for g in (1, 2, 4, 8)}
+    assert {(tile.head_dim, tile.code_bits, tile.num_groups) for tile in SHIPPED_ROW_TILES} == int4 | {(128, 8, 1)}
+    assert {(tile.head_dim, tile.element_bytes) for tile in shipped_tiles() if isinstance(tile, SwizzledTile)} == {
+        (64, 2),
+        (128, 2),
+        (256, 2),
+        (128, 1),
     }
-    assert {tile.head_dim for tile in DENSE_TILES} == {64, 128, 256}
 
 
-# -- INT4: bank conflicts ---------------------------------------------------------------------------------------------
+# -- rows: bank conflicts ---------------------------------------------------------------------------------------------
 
 
-@every_shipped_int4_tile
-def test_every_word_of_k_is_loaded_without_conflict(tile: Int4Tile):
-    for j in range(4):
-        for unit in range(tile.head_dim // tile.k_unit):
-            report = word_report(tile.k_words(j, unit))
-            assert report.wavefronts == 1, report.describe()
+@every_bulk_tile
+def test_every_word_of_codes_is_loaded_without_conflict(tile: RowTile):
+    if tile.operand == "k":
+        loads = [tile.k_words(j, unit) for j in range(4) for unit in range(tile.k_units)]
+    else:
+        loads = [tile.v_words(j, odd, unit) for j in range(4) for odd in range(2) for unit in range(tile.v_units)]
+    for words in loads:
+        report = word_report(words)
+        assert report.wavefronts == 1, report.describe()
 
 
-@every_shipped_int4_tile
-def test_every_word_of_v_is_loaded_without_conflict(tile: Int4Tile):
-    for j in range(4):
-        for parity in range(2):
-            for unit in range(tile.head_dim // tile.v_unit):
-                report = word_report(tile.v_words(j, parity, unit))
-                assert report.wavefronts == 1, report.describe()
-
-
-@every_shipped_int4_tile
-def test_scales_and_shifts_are_loaded_without_conflict(tile: Int4Tile):
-    vector = min(4, tile.header_words)
+@every_bulk_tile
+def test_headers_are_loaded_without_conflict(tile: RowTile):
+    vector = tile.header_vector
     for j in range(4):
         for first in range(0, tile.header_words, vector):
             report = word_report([word + first for word in tile.header_reads(j)], width=WORD_BYTES * vector)
@@ -97,60 +108,54 @@ def test_scales_and_shifts_are_loaded_without_conflict(tile: Int4Tile):
             assert report.wavefronts == (2 if vector == 4 else 1)
 
 
-# -- INT4: elements ----------------------------------------------------------------------------------------------------
+@every_row_tile
+def test_wavefronts_are_what_the_bank_model_counts(tile: RowTile):
+    """Of the codes; the least there can be where a plan is without conflicts."""
+    loads = [tile.k_words(j, unit) for j in range(4) for unit in range(tile.k_units)]
+    if tile.operand == "v":
+        loads = [tile.v_words(j, odd, unit) for j in range(4) for odd in range(2) for unit in range(tile.v_units)]
+    codes = sum(word_report(words).wavefronts for words in loads)
+    headers = [word + i for word in tile.header_reads(0) for i in range(tile.header_vector)]
+    per_bank = [len({word for word in headers if word % 32 == bank}) for bank in range(32)]
+    assert tile.wavefronts == codes + 4 * tile.header_words // tile.header_vector * max(per_bank)
+    assert tile.fewest_wavefronts == len(loads) + 4 * tile.header_words // tile.header_vector
 
 
-@every_int4_tile
-def test_the_lanes_of_a_row_contract_every_column_of_head_dim_once(tile: Int4Tile):
-    """Slots (mma, register, half) of four lanes over all units: a permutation of the columns."""
-    mmas, registers = (1, 1) if tile.k_unit == 8 else (tile.k_unit // MMA_ROWS, 2)
-    columns = [
-        tile.k_column(unit, t, mma, register, half)
-        for unit in range(tile.head_dim // tile.k_unit)
-        for t in range(4)
-        for mma in range(mmas)
-        for register in range(registers)
-        for half in range(2)
-    ]
-    assert sorted(columns) == list(range(tile.head_dim))
+# -- rows: elements ----------------------------------------------------------------------------------------------------
 
 
-@every_int4_tile
-def test_the_columns_of_a_slot_lie_in_the_word_that_its_lane_loads(tile: Int4Tile):
-    for unit in range(tile.head_dim // tile.k_unit):
-        words = tile.k_words(0, unit)
-        for t in range(4):
-            first_column = 8 * (words[t] - tile.header_reads(0)[t] - tile.header_words)
-            for half in range(2):
-                assert first_column <= tile.k_column(unit, t, 0, 0, half) < first_column + 8
+@every_row_tile
+def test_four_lanes_hold_the_words_of_every_unit_of_k(tile: RowTile):
+    """Every word of codes is read once per row, by one lane or by as many as share it."""
+    words = [unit * tile.k_unit // tile.word_codes + tile.k_word(t) for unit in range(tile.k_units) for t in range(4)]
+    shared = 4 * tile.word_codes // tile.k_unit
+    assert sorted(words) == sorted(word for word in range(tile.head_dim // tile.word_codes) for _ in range(shared))
 
 
-@every_int4_tile
-def test_the_lanes_of_v_hold_every_column_of_the_output_once(tile: Int4Tile):
-    columns = [
-        tile.v_column(unit, g, nibble)
-        for unit in range(tile.head_dim // tile.v_unit)
-        for g in range(8)
-        for nibble in range(tile.v_unit // 8)
-    ]
-    assert columns == list(range(tile.head_dim))
+@every_row_tile
+def test_the_lanes_of_v_hold_every_column_of_the_output_once(tile: RowTile):
+    places = [(u, g, code) for u in range(tile.v_units) for g in range(8) for code in range(tile.v_unit // 8)]
+    assert [tile.v_column(*place) for place in places] == list(range(tile.head_dim))
+    for unit, g, code in places:
+        word = unit * tile.v_unit // tile.word_codes + tile.v_word(g)
+        assert tile.v_column(unit, g, code) // tile.word_codes == word
 
 
-@every_int4_tile
-def test_a_unit_never_straddles_two_groups(tile: Int4Tile):
-    """One scale serves all columns of a unit."""
+@every_row_tile
+def test_a_unit_never_straddles_two_groups(tile: RowTile):
+    """One header serves all columns of a unit."""
     assert tile.group_width % tile.k_unit == 0 and tile.group_width % tile.v_unit == 0
 
 
-@every_int4_tile
-def test_the_row_halves_hold_every_token_of_a_block_once(tile: Int4Tile):
+@every_row_tile
+def test_the_row_halves_hold_every_token_of_a_block_once(tile: RowTile):
     assert sorted(tile.token_bits) == list(range(5))
     tokens = [tile.block_token(g, j) for j in range(4) for g in range(8)]
     assert sorted(tokens) == list(range(BLOCK_TOKENS))
 
 
-@every_int4_tile
-def test_row_strides_are_the_layout_of_a_blocks_rows(tile: Int4Tile):
+@every_row_tile
+def test_row_strides_are_the_layout_of_a_blocks_rows(tile: RowTile):
     """A block's rows are an affine function of the bits of (g, j), whatever block it is: the kernel adds strides."""
     for block in range(tile.num_tokens // BLOCK_TOKENS):
         start = tile.token_offset(block * BLOCK_TOKENS)
@@ -161,18 +166,18 @@ def test_row_strides_are_the_layout_of_a_blocks_rows(tile: Int4Tile):
                 assert tile.token_offset(block * BLOCK_TOKENS + tile.block_token(g, j)) == by_strides
 
 
-# -- INT4: bytes -------------------------------------------------------------------------------------------------------
+# -- rows: bytes -------------------------------------------------------------------------------------------------------
 
 
-@every_int4_tile
-def test_tokens_do_not_overlap_and_fit(tile: Int4Tile):
+@every_row_tile
+def test_tokens_do_not_overlap_and_fit(tile: RowTile):
     offsets = [tile.token_offset(token) for token in range(tile.num_tokens)]
     assert all(after - before >= tile.token_words for before, after in pairwise(offsets))
     assert offsets[0] == 0 and offsets[-1] + tile.token_words <= tile.num_words
 
 
-@every_int4_tile
-def test_copies_start_and_end_on_what_the_copy_instruction_wants(tile: Int4Tile):
+@every_row_tile
+def test_copies_start_and_end_on_what_the_copy_instruction_wants(tile: RowTile):
     assert tile.num_tokens % tile.copy_tokens == 0
     assert tile.copy_tokens * tile.token_words % tile.copy_words == 0
     assert tile.copy_pitch_words % tile.copy_words == 0
@@ -180,67 +185,131 @@ def test_copies_start_and_end_on_what_the_copy_instruction_wants(tile: Int4Tile)
         assert tile.copy_tokens == 1
 
 
-@every_int4_tile
-def test_a_copy_is_one_run_of_tokens(tile: Int4Tile):
+@every_row_tile
+def test_a_copy_is_one_run_of_tokens(tile: RowTile):
     """Within a copy the tokens touch, as they do in global memory."""
     for token in range(tile.num_tokens):
         copy, place = divmod(token, tile.copy_tokens)
         assert tile.token_offset(token) == copy * tile.copy_pitch_words + place * tile.token_words
 
 
-@every_int4_tile
-def test_vector_loads_of_scales_and_shifts_are_aligned(tile: Int4Tile):
-    vector = min(4, tile.header_words)
+@every_row_tile
+def test_vector_loads_of_headers_are_aligned(tile: RowTile):
     for head in range(tile.num_heads):
         for token in range(tile.num_tokens):
-            assert (tile.token_offset(token) + head * tile.row_words) % vector == 0
+            assert (tile.token_offset(token) + head * tile.row_words) % tile.header_vector == 0
 
 
-@pytest.mark.parametrize(
-    ("tile", "config"),
-    shipped_tiles().items(),
-    ids=lambda value: name(value) if not isinstance(value, DecodeConfig) else "",
-)
-def test_a_tile_fits_the_shared_memory_that_its_configuration_counts(tile: Int4Tile | DenseTile, config: DecodeConfig):
-    num_bytes = tile.num_bytes if isinstance(tile, DenseTile) else tile.num_words * WORD_BYTES
-    assert num_bytes <= config.tile_bytes < num_bytes + 128
-    assert config.tile_bytes % 128 == 0 and tile.num_tokens == config.tile_tokens
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_tiles_fit_the_shared_memory_that_their_configuration_counts(config: DecodeConfig):
+    for tile, size in zip(tiles_of(config), config.tile_bytes, strict=True):
+        assert tile.num_bytes <= size < tile.num_bytes + 128
+        assert size % 128 == 0 and tile.num_tokens == config.tile_tokens
+        assert tile.token_bits == config.token_bits
 
 
-# -- 16-bit ------------------------------------------------------------------------------------------------------------
+# -- bare elements -----------------------------------------------------------------------------------------------------
 
 
-@every_dense_tile
+@every_swizzled_tile
 @pytest.mark.parametrize("operand", ["k_row", "v_row"])
-def test_every_ldmatrix_reads_all_banks(tile: DenseTile, operand: str):
+def test_every_ldmatrix_reads_all_banks(tile: SwizzledTile, operand: str):
     row_of = getattr(tile, operand)
-    for first_token in range(0, tile.num_tokens, MMA_ROWS):
-        for first_chunk in range(0, tile.head_dim // MATRIX, 2):
-            rows = [row_of(lane) for lane in LANES]
+    rows = [row_of(lane) for lane in LANES]
+    total = 0
+    for pair in range(2):
+        first_token = pair << tile.token_bits[4]
+        for first_chunk in range(0, tile.num_chunks, LOAD_CHUNKS):
             addresses = [tile.chunk_address(first_token + token, first_chunk + chunk) for token, chunk in rows]
             report = banks.report(addresses, width=16, kind="ldmatrix")
             assert report.wavefronts == report.minimum == 4, report.describe()
+            total += report.wavefronts
+    assert total == tile.wavefronts
 
 
-@every_dense_tile
-def test_every_chunk_has_its_own_place(tile: DenseTile):
-    addresses = [
-        tile.chunk_address(token, chunk) for token in range(tile.num_tokens) for chunk in range(tile.head_dim // MATRIX)
-    ]
+@every_swizzled_tile
+def test_every_chunk_has_its_own_place(tile: SwizzledTile):
+    chunks = range(tile.num_panels * tile.row_chunks)
+    addresses = [tile.chunk_address(token, chunk) for token in range(tile.num_tokens) for chunk in chunks]
     assert sorted(addresses) == list(range(0, tile.head_bytes, CHUNK_BYTES))
+    assert (tile.num_panels - 1) * tile.row_chunks < tile.num_chunks <= tile.num_panels * tile.row_chunks
 
 
-@every_dense_tile
-def test_the_four_matrices_are_the_registers_of_an_a_operand(tile: DenseTile):
+@every_swizzled_tile
+def test_loads_of_a_block_differ_by_constants_and_the_place_in_a_panel(tile: SwizzledTile):
+    """`load_offset`: what the kernel adds to a lane's address, which already knows the chunk's place in a panel."""
+    panel_loads = tile.row_chunks // LOAD_CHUNKS
+    for row_of in (tile.k_row, tile.v_row):
+        for lane in LANES:
+            token, chunk = row_of(lane)
+            for pair in range(2):
+                for load in range(-(-tile.num_chunks // LOAD_CHUNKS)):
+                    at = tile.chunk_address(token, chunk + LOAD_CHUNKS * (load % panel_loads))
+                    other = tile.chunk_address(token + (pair << tile.token_bits[4]), chunk + LOAD_CHUNKS * load)
+                    assert other == at + tile.load_offset(pair, load)
+
+
+@every_swizzled_tile
+def test_the_four_matrices_are_the_registers_of_an_a_operand(tile: SwizzledTile):
     """Registers of A: rows 0-7 then 8-15 of the first 8 of the contraction, then the same of the last 8.
 
     K: rows are tokens, the contraction runs along columns. V is read transposed: rows are columns, tokens contract.
     """
-    matrices = {row: [getattr(tile, row)(8 * matrix) for matrix in range(4)] for row in ("k_row", "v_row")}
-    assert matrices["k_row"] == [(0, 0), (8, 0), (0, 1), (8, 1)]
-    assert matrices["v_row"] == [(0, 0), (0, 1), (8, 0), (8, 1)]
-    for row in ("k_row", "v_row"):
-        for lane in LANES:
-            token, chunk = getattr(tile, row)(lane)
-            first_token, first_chunk = matrices[row][lane // 8]
-            assert (token, chunk) == (first_token + lane % 8, first_chunk)
+    halves = [[tile_token(tile, g, half) for g in range(MATRIX)] for half in range(2)]
+    for lane in LANES:
+        matrix, g = divmod(lane, MATRIX)
+        assert tile.k_row(lane) == (halves[matrix % 2][g], matrix // 2)
+        assert tile.v_row(lane) == (halves[matrix // 2][g], matrix % 2)
+    assert sorted(halves[0] + halves[1]) == list(range(MMA_ROWS))
+
+
+def tile_token(tile: SwizzledTile, g: int, j: int) -> int:
+    return sum((g >> bit & 1) << tile.token_bits[bit] for bit in range(3)) + (j << tile.token_bits[3])
+
+
+# -- pairs of different tiles ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_heads", [1, 8])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_two_operands_of_raw_rows_share_an_order_without_conflicts(head_dim: int, num_heads: int):
+    """Whatever their formats, and though each has its own copies."""
+    shapes = [(bits, groups) for bits, groups in ROW_SHAPES if head_dim // groups % 8 == 0]
+    tokens = 256 // num_heads
+    for k_bits, k_groups in shapes:
+        for v_bits, v_groups in shapes:
+            keys = RowTile(head_dim, k_bits, k_groups, num_heads, tokens, "k")
+            values = RowTile(head_dim, v_bits, v_groups, num_heads, tokens, "v")
+            planned = plan_tiles(keys, values)
+            assert planned[0].token_bits == planned[1].token_bits
+            assert [tile.wavefronts for tile in planned] == [tile.fewest_wavefronts for tile in planned]
+
+
+# Beside a swizzled tile, which wants eight tokens in a row, one head of raw rows has conflicts: wavefronts per load of
+# (code bits, groups) as K and as V at head_dim 128. Eight heads have none.
+CONFLICTS = {
+    (4, 1): (2, 2),
+    (4, 2): (2, 1),
+    (4, 4): (1, 1),
+    (4, 8): (1, 1),
+    (8, 1): (4, 2),
+    (8, 2): (2, 1),
+    (8, 4): (1, 1),
+    (8, 8): (1, 1),
+}
+
+
+@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
+@pytest.mark.parametrize("element_bytes", [1, 2])
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_raw_rows_beside_bare_elements_cost_what_the_table_says(shape, element_bytes: int, num_heads: int):
+    bits, groups = shape
+    bare = SwizzledTile(128, element_bytes, num_heads, 256 // num_heads)
+    wavefronts = []
+    for operand in ("k", "v"):
+        rows = RowTile(128, bits, groups, num_heads, 256 // num_heads, operand)
+        planned = plan_tiles(rows, bare)[0] if operand == "k" else plan_tiles(bare, rows)[1]
+        assert sorted(planned.token_bits[:3]) == [0, 1, 2]
+        words = planned.k_words(0, 0) if operand == "k" else planned.v_words(0, 0, 0)
+        wavefronts.append(word_report(words).wavefronts)
+    assert tuple(wavefronts) == (CONFLICTS[shape] if num_heads == 1 else (1, 1))

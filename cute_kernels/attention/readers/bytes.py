@@ -1,0 +1,300 @@
+"""INT8, FP8 E4M3 and FP8 E5M2 rows to MMA operands, raw with their scales in front or bare in swizzled tiles.
+
+Every code is a number that fp16 holds exactly, so bytes become operands without loss:
+
+- E4M3: the hardware converts pairs of neighbouring bytes.
+- E5M2 is the upper byte of an fp16: bytes are put in place.
+- INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24, which
+  tensor cores multiply exactly (see :mod:`.int4`). For V one packed addition takes the 128 off; so sums have no bias.
+  For K that is saved: what every key has too much, 128 * sum(Q), is what the dot products start from. The usual magic
+  number (a byte 0x64 in front, FasterTransformer) costs a register for it or a move for each use.
+
+A scale in the row stays out of the elements: scores are multiplied by it, and so are probabilities on their way through
+the MMA, whose softmax reference bounds the product (see :mod:`.int4`). A scale given beside the cache touches nothing
+but the score scale and the outputs, or, one per column, the queries and the outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.readers.common import CodeKeyReader, Query, State, ValueReader, load_float, load_floats
+from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
+from cute_kernels.attention.readers.swizzled import SwizzledLoads
+from cute_kernels.device import ptx
+from cute_kernels.kv_formats import ByteFormat, KvFormat
+from layouts.kv.swizzled_tile import LOAD_CHUNKS
+
+ODD_BYTES = 0xFF00FF00
+SIGN_BITS = 0x80808080
+LOW_SIGN_BITS = 0x00800080
+ZERO_OF_CODES = 0x80808080  # fp16 -128 * 2**-24 in each half
+SUBNORMAL_UNIT = 2.0**24  # 1 / value of the fp16 subnormal whose bits are 1
+CHUNK_COLUMNS = 16  # of bytes: what one MMA contracts
+LANE_COLUMNS = 4  # of a chunk: a word
+MIN_SCALE = 2.0**-80  # stands for smaller fp32 scales: probabilities of 2**80 may still be added up in fp32
+
+
+class Int8Codes:
+    """Words of INT8 codes to packed fp16 pairs."""
+
+    key_pairs = ((0, 2), (1, 3))  # bytes of a word that :meth:`keys` pairs up
+    unit = SUBNORMAL_UNIT  # 1 / value of the operand that stands for code 1
+    key_offset = 128.0  # what operands of keys have too much, in codes
+    selector = 0x5410  # prmt: columns 0 and 1 of two tokens, as :meth:`columns` wants them
+
+    def keys(self, word) -> list[Any]:
+        positive = word ^ SIGN_BITS
+        return [ptx.prmt(positive, Uint32(0), Uint32(select)) for select in (0x4240, 0x4341)]
+
+    def half_keys(self, word, t: Int32):
+        """The pair of bytes 2 (t % 2) and the next."""
+        return ptx.prmt(word, Uint32(0), Uint32(0x4140) + Uint32(t % 2) * 0x0202) ^ LOW_SIGN_BITS
+
+    def columns(self, word) -> list[Any]:
+        """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
+        return [ptx.add_f16x2(pair, Uint32(ZERO_OF_CODES)) for pair in self.keys(word)]
+
+    def align(self, word):
+        """A word of a transposed load, two columns of two tokens (columns within tokens), for :meth:`columns`."""
+        return word
+
+
+class E4m3Codes:
+    """Words of E4M3 codes to packed fp16 pairs; the conversion takes neighbouring bytes."""
+
+    key_pairs = ((0, 1), (2, 3))
+    unit = 1.0
+    key_offset = 0.0
+    selector = 0x5140
+
+    def keys(self, word) -> list[Any]:
+        return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
+
+    def columns(self, word) -> list[Any]:
+        """A word of two columns of two tokens (tokens within columns): per column the pair of tokens."""
+        return self.keys(word)
+
+    def align(self, word):
+        return ptx.prmt(word, word, Uint32(0x3120))
+
+
+class E5m2Codes:
+    """Words of E5M2 codes to packed fp16 pairs."""
+
+    key_pairs = ((0, 2), (1, 3))
+    unit = 1.0
+    key_offset = 0.0
+    selector = 0x5410
+
+    def keys(self, word) -> list[Any]:
+        return [ptx.prmt(word, Uint32(0), Uint32(0x2404)), word & ODD_BYTES]
+
+    def columns(self, word) -> list[Any]:
+        """A word of two columns of two tokens (columns within tokens): per column the pair of tokens."""
+        return self.keys(word)
+
+    def align(self, word):
+        return word
+
+
+def codes_of(form: KvFormat) -> Int8Codes | E4m3Codes | E5m2Codes:
+    """How the codes of a byte format are decoded."""
+    assert isinstance(form, ByteFormat)
+    return {"int8": Int8Codes, "e4m3": E4m3Codes, "e5m2": E5m2Codes}[form.codes]()
+
+
+class _ByteKeys(CodeKeyReader):
+    """Queries for byte keys, wherever these lie."""
+
+    lane_codes = LANE_COLUMNS  # of a unit of columns
+
+    def _take_codes(self, form: KvFormat):
+        self.codes = codes_of(form)
+        self.pairs = self.codes.key_pairs if self.lane_codes == LANE_COLUMNS else ((0, 1),)
+        self.factors = (1.0,) * len(self.pairs)
+        self.code_unit = self.codes.unit
+        self.sum_factor = -self.codes.key_offset / self.codes.unit if self.codes.key_offset else None
+
+    def _fetch_words(self, addresses, num_units: int, lane: Int32):
+        """[block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
+        column_bytes = 2 * self.lane_codes
+        count = self.lane_codes // 2
+        first = lane % 4 * column_bytes
+        return [
+            [ptx.load_global_words(address + first, unit * 4 * column_bytes, count) for unit in range(num_units)]
+            for address in addresses
+        ]
+
+    def unit_queries(self, state: State, words):
+        return self.floats(words)
+
+    def first_dot(self, state: State, block: int, group: int) -> list[Any]:
+        """The codes' offset, taken off before anything is added."""
+        if self.sum_factor is None:
+            return [Float32(0.0)] * 4
+        offsets = [state.query_sums[2 * block + c][group] for c in range(2)]
+        return offsets + offsets
+
+
+class RowKeyByteReader(_ByteKeys, RowKeyReader):
+    """Scores of raw rows of bytes: one fp32 scale per group of columns."""
+
+    def __init__(self, config: DecodeConfig):
+        RowKeyReader.__init__(self, config)
+        self.lane_codes = self.tile.k_unit // 4
+        self._take_codes(config.formats[0])
+
+    def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
+        """Starts loading the lane's columns of its query head in every block; addresses: of those heads."""
+        return Query(self._fetch_words(addresses, self.tile.k_units, lane))
+
+    def unit_operands(self, state: State, low_row, high_row):
+        if self.lane_codes == LANE_COLUMNS:
+            (low0, low1), (high0, high1) = self.codes.keys(low_row), self.codes.keys(high_row)
+            return [[low0, high0, low1, high1]]
+        assert isinstance(self.codes, Int8Codes)  # alone has groups of columns
+        return [[self.codes.half_keys(row, state.t) for row in (low_row, high_row)]]
+
+    def add_group(self, score, header, dot, query_sum):
+        product = header.bitcast(Float32) * dot
+        return product if score is None else score + product
+
+
+class RowValueByteReader(RowValueReader):
+    """P V of raw rows of bytes."""
+
+    min_scale = MIN_SCALE
+
+    def __init__(self, config: DecodeConfig):
+        super().__init__(config)
+        self.codes = codes_of(config.formats[1])
+
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
+        state = super().make_state(lane, head, slice_index, given_scale, keys)
+        if self.lane_codes == 2:
+            state.select = Uint32(self.codes.selector) + Uint32(state.g % 2) * 0x2222
+        elif self.lane_codes == 1:
+            state.select = Uint32(0x4400) + Uint32(state.g % 4) * 0x1111
+        return state
+
+    def scale(self, header):
+        return header.bitcast(Float32)
+
+    def code_pairs(self, state: State, even, odd):
+        if self.lane_codes == LANE_COLUMNS:
+            selectors = [Uint32(self.codes.selector), Uint32(self.codes.selector + 0x2222)]
+            return [pair for select in selectors for pair in self.codes.columns(ptx.prmt(even, odd, select))]
+        return self.codes.columns(ptx.prmt(even, odd, state.select))[: self.lane_codes]
+
+    def output(self, value, unit: int, code: int, column: int, terms):
+        return value if self.codes.unit == 1.0 else value * self.codes.unit
+
+
+class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
+    """Scores of bare bytes: a chunk of a row, 4 columns to a lane, is what an MMA contracts."""
+
+    num_groups = 1
+
+    def __init__(self, config: DecodeConfig):
+        self._take_tile(config, 0)
+        self._take_codes(config.formats[0])
+        self.given_scale = config.formats[0].given_scale
+        self.units_per_group = self.tile.num_chunks
+
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
+        """Registers that live as long as the warp: lane offsets of ldmatrix; ``take_query`` adds the queries."""
+        state = State(lane)
+        state.lane_offsets = self.lane_offsets(lane, head, slice_index)
+        return state
+
+    def fetch_query(self, addresses, given_scale: Int64, lane: Int32) -> Query:
+        """Starts loading the lane's columns of its query head in every block, and their scales.
+
+        addresses: of the query heads; given_scale: of the KV head's scale or scales.
+        """
+        words = self._fetch_words(addresses, self.tile.num_chunks, lane)
+        if self.given_scale is None:
+            return Query(words)
+        if self.given_scale != "channel":
+            return Query(words, head_scale=load_float(given_scale))
+        first = given_scale + Int64(lane % 4 * (4 * LANE_COLUMNS))
+        chunks = range(self.tile.num_chunks)
+        return Query(words, column_scales=[load_floats(first, 4 * CHUNK_COLUMNS * i, LANE_COLUMNS) for i in chunks])
+
+    def scores(self, state: State, tile_address: Int32, block_offset: int):
+        """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
+        blocks = range(self.config.blocks_per_warp)
+        result = []
+        for pair in range(2):
+            dots = [self.first_dot(state, block, 0) for block in blocks]
+            for load in range(self.num_loads):
+                rows = self.load(state.lane_offsets, tile_address, block_offset, pair, load)
+                for half in range(min(LOAD_CHUNKS, self.tile.num_chunks - LOAD_CHUNKS * load)):
+                    (low0, low1), (high0, high1) = (self.codes.keys(row) for row in rows[2 * half : 2 * half + 2])
+                    register = 2 * (LOAD_CHUNKS * load + half)
+                    for block in blocks:
+                        query = state.query[block][register : register + 2]
+                        dots[block] = ptx.mma_m16n8k16(dots[block], [low0, high0, low1, high1], query, dtype="f16")
+            result += [[value for dot in dots for value in dot[2 * half : 2 * half + 2]] for half in range(2)]
+        return result
+
+
+class SwizzledValueByteReader(SwizzledLoads, ValueReader):
+    """P V of bare bytes: transposed, a lane holds two neighbouring columns, which become rows g and g + 8."""
+
+    def __init__(self, config: DecodeConfig):
+        self._take_tile(config, 1)
+        self.codes = codes_of(config.formats[1])
+        self.given_scale = config.formats[1].given_scale
+        self.num_accumulators = 4 * self.tile.num_chunks
+
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
+        """Registers that live as long as the warp: lane offsets of ldmatrix, accumulators, the given scale."""
+        state = State(lane)
+        state.lane_offsets = self.lane_offsets(lane, head, slice_index)
+        state.accumulators = self.make_accumulators()
+        if self.given_scale == "channel":
+            state.output_scale = given_scale + Int64(state.g * 8)  # columns 2g and 2g + 1
+        elif self.given_scale is not None:
+            state.output_scale = load_float(given_scale) * self.codes.unit
+        return state
+
+    def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
+        """Adds P V of 32 tokens; probabilities [j][column] in fp32."""
+        blocks = range(self.config.blocks_per_warp)
+        operands = [
+            [ptx.transpose_8x8(ptx.pack_f16x2(*row[2 * block : 2 * block + 2])) for row in probabilities]
+            for block in blocks
+        ]
+        for pair in range(2):
+            probability = [rows[2 * pair : 2 * pair + 2] for rows in operands]
+            for load in range(self.num_loads):
+                words = self.load(state.lane_offsets, tile_address, block_offset, pair, load)
+                for half in range(min(LOAD_CHUNKS, self.tile.num_chunks - LOAD_CHUNKS * load)):
+                    # Words: the first 8 tokens of both chunks, then the last 8.
+                    first, last = (self.codes.columns(self.codes.align(word)) for word in words[half::LOAD_CHUNKS])
+                    self.multiply_add(state, LOAD_CHUNKS * load + half, [*first, *last], probability, "f16")
+
+    def outputs(self, state: State):
+        """The warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        result = []
+        for chunk in range(self.tile.num_chunks):
+            scales = self._output_scales(state, chunk)
+            for column in range(self.config.columns):
+                values = [state.accumulators[self.place(chunk, half, column)] for half in range(2)]
+                if scales is not None:
+                    values = [value * scale for value, scale in zip(values, scales, strict=True)]
+                result.append((column, CHUNK_COLUMNS * chunk + 2 * state.g, values))
+        return result
+
+    def _output_scales(self, state: State, chunk: int):
+        """What the lane's two columns of a chunk are multiplied by, or None."""
+        if self.given_scale is None:
+            return None if self.codes.unit == 1.0 else [self.codes.unit] * 2
+        if self.given_scale != "channel":
+            return [state.output_scale] * 2
+        return [scale * self.codes.unit for scale in load_floats(state.output_scale, 4 * CHUNK_COLUMNS * chunk, 2)]

@@ -1,0 +1,215 @@
+"""What readers share: the registers of a warp, and queries as fp16 operands for keys that are codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
+from cute_kernels.device import ptx
+
+# Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
+QUERY_EXPONENT = 14
+MIN_SCORE_SCALE = 2.0**-126
+
+assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are query heads 2t and 2t + 1
+
+
+class State:
+    """Registers of a warp that live as long as it does; a namespace that a reader's ``make_state`` fills."""
+
+    g: Any
+    t: Any
+    lane_offsets: Any  # of the loads of codes, bytes
+    header_offset: Any  # of the loads of scales, bytes
+    shift: Any  # where the lane's codes are in its words
+    select: Any
+    query: Any  # B operands: [block][register]
+    query_sums: Any  # [column][group]
+    score_scale: Any  # from scores to powers of 2
+    accumulators: Any
+    shift_sums: Any
+    output_scale: Any
+
+    def __init__(self, lane: Int32):
+        self.g, self.t = lane // 4, lane % 4
+
+
+@dataclass(frozen=True)
+class Query:
+    """What a key reader asks memory for before the request's length is known.
+
+    Attributes:
+        words: [block][unit] raw words of the lane's query head.
+        head_scale: the given scale of the KV head, or None.
+        column_scales: [unit] the given scales of the columns that ``words`` are for, or None.
+    """
+
+    words: Any
+    head_scale: Any = None
+    column_scales: Any = None
+
+
+class CodeKeyReader:
+    """Keys whose codes meet fp16 queries: makes those queries, scaled by a power of two into fp16.
+
+    Subclasses say which codes of a unit of columns a lane holds, and how they pair up.
+
+    Attributes:
+        num_groups: groups of columns with their own sums of queries.
+        units_per_group: units of columns of a group.
+        pairs: for each B register of a unit, the lane's codes that it meets, low half and high half.
+        factors: for each B register of a unit, what queries are multiplied by, as the codes they meet are worth more.
+        code_unit: 1 / the value of the operand that stands for code 1.
+        sum_factor: ``query_sums`` are the queries' sums per group times this; None: nobody needs them.
+    """
+
+    config: DecodeConfig
+    num_groups: int
+    units_per_group: int
+    pairs: tuple[tuple[int, int], ...]
+    factors: tuple[float, ...]
+    code_unit: float
+    sum_factor: float | None
+
+    def unit_queries(self, state: State, words) -> list[Any]:
+        """The fp32 queries that meet the lane's codes of one unit of columns, in the order of the codes."""
+        raise NotImplementedError
+
+    def floats(self, words) -> list[Any]:
+        """Packed pairs of q's dtype as fp32."""
+        low, high = {
+            "bf16": (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float),
+            "fp16": (ptx.half2_low_to_float, ptx.half2_high_to_float),
+        }[self.config.q_dtype]
+        return [half(word) for word in words for half in (low, high)]
+
+    def take_query(self, state: State, query: Query, softmax_scale: Float32):
+        """Makes B operands of the queries, and their sums per group of columns."""
+        blocks = [[self.unit_queries(state, words) for words in units] for units in query.words]
+        if query.column_scales is not None:
+            blocks = [[_products(*pair) for pair in zip(units, query.column_scales, strict=True)] for units in blocks]
+        largest = Float32(0.0)
+        for value in (value for units in blocks for unit in units for value in unit):
+            largest = ptx.fmax(largest, ptx.absolute(value))
+        to_fp16, from_fp16 = _query_scale(lane_max(largest, (1, 2, 4, 8, 16)))
+        score_scale = from_fp16 * (softmax_scale * (ptx.LOG2_E * self.code_unit))
+        if query.head_scale is not None:
+            # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
+            score_scale = ptx.fmax(score_scale * query.head_scale, MIN_SCORE_SCALE)
+        state.score_scale = score_scale
+        state.query, state.query_sums = [], []
+        for units in blocks:
+            registers, sums = self._make_registers(units, to_fp16, exact=query.column_scales is None)
+            state.query.append(registers)
+            state.query_sums += self._sums_of_columns(state, sums)
+
+    def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
+        """(B registers, sums per group) of one block of queries; ``exact``: fp16 holds the queries as they are."""
+        registers: list[Any] = []
+        sums = [Float32(0.0) for _ in range(self.num_groups)]
+        for index, unit in enumerate(units):
+            group = index // self.units_per_group
+            for (low, high), factor in zip(self.pairs, self.factors, strict=True):
+                pair = [unit[low] * to_fp16, unit[high] * to_fp16]
+                word = ptx.pack_f16x2(pair[0] * factor, pair[1] * factor)
+                registers.append(word)
+                if not exact:
+                    pair = [ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)]
+                sums[group] = sums[group] + (pair[0] + pair[1])
+        return registers, sums
+
+    def _sums_of_columns(self, state: State, sums) -> list[Any]:
+        """[c][group] sums for the query heads of the lane's two columns; it has added up columns of head g."""
+        if self.sum_factor is None:
+            return []
+        totals = [lane_sum(value, (1, 2)) * self.sum_factor for value in sums]
+        return [[cute.arch.shuffle_sync(total, 8 * state.t + 4 * c) for total in totals] for c in range(2)]
+
+
+class ValueReader:
+    """Accumulators of P V: for each block of queries as many as the value tile has columns, in pairs of two heads.
+
+    Attributes:
+        num_accumulators: of a lane, for one block of 8 query heads.
+    """
+
+    config: DecodeConfig
+    num_accumulators: int
+
+    def make_accumulators(self):
+        """Zeros."""
+        accumulators = cute.make_rmem_tensor(self.config.blocks_per_warp * self.num_accumulators, Float32)
+        accumulators.fill(0.0)
+        return accumulators
+
+    def place(self, mma: int, half: int, column: int) -> int:
+        """Accumulator of row g + 8 half of an MMA's output."""
+        return column // 2 * self.num_accumulators + 4 * mma + 2 * half + column % 2
+
+    def multiply_add(self, state: State, mma: int, a, operands, dtype: str):
+        """Adds A P to the accumulators of an MMA; operands: [block] B registers."""
+        for block in range(self.config.blocks_per_warp):
+            first = self.place(mma, 0, 2 * block)
+            total = [state.accumulators[first + i] for i in range(4)]
+            total = ptx.mma_m16n8k16(total, a, operands[block], dtype=dtype)
+            for i in range(4):
+                state.accumulators[first + i] = total[i]
+
+    def rescale(self, state: State, factors):
+        """Multiplies everything accumulated by a factor per column."""
+        for column, factor in enumerate(factors):
+            for index in (self.place(i // 2, i % 2, column) for i in range(self.num_accumulators // 2)):
+                state.accumulators[index] = state.accumulators[index] * factor
+
+    def recentre(self, state: State):
+        """Values of both signs need no centring."""
+
+    def load_scales(self, state: State, tile_address: Int32, block_offset: int):
+        """Headers of the block's rows, as :meth:`log_scale` and ``accumulate`` want them; None without headers."""
+
+    def log_scale(self, headers, j: int):
+        """log2 of the largest scale of a row: what its probabilities are multiplied by on their way through the MMA.
+
+        None without headers.
+        """
+
+
+def load_float(address: Int64) -> Float32:
+    """One fp32 of read-only global memory."""
+    return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)
+
+
+def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
+    """2 or 4 neighbouring fp32 of read-only global memory."""
+    return [word.bitcast(Float32) for word in ptx.load_global_words(address, offset, count)]
+
+
+def lane_max(value: Float32, offsets) -> Float32:
+    """Maximum over the lanes whose numbers differ in the bits ``offsets``."""
+    for offset in offsets:
+        value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
+    return value
+
+
+def lane_sum(value: Float32, offsets) -> Float32:
+    """Sum over the lanes whose numbers differ in the bits ``offsets``."""
+    for offset in offsets:
+        value = value + cute.arch.shuffle_sync_bfly(value, offset)
+    return value
+
+
+def _products(values, factors) -> list[Any]:
+    return [value * factor for value, factor in zip(values, factors, strict=True)]
+
+
+def _query_scale(largest: Float32):
+    """(2**k, 2**-k) that bring the largest query into [2**14, 2**15); k is bounded so that both are normal."""
+    exponent = cutlass.max((Int32(largest.bitcast(Int32)) >> 23) - 127, -100)
+    to_fp16 = ((127 + QUERY_EXPONENT - exponent) << 23).bitcast(Float32)
+    from_fp16 = ((127 - QUERY_EXPONENT + exponent) << 23).bitcast(Float32)
+    return to_fp16, from_fp16

@@ -1,0 +1,262 @@
+"""Raw rows with headers: which words a lane reads, whatever their codes are. See :mod:`layouts.kv.tile`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.readers.common import CodeKeyReader, State, ValueReader
+from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.device import ptx
+from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile
+
+
+class RowLoads:
+    """Loads of codes and headers of the rows of a block."""
+
+    config: DecodeConfig
+    tile: RowTile
+
+    def block_offset(self, block: int) -> int:
+        """Bytes from a slice's first block of tokens to another."""
+        return WORD_BYTES * self.tile.token_offset(BLOCK_TOKENS * block)
+
+    def _warp_offset(self, head: Int32, slice_index: Int32):
+        """Words from a tile's start to the warp's rows."""
+        return head * self.tile.row_words + slice_index * self.tile.token_offset(self.config.slice_tokens)
+
+    def _row_g(self, state: State):
+        """Words from the block's first row to row g, whose score the lane holds."""
+        strides = self.tile.row_strides()
+        return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
+
+    def _row_offset(self, j: int, parity: int = 0) -> int:
+        """Words to row half j; ``parity`` 1: to the odd one of the pair of rows that lane t reads of V."""
+        strides = self.tile.row_strides()
+        return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
+
+    def _load_header(self, address: Int32, block_offset: int, j: int) -> list[Any]:
+        """The headers of row half j, one word a group."""
+        words: list[Any] = []
+        for first in range(0, self.tile.header_words, self.tile.header_vector):
+            offset = block_offset + WORD_BYTES * (self._row_offset(j) + first)
+            words += ptx.load_shared_vector(address, offset, self.tile.header_vector)
+        return words
+
+
+class RowKeyReader(RowLoads, CodeKeyReader):
+    """Scores of raw rows: per group of columns, an MMA over the codes, then the row's header.
+
+    Subclasses make operands of codes, and say what a group's product is worth.
+    """
+
+    def __init__(self, config: DecodeConfig):
+        tile = tiles_of(config)[0]
+        assert isinstance(tile, RowTile)
+        self.config, self.tile = config, tile
+        self.num_groups = tile.num_groups
+        self.units_per_group = tile.k_units // tile.num_groups
+
+    def unit_operands(self, state: State, low_row, high_row) -> list[list[Any]]:
+        """A operands of the MMAs of one unit of columns, from the words of rows g and g + 8."""
+        raise NotImplementedError
+
+    def first_dot(self, state: State, block: int, group: int) -> list[Any]:
+        """What a group's dot products with a block of queries start from."""
+        return [Float32(0.0)] * 4
+
+    def add_group(self, score, header, dot, query_sum):
+        """A score (None at first) with the contribution of one group of columns."""
+        raise NotImplementedError
+
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32) -> State:
+        """Registers that live as long as the warp: lane offsets; ``take_query`` adds the queries."""
+        state = State(lane)
+        k_word = self.tile.k_word(state.t)
+        row = self._warp_offset(head, slice_index) + self._row_g(state)
+        state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * (row + k_word)))
+        state.header_offset = state.lane_offsets - WORD_BYTES * k_word  # cheaper to compute again than to keep
+        return state
+
+    def scores(self, state: State, tile_address: Int32, block_offset: int):
+        """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
+        result = []
+        for pair in range(2):
+            rows = (2 * pair, 2 * pair + 1)
+            words = [
+                [
+                    ptx.load_shared(state.lane_offsets + tile_address, block_offset + self._code_offset(j, unit))
+                    for unit in range(self.tile.k_units)
+                ]
+                for j in rows
+            ]
+            headers = [self._load_header(state.header_offset + tile_address, block_offset, j) for j in rows]
+            result += self._score_pair(state, words, headers)
+        return result
+
+    def _code_offset(self, j: int, unit: int) -> int:
+        words = self.tile.header_words + self.tile.k_unit // self.tile.word_codes * unit
+        return WORD_BYTES * (self._row_offset(j) + words)
+
+    def _score_pair(self, state: State, words, headers):
+        """Scores of the two row halves of one MMA tile."""
+        blocks = range(self.config.blocks_per_warp)
+        scores: list[list[Any]] = [[None] * self.config.columns for _ in range(2)]
+        for group in range(self.num_groups):
+            dots = [self.first_dot(state, block, group) for block in blocks]
+            for unit in range(group * self.units_per_group, (group + 1) * self.units_per_group):
+                registers = unit * len(self.pairs)
+                for operand in self.unit_operands(state, words[0][unit], words[1][unit]):
+                    used = len(operand) // 2
+                    for block in blocks:
+                        query = state.query[block][registers : registers + used]
+                        dots[block] = _multiply(dots[block], operand, query)
+                    registers += used
+            for half in range(2):
+                for column in range(self.config.columns):
+                    query_sum = state.query_sums[column][group] if state.query_sums else None
+                    scores[half][column] = self.add_group(
+                        scores[half][column],
+                        headers[half][group],
+                        dots[column // 2][2 * half + column % 2],
+                        query_sum,
+                    )
+        return scores
+
+
+class RowValueReader(RowLoads, ValueReader):
+    """P V of raw rows: the probabilities go through the MMA times the row's scale.
+
+    Subclasses make operands of codes and read headers.
+    """
+
+    def __init__(self, config: DecodeConfig):
+        keys, tile = tiles_of(config)
+        assert isinstance(tile, RowTile)
+        self.alike = replace(tile, operand="k") == keys  # then headers of K and V lie alike, which saves a register
+        self.config, self.tile = config, tile
+        self.num_groups = tile.num_groups
+        self.lane_codes = tile.v_unit // 8  # of a unit: output rows of a lane
+        self.unit_mmas = max(self.lane_codes // 2, 1)
+        self.num_accumulators = 4 * tile.v_units * self.unit_mmas
+
+    min_scale: float
+    """Stands for a scale of zero, so that its log2 stays finite."""
+
+    def scale(self, header) -> Any:
+        """The scale in a header, fp32."""
+        raise NotImplementedError
+
+    def add_header(self, state: State, group: int, header, probabilities):
+        """What a token adds to the outputs besides its codes."""
+
+    def code_pairs(self, state: State, even, odd) -> list[Any]:
+        """Packed pairs (even token, odd token) of a lane's neighbouring output rows, from the words of both tokens."""
+        raise NotImplementedError
+
+    def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
+        """Registers that live as long as the warp: lane offsets, accumulators."""
+        state = State(lane)
+        strides = self.tile.row_strides()
+        base = self._warp_offset(head, slice_index)
+        row = (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
+        state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * (base + row + self.tile.v_word(state.g))))
+        state.header_offset = keys.header_offset if self.alike else Int32(WORD_BYTES * (base + self._row_g(state)))
+        state.accumulators = self.make_accumulators()
+        return state
+
+    def load_scales(self, state: State, tile_address: Int32, block_offset: int):
+        """The headers of the block's rows: [j][group]."""
+        return [self._load_header(state.header_offset + tile_address, block_offset, j) for j in range(4)]
+
+    def log_scale(self, headers, j: int):
+        largest = Float32(self.min_scale)
+        for header in headers[j]:
+            largest = ptx.fmax(largest, self.scale(header))
+        return ptx.log2(largest)
+
+    def group_of(self, unit: int) -> int:
+        """Group of the columns of a unit of the output."""
+        return unit * self.tile.v_unit // self.tile.group_width
+
+    def accumulator(self, unit: int, code: int, column: int) -> int:
+        """Accumulator of a lane's ``code``-th output row of a unit."""
+        return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
+
+    def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
+        """Adds P V of 32 tokens; probabilities [j][column] in fp32, headers as :meth:`load_scales` gives them."""
+        operands = self._probability_operands(state, probabilities, headers)
+        for pair in range(2):
+            for unit in range(self.tile.v_units):
+                words = [
+                    [
+                        ptx.load_shared(
+                            state.lane_offsets + tile_address,
+                            block_offset + self._code_offset(2 * pair + half, parity, unit),
+                        )
+                        for parity in range(2)
+                    ]
+                    for half in range(2)
+                ]
+                self._accumulate_unit(state, unit, words, operands[pair][self.group_of(unit)])
+
+    def _probability_operands(self, state: State, probabilities, headers):
+        """B operands [pair][group][block] of P * scale, tokens along the contraction."""
+        blocks = range(self.config.blocks_per_warp)
+        result = []
+        for pair in range(2):
+            groups = []
+            for group in range(self.num_groups):
+                operand: list[list[Any]] = [[] for _ in blocks]
+                for j in (2 * pair, 2 * pair + 1):
+                    scale = self.scale(headers[j][group])
+                    self.add_header(state, group, headers[j][group], probabilities[j])
+                    for block in blocks:
+                        low, high = probabilities[j][2 * block : 2 * block + 2]
+                        operand[block].append(ptx.transpose_8x8(ptx.pack_f16x2(low * scale, high * scale)))
+                groups.append(operand)
+            result.append(groups)
+        return result
+
+    def _code_offset(self, j: int, parity: int, unit: int) -> int:
+        words = self.tile.header_words + self.tile.v_unit // self.tile.word_codes * unit
+        return WORD_BYTES * (self._row_offset(j, parity) + words)
+
+    def _accumulate_unit(self, state: State, unit: int, words, operands):
+        """One unit of columns: words [half][parity] of four tokens, operands [block] B registers."""
+        rows = [self.code_pairs(state, *pair) for pair in words]  # [half][output row of the lane]
+        for mma in range(self.unit_mmas):
+            if self.lane_codes == 1:
+                a = [rows[0][0], Uint32(0), rows[1][0], Uint32(0)]
+            else:
+                a = [rows[0][2 * mma], rows[0][2 * mma + 1], rows[1][2 * mma], rows[1][2 * mma + 1]]
+            self.multiply_add(state, unit * self.unit_mmas + mma, a, operands, "f16")
+
+    def outputs(self, state: State):
+        """The warp's sums P V: a list of (column, first column of head_dim, consecutive fp32 values)."""
+        terms = self.output_terms(state)
+        result = []
+        for unit in range(self.tile.v_units):
+            first_column = self.tile.v_column(unit, state.g, 0)
+            for column in range(self.config.columns):
+                values = [
+                    self.output(state.accumulators[self.accumulator(unit, code, column)], unit, code, column, terms)
+                    for code in range(self.lane_codes)
+                ]
+                result.append((column, first_column, values))
+        return result
+
+    def output_terms(self, state: State):
+        """What :meth:`output` needs that is the same for many outputs."""
+
+    def output(self, value, unit: int, code: int, column: int, terms):
+        """The output that an accumulator stands for."""
+        return value
+
+
+def _multiply(dot, a, b):
+    """One MMA: 16 columns, or 8 where a unit has no more."""
+    return (ptx.mma_m16n8k16 if len(b) == 2 else ptx.mma_m16n8k8)(dot, a, b, dtype="f16")

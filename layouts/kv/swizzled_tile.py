@@ -1,0 +1,127 @@
+"""How a warp of the decode kernel reads KV rows of bare elements out of shared memory: swizzled tiles and ldmatrix.
+
+A tensor-map copy writes each KV head's tile as *panels* of [tokens][128 bytes] ([64 bytes] where a row has no more),
+swizzled: 16-byte chunk c of row r lies at chunk ``c ^ (r % 8)`` of 128-byte rows, at ``c ^ (r / 2 % 4)`` of 64-byte
+rows. ``ldmatrix`` then finds the 8 rows of every 8 x 8 matrix in 8 different bank groups. K (tokens x columns) is read
+as it lies, V transposed (``.trans``), so both become the A operand of ``mma.sync.m16n8k16`` with the query heads as its
+N. ldmatrix moves units of 16 bits: one element of bf16 and fp16 rows, two of byte rows. Transposed, a lane then holds
+two neighbouring columns of two tokens, which its decoding takes apart.
+
+The last panel of a row may be partly empty: the copy fills it with zeros, which nothing reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+from layouts.kv.tile import BLOCK_TOKENS, NATURAL_ORDER, TokenBits, block_token
+
+CHUNK_BYTES = 16  # one row of an ldmatrix matrix
+MATRIX = 8  # rows of an ldmatrix matrix
+PANEL_BYTES = 128  # of a row in a panel, with the 128-byte swizzle
+NARROW_PANEL_BYTES = 64  # with the 64-byte swizzle, for rows that have no more
+LOAD_CHUNKS = 2  # chunks of a row that one ldmatrix.x4 takes
+LOAD_WAVEFRONTS = 4  # of one ldmatrix.x4 without bank conflicts
+
+
+@dataclass(frozen=True)
+class SwizzledTile:
+    """Shared-memory image of ``num_tokens`` tokens of ``num_heads`` KV heads of 8- or 16-bit elements.
+
+    Args:
+        head_dim: elements of a row; a row is a multiple of 16 bytes.
+        element_bytes: 1 or 2.
+        num_heads: KV heads, one after the other.
+        num_tokens: tokens of the tile, a multiple of 32.
+        token_bits: which token stands in which MMA row, see :mod:`layouts.kv.tile`.
+    """
+
+    head_dim: int
+    element_bytes: int
+    num_heads: int
+    num_tokens: int
+    token_bits: TokenBits = NATURAL_ORDER
+
+    @property
+    def num_chunks(self) -> int:
+        """16-byte pieces of a row."""
+        return self.head_dim * self.element_bytes // CHUNK_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in one panel."""
+        return NARROW_PANEL_BYTES if self.num_chunks * CHUNK_BYTES <= NARROW_PANEL_BYTES else PANEL_BYTES
+
+    @property
+    def row_chunks(self) -> int:
+        """Chunks of a row in one panel."""
+        return self.row_bytes // CHUNK_BYTES
+
+    @property
+    def num_panels(self) -> int:
+        """Panels of one head."""
+        return -(-self.num_chunks // self.row_chunks)
+
+    @property
+    def padded_dim(self) -> int:
+        """Elements of a row that its panels have room for."""
+        return self.num_panels * self.row_bytes // self.element_bytes
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.num_tokens * self.row_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        return self.num_panels * self.panel_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_heads * self.head_bytes
+
+    @property
+    def num_copies(self) -> int:
+        """A tensor-map copy per head."""
+        return self.num_heads
+
+    # -- where chunks lie -----------------------------------------------------------------------------------------
+
+    def swizzle(self, token):
+        """What the chunks of a token's rows are XORed with."""
+        return token % MATRIX if self.row_bytes == PANEL_BYTES else token // 2 % 4
+
+    def chunk_address(self, token: int, chunk: int) -> int:
+        """Byte of the 16-byte chunk ``chunk`` of a token, from the start of its head."""
+        panel, place = divmod(chunk, self.row_chunks)
+        return panel * self.panel_bytes + token * self.row_bytes + (place ^ self.swizzle(token)) * CHUNK_BYTES
+
+    def load_offset(self, pair: int, load: int) -> int:
+        """Bytes from the first ldmatrix.x4 of a block to that of another 16 tokens and other chunks of a panel's place.
+
+        The chunk's place inside a panel is not in it: the swizzle makes that more than a sum.
+        """
+        token = pair << self.token_bits[4]
+        return token * self.row_bytes + load * LOAD_CHUNKS // self.row_chunks * self.panel_bytes
+
+    # -- which row of a matrix a lane addresses -------------------------------------------------------------------
+
+    def k_row(self, lane):
+        """(token, chunk) of a 16-token tile that a lane addresses for ldmatrix of K: matrices in A's register order."""
+        return block_token(self.token_bits, lane % MATRIX, lane // MATRIX % 2), lane // 16
+
+    def v_row(self, lane):
+        """The same for V, read transposed: tokens are the contraction, columns the rows of A."""
+        return block_token(self.token_bits, lane % MATRIX, lane // 16), lane // MATRIX % 2
+
+    # -- the choice of a token order (:func:`layouts.kv.tile.plan_tiles`) -----------------------------------------
+
+    @property
+    def orders(self) -> tuple[TokenBits, ...]:
+        """The rows of a matrix must be eight tokens in a row, in any order, or they share bank groups."""
+        return tuple((*bits, 3, 4) for bits in permutations(range(3)))
+
+    @property
+    def wavefronts(self) -> int:
+        loads = BLOCK_TOKENS // 16 * -(-self.num_chunks // LOAD_CHUNKS)
+        return loads * LOAD_WAVEFRONTS
