@@ -144,11 +144,11 @@ class Assigner:
 
     @cute.jit
     def take(self, requests, num_ctas: Int32, num_units: Int32):
-        """The next unit that nobody has taken; one thread calls it, and every CTA until it gets no unit.
+        """The next unit that nobody has taken; one thread of every CTA that has done one calls it.
 
-        So the counter is raised a known number of times, and whoever raises it last puts it back.
+        So the counter is raised once for every unit, and whoever raises it last puts it back.
         """
         taken = ptx.atomic_add(requests.counter, Int32(1)) + 1  # from NOBODY, which is -1
-        if taken == cutlass.max(num_units, num_ctas) - 1:
+        if taken == num_units - 1:
             ptx.store_global(requests.counter, [cutlass.Uint32(EMPTY_WORD)])
         return num_ctas + taken

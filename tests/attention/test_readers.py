@@ -260,6 +260,16 @@ def test_queries_of_any_magnitude_keep_their_bits(kv_format, magnitude, monkeypa
     assert_equal_to_fp32_rounding(natural, rig.keys, rig.queries.T, slack, rounding)
 
 
+@pytest.mark.parametrize("kv_format", ["int8_tensor", "e4m3_tensor"])
+def test_a_head_of_zeros_whose_given_scale_is_zero_has_scores_of_zero(kv_format, monkeypatch):
+    """Masked scores are -inf before they are scaled: the score scale must not be 0."""
+    config = case(kv_format).config
+    operands = [random_operand(config, index, index) for index in range(2)]
+    operands[0].rows[:], operands[0].scale = 0, torch.zeros(())
+    rig = make_rig(monkeypatch, config, operands)
+    assert (rig.key_state.score_scale > 0).all() and np.abs(rig.scores()).max() < 1e-30
+
+
 # -- accumulators ------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from cute_kernels.device import ptx
 
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14
+MIN_SCORE_SCALE = 2.0**-126
 
 assert BLOCK_QUERIES == 8  # the N of the MMA: a lane's columns of a block are query heads 2t and 2t + 1
 
@@ -96,9 +97,11 @@ class CodeKeyReader:
         for value in (value for units in blocks for unit in units for value in unit):
             largest = ptx.fmax(largest, ptx.absolute(value))
         to_fp16, from_fp16 = _query_scale(lane_max(largest, (1, 2, 4, 8, 16)))
-        state.score_scale = from_fp16 * (softmax_scale * (ptx.LOG2_E * self.code_unit))
+        score_scale = from_fp16 * (softmax_scale * (ptx.LOG2_E * self.code_unit))
         if query.head_scale is not None:
-            state.score_scale = state.score_scale * query.head_scale
+            # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
+            score_scale = ptx.fmax(score_scale * query.head_scale, MIN_SCORE_SCALE)
+        state.score_scale = score_scale
         state.query, state.query_sums = [], []
         for units in blocks:
             registers, sums = self._make_registers(units, to_fp16, exact=query.column_scales is None)
