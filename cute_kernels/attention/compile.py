@@ -4,12 +4,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.features import Features
+from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
 BYTE_FORMATS = ("int8_token_head", "int8_tensor", "int8_channel", "e4m3_token_head", "e4m3_tensor", "e5m2")
+PAGED_FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor")
+PAGED = Features(paged=True)
 SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 
 
@@ -42,8 +46,13 @@ def shipped_specs() -> list[KernelSpec]:
         for head_dim, kv_format, q_dtype in pairs
         for num_kv_heads in SHIPPED_KV_HEADS
     ]
+    problems += [
+        Problem.uniform(2, 4096, 8 * num_kv_heads, num_kv_heads, 128, name, "bf16", page_tokens=64, features=PAGED)
+        for name in PAGED_FORMATS
+        for num_kv_heads in (1, 8)
+    ]
     configs = dict.fromkeys(config for problem in problems for config in candidate_configs(problem))
-    return [DecodeSpec(config) for config in configs]
+    return [*(DecodeSpec(config) for config in configs), *merge_specs()]
 
 
 def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:

@@ -21,14 +21,14 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
-from cute_kernels.attention.logits import FeatureValues, Logits, QueryColumn
+from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
+from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query, lane_max
 from cute_kernels.device import ptx
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
-RECIPROCAL_BITS = 20  # x // n is x * ceil(2**20 / n) >> 20 for x * n < 2**20 and x / n < 2**11
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
 
 
@@ -69,7 +69,7 @@ class DecodeKernel:
         max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
         cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
         workspace: one counter per block of heads, rounded up to COUNTER_WORDS, then fp32 [units, q_len, num_q_heads,
-        3/2 v_head_dim] (unnormalised values, then for every 4 of them their maximum in powers of 2 and their sum), every
+        3/2 v_head_dim] (unnormalised values, then for every 4 their maximum in powers of 2 and their sum), every
         word EMPTY before and after. Bit 1 of ``mode``: write and leave the partial results of all splits. num_units:
         about how many units to cut rows of different lengths into, 0 to cut every row into num_splits whatever the
         lengths. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
@@ -503,128 +503,6 @@ class WarpState:
     values: Any
     softmax: Any
     logits: Any
-
-
-@dataclass(frozen=True)
-class GivenScales:
-    """Scales beside the caches, fp32: addresses, and elements from a KV head's to the next one's."""
-
-    k_scale: Any
-    v_scale: Any
-    k_stride: Any
-    v_stride: Any
-
-    def of_keys(self, head):
-        """Address of a KV head's scales of K."""
-        return self.k_scale + Int64(head) * self.k_stride * 4
-
-    def of_values(self, head):
-        return self.v_scale + Int64(head) * self.v_stride * 4
-
-
-@dataclass(frozen=True)
-class Cta:
-    """What a CTA's threads know from the beginning; run-time values."""
-
-    roles: Any
-    tiles: Any
-    results: Any
-    given: Any
-    features: Any
-    softmax_scale: Any
-    ring: Any
-    barriers: Any
-    warp: Any
-    lane: Any
-
-
-@dataclass(frozen=True)
-class Roles:
-    """A warp's part of its CTA's tiles; run-time integers."""
-
-    head: Any  # of the CTA's KV heads
-    first_row: Any  # of the queries of that KV head
-    slice_index: Any
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a launch; run-time integers. ``x_reciprocal``: what to multiply by to divide by x."""
-
-    batch: Any
-    q_len: Any
-    num_q_heads: Any
-    num_kv_heads: Any
-    group: Any  # query heads per KV head
-    group_reciprocal: Any
-    query_groups: Any  # CTAs that share a KV head's queries
-    query_groups_reciprocal: Any
-    head_blocks: Any
-    max_seq_len: Any
-    block_tokens: Any
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which heads and queries a CTA takes, whatever the request; run-time integers.
-
-    The queries of a KV head are numbered as ``rows``: query position times group plus head of the group.
-    """
-
-    shape: Any
-    first_head: Any
-    first_row: Any
-
-    def query_of(self, config: DecodeConfig, head, row):
-        """(query position, query head) of a row of the CTA's ``head``-th KV head."""
-        query, within = Int32(0), row
-        if config.features.queries:
-            query = (row * self.shape.group_reciprocal) >> RECIPROCAL_BITS
-            within = row - query * self.shape.group
-        return query, (self.first_head + head) * self.shape.group + within
-
-    def column(self, config: DecodeConfig, roles: Roles, t, column: int) -> QueryColumn:
-        """The query of an accumulator column of a lane."""
-        row = roles.first_row + column // 2 * BLOCK_QUERIES + 2 * t + column % 2
-        query, head = self.query_of(config, roles.head, cutlass.min(row, self.shape.group * self.shape.q_len - 1))
-        return QueryColumn(query, head)
-
-
-@dataclass(frozen=True)
-class Work:
-    """A CTA's unit: a part of a request's tokens; run-time integers."""
-
-    place: Any
-    request: Any
-    part: Any
-    num_parts: Any
-    first_unit: Any
-    length: Any
-    first_tile: Any
-
-    def hidden_tokens(self, window):
-        """Tokens at the request's beginning that no query sees."""
-        return self.length - (self.place.shape.q_len - 1) - window
-
-    def first_token(self, config: DecodeConfig):
-        return (self.first_tile + self.part) * config.tile_tokens
-
-    def query_row(self, config: DecodeConfig, r):
-        """Row r of the CTA's queries: (place in [q_len, num_q_heads], head, whether it exists)."""
-        place, shape = self.place, self.place.shape
-        role = r // config.warp_queries
-        row = place.first_row + role // config.num_heads * config.warp_queries + r % config.warp_queries
-        query, head = place.query_of(config, role % config.num_heads, row)
-        return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
-
-    def output_row(self, query_row):
-        """Row of q and out."""
-        return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
-
-    def partial_row(self, query_row, part):
-        """Row of the workspace."""
-        rows = self.place.shape.q_len * self.place.shape.num_q_heads
-        return Int64(self.first_unit + part) * rows + query_row
 
 
 def _advance(stage, phase, num_stages: int):

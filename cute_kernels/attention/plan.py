@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import AttentionCall, CallOptions
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import COUNTER_WORDS, PAGE_TOKENS, DecodeConfig
@@ -79,7 +79,7 @@ class Plan:
             mode,
         )
         if schedule.config.has_features:
-            arguments += self._feature_arguments(options)
+            arguments += self._feature_arguments(NO_OPTIONS if options is None else options)
         self.function(*arguments)
 
     def _feature_arguments(self, options: Any) -> tuple[Any, ...]:

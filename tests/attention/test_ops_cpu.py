@@ -14,7 +14,6 @@ from hypothesis import given, settings
 import cute_kernels
 from cute_kernels.attention import decode_attention, decode_attention_splits, ops
 from cute_kernels.attention.call import NO_OPTIONS
-from cute_kernels.attention.call import make_call as make_checked
 from cute_kernels.attention.reference import combine
 from tests.attention import strategies
 from tests.attention.cases import ALL_FORMATS, FORMATS, Call, assert_close, assert_is, make_call, poison_unseen
@@ -304,32 +303,3 @@ def test_options_that_differ_in_what_is_checked_have_different_keys():
     assert len(set(keys)) == len(different)
     again = torch.nn.Parameter(torch.ones(8))
     assert ops.options_key(NO_OPTIONS | {"sinks": again}) == keys[4]
-
-
-MISSING = {
-    "queries": "causal, q_len 4",
-    "not causal": "q_len 4",
-    "pages": "block_table",
-    "heads first": "cache_layout 'HND'",
-    "window": "window",
-    "cap": "soft_cap",
-    "sinks": "sinks",
-    "slopes": "alibi",
-    "bias": "bias in fp32",
-    "head_dims": "head_dim 96 of V beside 64 of K",
-    "pair": r"kv_format \('int8_token_head', 'int4_g2'\), kv_format 'int8_token_head'",
-}
-
-
-@pytest.mark.parametrize(("name", "message"), MISSING.items(), ids=list(MISSING))
-def test_a_gpu_names_what_its_kernels_lack(name, message):
-    kv_format, asked = ASKED[name]
-    call = small_call(kv_format, **asked)
-    with pytest.raises(NotImplementedError, match=f"decode_attention on a GPU: got {message}, which its kernels lack"):
-        ops.refuse_missing(make_checked(*call.tensors, kv_format=kv_format, **call.options))
-
-
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"causal": False}])
-def test_a_gpu_takes_options_that_ask_for_nothing(options):
-    call = small_call("bf16")
-    ops.refuse_missing(make_checked(*call.tensors, kv_format="bf16", **options))

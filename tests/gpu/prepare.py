@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import sys
 
-from cute_kernels.runtime import load_many
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.runtime import default_cache
 from tests.gpu import test_decode_features, test_decode_formats
 
 ARCH = "sm_90a"
 
 
 def main() -> int:
-    specs = dict.fromkeys((*test_decode_features.specs(), *test_decode_formats.specs()))
-    load_many(specs, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s"))
+    formats = [DecodeSpec(config) for case in test_decode_formats.CASES for config in case.configs()]
+    specs = dict.fromkeys((*test_decode_features.specs(), *formats))
+    default_cache().artifacts(
+        specs, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s")
+    )
     return 0
 
 

@@ -84,6 +84,11 @@ def spec_of(case: str, lengths: tuple[int, ...] = LENGTHS) -> DecodeSpec:
     )
 
 
+def slack_of(case: str) -> float:
+    """Of the LSE: K's scales per column go into q, and the product is rounded to fp16 as the MMA takes it."""
+    return 1e-3 if "int8_channel" in case else 0.0
+
+
 def specs() -> list[DecodeSpec]:
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
     return list(dict.fromkeys(spec_of(case, lengths) for case in CASES for lengths in (LENGTHS, ALIKE)))
@@ -101,7 +106,7 @@ def test_outputs_are_those_of_the_reference(case, lengths):
     out, lse = call.run(return_lse=True)
     again = call.run()
     assert torch.equal(out, again), "the same inputs give the same bits"
-    assert_close(call, out, lse)
+    assert_close(call, out, lse, lse_slack=slack_of(case))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -114,15 +119,15 @@ def test_any_lengths(case, lengths, seed):
     """Of a cache of 4000 tokens, so that the kernels are those of `compiled`."""
     call = call_of(case, (*lengths[:-1], 4000), seed=seed)
     out, lse = call.run(return_lse=True)
-    assert_close(call, out, lse)
+    assert_close(call, out, lse, lse_slack=slack_of(case))
 
 
 def test_one_long_request_among_many_short_ones():
-    lengths = [100 + index % 900 for index in range(600)]
-    lengths[123] = 100_000
+    lengths = [100 + index % 900 for index in range(200)]
+    lengths[123] = 50_000
     call = make_call("int4_g1", lengths, page_size=64, device=CUDA)
     out, lse = call.run(return_lse=True)
-    for request in (0, 122, 123, 124, 599):
+    for request in (0, 122, 123, 124, 199):
         part = slice(request, request + 1)
         assert_close(call.row(request), out[part], lse[part])
 
