@@ -254,7 +254,8 @@ def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -
         contiguous = problem.features.head_major or heads == problem.num_kv_heads
         if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
             continue
-        if _num_stages(_base_config(problem, names, heads, num_query_blocks, contiguous, "bulk"), 1) >= 2:
+        base = _base_config(problem, names, heads, num_query_blocks, contiguous, "bulk")
+        if _num_stages(base, 1) >= 2 and base.smem_bytes <= MAX_SHARED_BYTES:
             return heads
     return 0
 

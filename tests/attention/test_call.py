@@ -124,10 +124,11 @@ def test_a_plain_call_has_none():
 @pytest.mark.parametrize(
     ("options", "wanted", "name"),
     [
-        ({"q_len": 2}, Features(causal=True), "causal"),
-        ({"q_len": 2, "causal": False}, Features(), ""),
+        ({"q_len": 2}, Features(queries=True, causal=True), "queries_causal"),
+        ({"q_len": 2, "causal": False}, Features(queries=True), "queries"),
         ({"causal": False}, Features(), ""),
-        ({"q_len": 2, "causal": False, "window": 5}, Features(causal=True, window=True), "causal_window"),
+        ({"q_len": 2, "causal": False, "window": 5}, Features(queries=True, causal=True, window=True),
+         "queries_causal_window"),
         ({"window": 39}, Features(window=True), "window"),
         ({"window": 40}, Features(), ""),
         ({"soft_cap": 3.0}, Features(soft_cap=True), "soft_cap"),

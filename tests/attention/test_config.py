@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import MAX_SHARED_BYTES, RESERVED_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.features import Features
 from cute_kernels.attention.tiles import tiles_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS
@@ -38,8 +39,8 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (change(INT4, blocks_per_warp=3), "blocks_per_warp 3 is not 1, 2 or 4"),
         (change(INT4, q_dtype="fp32"), "q_dtype 'fp32' is not 'bf16' or 'fp16'"),
         (change(INT4, num_stages=1), "num_stages must be at least 2"),
-        (change(INT4, early_tiles=3), "early_tiles 3 is not from 0 to num_stages - 1 = 2"),
-        (change(INT4, early_tiles=-1), "early_tiles -1 is not from 0"),
+        (change(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
+        (change(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
         (change(INT4, num_slices=33), "33 warps are more than the 32 of a CTA"),
         (change(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
         (change(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
@@ -93,7 +94,14 @@ def test_a_row_takes_the_bytes_of_its_format():
     assert rows == [80, 80, 256, 256, 192, 72]
 
 
-OTHERS = {"k_format": "int4_g1", "v_format": "int4_g2", "q_dtype": "fp16", "k_copy": "word", "v_copy": "word"}
+OTHERS: dict[str, object] = {
+    "k_format": "int4_g1",
+    "v_format": "int4_g2",
+    "q_dtype": "fp16",
+    "k_copy": "word",
+    "v_copy": "word",
+}
+OTHERS |= {"page_tokens": 64, "features": Features(sinks=True), "early_tiles": 0}
 
 
 def test_names_are_identifiers_and_differ_where_configurations_do():
@@ -104,9 +112,11 @@ def test_names_are_identifiers_and_differ_where_configurations_do():
         value = getattr(INT4, field.name)
         other = OTHERS.get(field.name)
         if other is None:
-            other = not value if isinstance(value, bool) else value + 1
+            other = not value if isinstance(value, bool) else value + 1  # pyright: ignore[reportOperatorIssue]
         assert change(INT4, **{field.name: other}).name != INT4.name, field.name
 
 
 def test_a_configuration_survives_json():
-    assert DecodeConfig(**json.loads(json.dumps(INT4.to_dict()))) == INT4
+    config = change(INT4, features=Features(window=True, bias="bf16"))
+    fields = json.loads(json.dumps(config.to_dict()))
+    assert DecodeConfig(**fields | {"features": Features(**fields["features"])}) == config
