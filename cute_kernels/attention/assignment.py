@@ -3,8 +3,9 @@
 A *row* is a request (and the heads of a CTA); a *unit* is one part of a row's tiles, what a CTA works on at a time. If
 the lengths are alike, every row has as many parts as the launch has CTAs for it, and a CTA takes exactly the part and
 row that it is: so it may ask for its first tile before it knows any length. If they are not, all rows are cut into
-parts of about equal size, numbered row by row. CTA i takes unit i, and when it is done the next that nobody has taken:
-one request of 100,000 tokens among a thousand short ones is spread over the whole GPU.
+parts of about equal size, numbered row by row, and CTA i takes unit i: one request of 100,000 tokens among a thousand
+short ones is spread over the whole GPU. The launch has more CTAs than parts of rows, so that long rows may have more;
+what is left over has nothing to do.
 
 :func:`cute_kernels.attention.schedule.cut_rows` says in plain Python how rows are cut.
 """
@@ -16,11 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.attention.config import EMPTY_WORD, WARP_THREADS
+from cute_kernels.attention.config import WARP_THREADS
 from cute_kernels.attention.schedule import ALIKE
 from cute_kernels.device import ptx
-
-NOBODY = 0xFFFFFFFF  # of the counter of taken units between launches: EMPTY_WORD, like the rest of the workspace
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,8 @@ class Requests:
     """What a launch knows of its requests; run-time values.
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: at most so many tokens at a
-    request's end are seen by its queries (of use with a window only). parts: CTAs of a row. units: about how many to
-    make where the lengths differ; 0 if every row has ``parts`` parts whatever its length. counter: address of a word
-    that counts taken units.
+    request's end are seen by its queries (of use with a window only). parts: CTAs of a row. more_rows: rows of CTAs
+    beyond the batch; 0 if every row has ``parts`` parts whatever its length.
     """
 
     address: Any
@@ -38,8 +36,7 @@ class Requests:
     max_seq_len: Any
     seen: Any
     parts: Any
-    units: Any
-    counter: Any
+    more_rows: Any
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Assigner:
     def tiles_per_part(self, requests, lane: Int32):
         """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is."""
         result = Int32(0)
-        if requests.units > 0:
+        if requests.more_rows > 0:
             total, most = Int32(0), Int32(1)
             rows = self.rows_of_lane(requests)
             for i in cutlass.range(rows, unroll=1):
@@ -99,18 +96,19 @@ class Assigner:
             total = ptx.warp_sum(total)
             most = ptx.warp_max(most)
             if Int64(most) * requests.batch * ALIKE[0] > Int64(total) * ALIKE[1]:
-                result = (total + requests.units - 1) // requests.units
+                # With a part more for every row, for what does not divide, there are no more units than CTAs.
+                units = (requests.batch + requests.more_rows) * requests.parts - requests.batch
+                result = (total + units - 1) // units
         return result
 
-    def grid_unit(self, requests, row, part) -> Unit:
+    def grid_unit(self, requests, row, part, length) -> Unit:
         """The unit of a CTA where rows are cut as the grid is; there is nothing to do if part >= num_parts."""
-        length = self.length_of(requests, row)
         num_parts = cutlass.min(self.tiles_of(requests, length), requests.parts)
         return Unit(row, part, num_parts, row * requests.parts, length, self.first_tile(requests, length))
 
     @cute.jit
     def find_unit(self, requests, tiles_per_part: Int32, index: Int32, lane: Int32):
-        """Unit ``index`` where the lengths differ: (row, part, num_parts, number of all units)."""
+        """Unit ``index`` where the lengths differ, as (row, part, num_parts): num_parts is 0 if there is none."""
         rows = self.rows_of_lane(requests)
         own = Int32(0)
         for i in cutlass.range(rows, unroll=1):
@@ -130,8 +128,7 @@ class Assigner:
                     found_parts = parts
                 rest = rest - parts
         # One lane at most has found something, the others hold zeros.
-        num_units = cute.arch.shuffle_sync(upto, WARP_THREADS - 1)
-        return ptx.warp_sum(found_row), ptx.warp_sum(found_part), ptx.warp_sum(found_parts), num_units
+        return ptx.warp_sum(found_row), ptx.warp_sum(found_part), ptx.warp_sum(found_parts)
 
     @cute.jit
     def parts_of(self, requests, row: Int32, tiles_per_part: Int32):
@@ -141,14 +138,3 @@ class Assigner:
             tiles = self.tiles_of(requests, self.length_of(requests, row))
             parts = (tiles + tiles_per_part - 1) // tiles_per_part
         return parts
-
-    @cute.jit
-    def take(self, requests, num_ctas: Int32, num_units: Int32):
-        """The next unit that nobody has taken; one thread of every CTA that has done one calls it.
-
-        So the counter is raised once for every unit, and whoever raises it last puts it back.
-        """
-        taken = ptx.atomic_add(requests.counter, Int32(1)) + 1  # from NOBODY, which is -1
-        if taken == num_units - 1:
-            ptx.store_global(requests.counter, [cutlass.Uint32(EMPTY_WORD)])
-        return num_ctas + taken

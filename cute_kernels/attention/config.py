@@ -18,7 +18,6 @@ MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAGE_TOKENS = (16, 32, 64, 128, 256)
-COUNTER_WORDS = 32  # of the workspace's beginning, a cache line: counters come in multiples of it
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -50,7 +49,7 @@ class DecodeConfig:
         k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
             bytes, for caches whose rows are not 16-byte aligned).
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
-        units: whether CTAs take one unit after the other where the lengths of requests differ (see
+        units: whether rows are cut by their lengths where those differ (see
             :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
         features: what of attention it computes beyond softmax(q K^T) V.
     """

@@ -59,7 +59,7 @@ class DecodeKernel:
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
-        num_units: Int32,
+        more_rows: Int32,
         mode: Int32,
         stream,
     ):
@@ -68,18 +68,18 @@ class DecodeKernel:
         q: [batch, q_len, num_q_heads, head_dim]; out: [batch, q_len, num_q_heads, v_head_dim]; caches: [batch,
         max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
         cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
-        workspace: one counter per block of heads, rounded up to COUNTER_WORDS, then fp32 [units, q_len, num_q_heads,
-        3/2 v_head_dim] (unnormalised values, then for every 4 their maximum in powers of 2 and their sum), every
-        word EMPTY before and after. Bit 1 of ``mode``: write and leave the partial results of all splits. num_units:
-        about how many units to cut rows of different lengths into, 0 to cut every row into num_splits whatever the
-        lengths. k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
+        workspace: fp32 [batch + more_rows, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then
+        for every 4 their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``:
+        write and leave the partial results of all splits. more_rows: rows of CTAs beyond the batch, for more parts of
+        long requests where lengths differ; 0 to cut every row into num_splits whatever they are.
+        k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
         nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4)
         pages = (Int64(0), Int32(0))
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, num_units, mode)
+        numbers = (lse, workspace, softmax_scale, num_splits, more_rows, mode)
         self.launch(tensors, numbers, given, nothing, pages, stream)
 
     @cute.jit
@@ -98,7 +98,7 @@ class DecodeKernel:
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
-        num_units: Int32,
+        more_rows: Int32,
         mode: Int32,
         block_table: Int64,
         max_pages: Int32,
@@ -123,7 +123,7 @@ class DecodeKernel:
         features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides)
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, num_units, mode)
+        numbers = (lse, workspace, softmax_scale, num_splits, more_rows, mode)
         self.launch(tensors, numbers, given, features, (block_table, max_pages), stream)
 
     @cute.jit
@@ -131,7 +131,7 @@ class DecodeKernel:
         """Both entries: grid and what is known of the shapes."""
         config = self.config
         q, k_cache, v_cache, seq_lens, out = tensors
-        lse, workspace, softmax_scale, num_splits, num_units, mode = numbers
+        lse, workspace, softmax_scale, num_splits, more_rows, mode = numbers
         block_table, max_pages = pages
         batch, q_len, num_q_heads, _ = q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
@@ -166,9 +166,9 @@ class DecodeKernel:
             pager,
             shape,
             softmax_scale,
-            num_units,
+            more_rows,
         ).launch(
-            grid=(num_splits, head_blocks, batch),
+            grid=(num_splits, head_blocks, batch + more_rows),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
@@ -187,110 +187,86 @@ class DecodeKernel:
         pager,
         shape,
         softmax_scale: Float32,
-        num_units: Int32,
+        more_rows: Int32,
     ):
         config = self.config
         part, head_block, row = cute.arch.block_idx()
         parts = cute.arch.grid_dim()[0]
+        # Rows past the last one hold further units, if there are any.
+        own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
-        next_unit = smem.allocate_tensor(Int32, cute.make_layout(1))
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
         query_part = head_block - head_part * shape.query_groups
         place = Place(shape, head_part * config.num_heads, query_part * config.head_queries)
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, barriers, place, pager)
-        requests = Requests(
-            seq_lens, shape.batch, shape.max_seq_len, features.window + shape.q_len - 1, parts, num_units,
-            results.workspace + Int64(head_block) * 4,
-        )  # fmt: skip
+        seen = features.window + shape.q_len - 1
+        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, more_rows)
         # The lengths, the queries and the first tiles come from memory at the same time: tile ``part`` is the first of
         # this CTA unless lengths differ. The queries go first: the tile has no use without them.
+        length = self.assigner.length_of(requests, own_row)
         kv_head = place.first_head + roles.head
         asked = self.key_reader.fetch_query(
-            self.query_addresses(place, roles, q, row, lane), given.of_keys(kv_head), lane
+            self.query_addresses(place, roles, q, own_row, lane), given.of_keys(kv_head), lane
         )
-        self.start(tiles, place, row, part, parts, warp, lane)
+        early = part * config.tile_tokens < shape.max_seq_len
+        if const_expr(config.units):
+            early = early & (row < shape.batch)
+        self.start(tiles, own_row, part, early, warp, lane)
 
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
+        unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
-            self.take_units(cta, place, requests, q, asked, row, part, next_unit)
+            self.process_unit(cta, place, requests, q, asked, unit, row, early)
         else:
-            unit = self.assigner.grid_unit(requests, row, part)
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            stage, phase, issued = self.receive_early_tile(cta, work, part < unit.num_parts)
-            if part < unit.num_parts:
-                self.process(cta, work, asked, stage, phase, issued)
+            self.process_expected(cta, work, asked, early, part < unit.num_parts)
 
     @cute.jit
-    def receive_early_tile(self, cta, work, expected):
-        """(stage, parity, tiles of the unit on their way) after the early tile, if one was asked for.
-
-        The ring's position is how many tiles have gone through it; a tile that is not the unit's first goes by unread.
-        """
+    def process_expected(self, cta, work, query, early, expected):
+        """A unit, ``expected`` if its first tile is the early one; that goes by unread if not, or if there is none."""
         stage, phase, issued = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.early_tiles > 0):
-            part = cute.arch.block_idx()[0]
-            if part * self.config.tile_tokens < work.place.shape.max_seq_len:
+            if early:
                 if expected & (work.first_tile == 0) & (work.length > 0):
                     issued = Int32(1)
                 else:
                     self.pass_over(cta.barriers, cta.lane)
                     stage, phase = _advance(stage, phase, self.config.num_stages)
-        return stage, phase, issued
+        if work.part < work.num_parts:
+            self.process(cta, work, query, stage, phase, issued)
 
     @cute.jit
-    def take_units(self, cta, place, requests, q, asked, row, part, next_unit):
-        """One unit after the other, where the lengths differ; else the CTA's own part of its row."""
-        lane = cta.lane
+    def process_unit(self, cta, place, requests, q, asked, unit, row, early):
+        """The CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
+        lane, part = cta.lane, unit.part
         words = _leaves(asked.words)
         registers = cute.make_rmem_tensor(len(words), Uint32)
         for i in cutlass.range_constexpr(len(words)):
             registers[i] = words[i]
         tiles_per_part = self.assigner.tiles_per_part(requests, lane)
-        unit = self.assigner.grid_unit(requests, row, part)
-        unit_row, unit_part, num_parts = row, part, unit.num_parts
-        first_unit, total_units = unit.first_unit, Int32(0)
+        unit_row, unit_part, first_unit = row, part, row * requests.parts
+        num_parts = cutlass.select_(row < requests.batch, unit.num_parts, Int32(0))
         if tiles_per_part > 0:
-            unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
-                requests, tiles_per_part, first_unit + part, lane
-            )
+            unit_row, unit_part, num_parts = self.assigner.find_unit(requests, tiles_per_part, first_unit + part, lane)
             first_unit = first_unit + part - unit_part
-        own = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-        expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        stage, phase, issued = self.receive_early_tile(cta, own, expected)
-        if (unit_row != row) & (unit_part < num_parts):
+        if unit_row != row:
             again = self.query_words(cta, place, q, unit_row)
             for i in cutlass.range_constexpr(len(words)):
                 registers[i] = again[i]
-        while unit_part < num_parts:
-            length = self.assigner.length_of(requests, unit_row)
-            first_tile = self.assigner.first_tile(requests, length)
-            work = Work(place, unit_row, unit_part, num_parts, first_unit, length, first_tile)
-            query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
-            stage, phase = self.process(cta, work, query, stage, phase, issued)
-            issued = Int32(0)
-            num_parts = Int32(0)
-            if tiles_per_part > 0:
-                # What the merge has read and written must not be overtaken by the next unit's copies.
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_threads()
-                if cta.warp * WARP_THREADS + lane == 0:
-                    next_unit[0] = self.assigner.take(requests, requests.batch * requests.parts, total_units)
-                cute.arch.sync_threads()
-                index = next_unit[0]
-                unit_row, unit_part, num_parts, total_units = self.assigner.find_unit(
-                    requests, tiles_per_part, index, lane
-                )
-                first_unit = index - unit_part
-                # Asked for here, so that they need no registers while the unit before is worked on.
-                again = self.query_words(cta, place, q, unit_row)
-                for i in cutlass.range_constexpr(len(words)):
-                    registers[i] = again[i]
+        length = self.assigner.length_of(requests, cutlass.min(unit_row, requests.batch - 1))
+        first_tile = self.assigner.first_tile(requests, length)
+        values = [unit_row, unit_part, num_parts, first_unit, length, first_tile]
+        # Known to be alike in all lanes, they are kept in uniform registers.
+        work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
+        expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
+        query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
+        self.process_expected(cta, work, query, early, expected)
 
     def query_words(self, cta, place, q, row):
         """The words of another request's queries, in the order of the registers that hold the first one's."""
@@ -323,9 +299,9 @@ class DecodeKernel:
         return addresses
 
     @cute.jit
-    def start(self, tiles, place, row, part, parts, warp, lane):
-        """Initialises the barriers and asks for the first tile that the cache, if not the request, may have."""
-        config, shape = self.config, place.shape
+    def start(self, tiles, row, part, early, warp, lane):
+        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
+        config = self.config
         one_issuer = self.copier.num_issuers == 1
         # What the first tile needs comes first; other warps than the issuing one wait for a CTA barrier anyway.
         first = config.early_tiles if one_issuer else 2 * config.num_stages
@@ -334,9 +310,9 @@ class DecodeKernel:
             cute.arch.sync_threads()
         if const_expr(config.early_tiles > 0):
             if warp < self.copier.num_issuers:
-                if part * config.tile_tokens < shape.max_seq_len:
+                if early:
                     self.copier.copy_tile(
-                        tiles, row, part * config.tile_tokens, shape.max_seq_len, Int32(0), warp, lane
+                        tiles, row, part * config.tile_tokens, tiles.max_seq_len, Int32(0), warp, lane
                     )
         self.init_barriers(tiles.full, first, 2 * config.num_stages, warp, lane)
 
@@ -366,7 +342,7 @@ class DecodeKernel:
 
     @cute.jit
     def process(self, cta, work, query, stage: Int32, phase: Int32, issued: Int32):
-        """One unit; ``issued`` of its tiles are on their way. Returns the ring's position after it."""
+        """One unit; ``issued`` of its tiles are on their way, ``stage`` and ``phase`` are the ring's position."""
         config, roles, tiles, warp, lane = self.config, cta.roles, cta.tiles, cta.warp, cta.lane
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
@@ -423,7 +399,6 @@ class DecodeKernel:
             stage, phase = _advance(stage, phase, config.num_stages)
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
-        return stage, phase
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):

@@ -19,7 +19,6 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.config import (
     BLOCK_QUERIES,
-    COUNTER_WORDS,
     EMPTY_WORD,
     KEEP_PARTIALS,
     MERGE_PAD,
@@ -45,10 +44,6 @@ class Results:
     workspace: Any
     mode: Any
     sinks: Any
-
-    def partials(self, work):
-        """Address of the partial results, behind the counters of units."""
-        return self.workspace + counter_words(work.place.shape.head_blocks) * 4
 
 
 @dataclass(frozen=True)
@@ -287,7 +282,7 @@ class Merger:
 
     def partial_address(self, work, results, query_row, part):
         """Address of a part's partial result for one query."""
-        return results.partials(work) + work.partial_row(query_row, part) * (4 * self.config.partial_words)
+        return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
         """Bytes from part 0's partial result to another part's."""
@@ -326,11 +321,6 @@ class Merger:
             place = self.partial_address(work, results, query_row, work.part) + d * 4
             ptx.store_global(place, value)
             ptx.store_global(place + self.stats_of(d), [maximum, total])
-
-
-def counter_words(head_blocks):
-    """Words of the counters of taken units, a whole number of cache lines."""
-    return (head_blocks + (COUNTER_WORDS - 1)) // COUNTER_WORDS * COUNTER_WORDS
 
 
 def _row_of(column: int) -> int:

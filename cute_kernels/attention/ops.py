@@ -17,7 +17,7 @@ from cute_kernels.attention.checks import (
     format_pair,
     head_dim_of_row,
 )
-from cute_kernels.attention.config import COUNTER_WORDS, KEEP_PARTIALS, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.plan import ALIGNMENT, Plan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
@@ -201,14 +201,13 @@ def launch_splits(
         return q.new_zeros(call.out_shape), split_out, torch.full_like(split_sum, float("-inf")), split_sum
     plan = make_plan(call)
     out = q.new_empty(call.out_shape)
-    workspace = torch.full((plan.num_words or _one_split_words(plan, call),), EMPTY, dtype=torch.int32, device=q.device)
+    partial_words = plan.schedule.config.partial_words
+    workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
     scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device(q.device):
         plan.launch((q, k_cache, v_cache, seq_lens, out), 0, workspace.data_ptr(), scale, None, KEEP_PARTIALS)
-    partial_words = plan.schedule.config.partial_words
-    words = workspace[-batch * num_splits * heads * partial_words :].view(batch, num_splits, heads, partial_words)
-    empty = words[..., head_dim] == EMPTY  # splits without tokens
-    values = words.view(torch.float32)
+    empty = workspace[..., head_dim] == EMPTY  # splits without tokens
+    values = workspace.view(torch.float32)
     partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
     maximum = values[..., head_dim].masked_fill(empty, float("-inf"))
     total = values[..., head_dim + 1].masked_fill(empty, 0.0)
@@ -217,12 +216,6 @@ def launch_splits(
     normalised = partial / torch.where(nothing, 1.0, total).unsqueeze(-1)
     ln2 = 0.6931471805599453  # the kernel's maxima are in powers of two
     return out, normalised, maximum * ln2, total
-
-
-def _one_split_words(plan: Plan, call: AttentionCall) -> int:
-    """Workspace for partial results that a launch of one split would not need."""
-    counters = -(-plan.schedule.head_blocks // COUNTER_WORDS) * COUNTER_WORDS
-    return counters + call.batch * call.num_q_heads * plan.schedule.config.partial_words
 
 
 def reference(

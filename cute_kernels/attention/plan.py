@@ -11,7 +11,7 @@ import torch
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import COUNTER_WORDS, PAGE_TOKENS, DecodeConfig
+from cute_kernels.attention.config import PAGE_TOKENS, DecodeConfig
 from cute_kernels.attention.schedule import NUM_SMS, Problem, Schedule, head_blocks, make_schedule
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
@@ -75,7 +75,7 @@ class Plan:
             *self.scale_strides,
             softmax_scale,
             schedule.num_splits,
-            schedule.num_units,
+            schedule.more_rows,
             mode,
         )
         if schedule.config.has_features:
@@ -105,8 +105,8 @@ def make_plan(call: AttentionCall, config: DecodeConfig | None = None, num_split
     schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
     if config is not None:
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
-        units = schedule.num_units if config.units else 0
-        schedule = Schedule(config, splits, head_blocks(problem, config), units)
+        more = schedule.more_rows if config.units else 0
+        schedule = Schedule(config, splits, head_blocks(problem, config), more)
     return Plan(
         function=load(DecodeSpec(schedule.config), arch_of(call.q.device.index)),
         schedule=schedule,
@@ -129,14 +129,11 @@ def _head_stride(scale) -> int:
 
 
 def workspace_words(schedule: Schedule, problem: Problem) -> int:
-    """Words of counters and of the partial results of all units; 0 if no row has more than one."""
-    units = problem.batch * schedule.num_splits
-    if schedule.num_units:
-        units = schedule.num_units + problem.batch
-    elif schedule.num_splits == 1:
+    """Words of the partial results of all units; 0 if no row has more than one."""
+    if schedule.num_splits == 1 and not schedule.more_rows:
         return 0
-    counters = -(-schedule.head_blocks // COUNTER_WORDS) * COUNTER_WORDS
-    return counters + units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
+    units = (problem.batch + schedule.more_rows) * schedule.num_splits
+    return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
 
 
 def problem_of(call: AttentionCall) -> Problem:

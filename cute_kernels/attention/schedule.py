@@ -25,7 +25,8 @@ COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
-UNITS_PER_SM = 4  # that rows of different lengths are cut into, at least
+MORE_CTAS_PER_SM = 3  # than rows alike would have, for the parts of long requests
+MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
@@ -105,13 +106,13 @@ class Schedule:
         config: the compiled variant.
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
-        num_units: about how many units to cut rows of different lengths into, 0 to cut all alike.
+        more_rows: rows of CTAs beyond the batch, for the parts of long requests where lengths differ.
     """
 
     config: DecodeConfig
     num_splits: int
     head_blocks: int
-    num_units: int = 0
+    more_rows: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -132,8 +133,9 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     _, splits, index = min(options)
     config = configs[index]
     blocks = head_blocks(problem, config)
-    units = num_units(problem.batch, splits, problem.num_sms, blocks) if config.units and problem.batch > 1 else 0
-    return Schedule(config, splits, blocks, units)
+    cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
+    more = rows_beyond(splits, problem.num_sms, blocks) if cut_by_length else 0
+    return Schedule(config, splits, blocks, more)
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
@@ -150,12 +152,12 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def num_units(batch: int, parts: int, num_sms: int, head_blocks: int) -> int:
-    """About how many units to cut rows of different lengths into: so many that an SM that is early finds another."""
-    return max(batch * parts, -(-UNITS_PER_SM * num_sms // head_blocks))
+def rows_beyond(parts: int, num_sms: int, head_blocks: int) -> int:
+    """Rows of ``parts`` CTAs beyond the batch, so many that long requests can be spread over all SMs."""
+    return -(-MORE_CTAS_PER_SM * num_sms // (head_blocks * parts))
 
 
-def cut_rows(tiles: list[int], parts: int, units: int) -> list[tuple[int, int, int]]:
+def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, int, int]]:
     """The units of a launch in the order of their numbers, as (row, part, number of the row's parts).
 
     This is what :class:`cute_kernels.attention.assignment.Assigner` computes on the device.
@@ -163,13 +165,13 @@ def cut_rows(tiles: list[int], parts: int, units: int) -> list[tuple[int, int, i
     Args:
         tiles: of each row, at least 1.
         parts: CTAs of a row.
-        units: about how many to cut rows of different lengths into; 0 to cut every row into ``parts``.
+        more_rows: rows of CTAs beyond those of ``tiles``; 0 to cut every row into ``parts``.
     """
     total, most = sum(tiles), max(tiles, default=1)
-    if not units or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
+    if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
         counts = [min(count, parts) for count in tiles]
     else:
-        each = -(-total // units)
+        each = -(-total // ((len(tiles) + more_rows) * parts - len(tiles)))
         counts = [-(-count // each) for count in tiles]
     return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
 
