@@ -22,6 +22,7 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
 MAX_BOX = 256  # tokens of one tensor-map copy
+PIECES_PER_WARP = 4  # of a paged tile
 FEW_BOXES = 2  # of a tile, that one warp asks for beside its other work
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
@@ -41,6 +42,9 @@ class TileCopier:
         self.operands = tuple(kinds[copy](config, index) for index, copy in enumerate(config.copies))
         # A lane issues a copy in some 30 cycles: where a tile takes many, all warps share them.
         self.num_issuers = config.num_warps if any(operand.many for operand in self.operands) else 1
+        if config.page_tokens and "word" not in config.copies:
+            pieces = -(-config.tile_tokens // config.page_tokens)
+            self.num_issuers = min(config.num_warps, -(-pieces // PIECES_PER_WARP))
         self.words = tuple(operand for operand in self.operands if operand.copy == "word")
         self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
         self.counted = any(operand.copy != "word" for operand in self.operands)
@@ -64,8 +68,13 @@ class TileCopier:
         return [operand.stage_address(tiles.ring, stage) for operand in self.operands]
 
     @cute.jit
-    def copy_tile(self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32):
-        """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out."""
+    def copy_tile(
+        self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32, page, place
+    ):
+        """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
+
+        page, place: as :meth:`find_pages` has them for this tile.
+        """
         config = self.config
         barrier = tiles.full + stage
         # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
@@ -76,14 +85,18 @@ class TileCopier:
                 if warp == 0:
                     # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
-            for kind in cutlass.range_constexpr(len(self.bulk)):
-                run = self.bulk[kind][0]
-                for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
-                    block, first = self.locate(tiles, request, token + i)
-                    self._copy_runs(kind, tiles, block, first, i, cutlass.min(tokens - i, run), stage, barrier)
-        if const_expr(len(self.tensor_maps) > 0):
+            if const_expr(not config.page_tokens):
+                for kind in cutlass.range_constexpr(len(self.bulk)):
+                    run = self.bulk[kind][0]
+                    for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
+                        size = cutlass.min(tokens - i, run)
+                        self._copy_runs(kind, tiles, request, token + i, i, size, stage, barrier)
+        if const_expr(config.page_tokens > 0):
             cute.arch.sync_warp()
-            self._copy_boxes(tiles, request, token, tokens, stage, barrier, warp)
+            self._copy_pages(tiles, tokens, stage, barrier, warp, lane, page, place)
+        elif const_expr(len(self.tensor_maps) > 0):
+            cute.arch.sync_warp()
+            self._copy_boxes(tiles, request, token, stage, barrier, warp)
         if const_expr(len(self.words) > 0):
             self._copy_words(tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, warp, lane)
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
@@ -95,35 +108,55 @@ class TileCopier:
             total = total + operand.arriving_bytes(tokens)
         return total
 
-    def locate(self, tiles, request, token):
-        """(block of the cache, place in it) of a request's token."""
-        return tiles.pager.locate(request, token) if self.config.page_tokens else (request, token)
+    def find_pages(self, tiles, request, token, lane):
+        """(page, place in it) of the lane-th piece of ``page_tokens`` tokens of the tile that begins with ``token``.
+
+        To be asked for a tile ahead: the table is in memory.
+        """
+        if not self.config.page_tokens:
+            return Int32(0), Int32(0)
+        token = cutlass.min(token + lane * self.config.page_tokens, tiles.max_seq_len - 1)
+        return tiles.pager.locate(request, token)
+
+    @cute.jit
+    def _copy_pages(self, tiles, tokens, stage, barrier, warp, lane, page, place):
+        """Piece by piece, shared among the issuing warps; pieces past the end are left out, their pages may be gone."""
+        size = min(self.config.page_tokens, self.config.tile_tokens)
+        for piece in cutlass.range_constexpr(self.config.tile_tokens // size):
+            if (warp == piece % self.num_issuers) & (piece * size < tokens):
+                block = cute.arch.shuffle_sync(page, piece)
+                first = cute.arch.shuffle_sync(place, piece)
+                for index in cutlass.range_constexpr(len(self.tensor_maps)):
+                    self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
+                if lane == 0:
+                    for kind in cutlass.range_constexpr(len(self.bulk)):
+                        run = self.bulk[kind][0]
+                        for i in cutlass.range_constexpr(0, size, run):
+                            if piece * size + i < tokens:
+                                self._copy_runs(
+                                    kind, tiles, block, first + i, piece * size + i,
+                                    cutlass.min(tokens - (piece * size + i), run), stage, barrier,
+                                )  # fmt: skip
 
     def _copy_runs(self, kind: int, tiles, block, first, place, tokens, stage, barrier):
         for operand in self.bulk[kind][1]:
             operand.copy_run(tiles, block, first, place, tokens, stage, barrier)
 
     @cute.jit
-    def _copy_boxes(self, tiles, request, token, tokens, stage, barrier, warp):
-        """Boxes of all tensor maps, shared among the issuing warps; whole pages past the end are left out."""
+    def _copy_boxes(self, tiles, request, token, stage, barrier, warp):
+        """Boxes of all tensor maps, shared among the issuing warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
-                if self._takes_box(self.tensor_maps[index], box, tokens, warp):
-                    self._copy_box(self.tensor_maps[index], tiles, request, token, box, stage, barrier)
-
-    def _takes_box(self, operand, box: int, tokens, warp):
-        """Whether a warp asks for a box."""
-        takes = warp == box % self.num_issuers
-        return takes & (box * operand.box_tokens < tokens) if self.config.page_tokens else takes
-
-    def _copy_box(self, operand, tiles, request, token, box: int, stage, barrier):
-        block, first = self.locate(tiles, request, token + box * operand.box_tokens)
-        operand.copy_box(tiles, block, first, box, stage, barrier)
+                if warp == box % self.num_issuers:
+                    first = token + box * self.tensor_maps[index].box_tokens
+                    self.tensor_maps[index].copy_box(tiles, request, first, box, stage, barrier)
 
     @cute.jit
     def _copy_words(self, tiles, request, token, tokens, stage, warp, lane):
         for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
-            block, first = self.locate(tiles, request, token + i)
+            block, first = request, token + i
+            if const_expr(self.config.page_tokens > 0):
+                block, first = tiles.pager.locate(request, token + i)
             for index in cutlass.range_constexpr(len(self.words)):
                 self.words[index].copy_token(tiles, block, first, i, stage, lane)
 

@@ -311,8 +311,9 @@ class DecodeKernel:
         if const_expr(config.early_tiles > 0):
             if warp < self.copier.num_issuers:
                 if early:
+                    page, place = self.copier.find_pages(tiles, row, part * config.tile_tokens, lane)
                     self.copier.copy_tile(
-                        tiles, row, part * config.tile_tokens, tiles.max_seq_len, Int32(0), warp, lane
+                        tiles, row, part * config.tile_tokens, tiles.max_seq_len, Int32(0), warp, lane, page, place
                     )
         self.init_barriers(tiles.full, first, 2 * config.num_stages, warp, lane)
 
@@ -347,15 +348,19 @@ class DecodeKernel:
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         refill_stage, refill_phase = stage, phase ^ 1
-        for i in cutlass.range(config.num_stages - 1, unroll=1):
+        pages = [
+            self.copier.find_pages(tiles, work.request, token + i * stride, lane) for i in range(config.num_stages)
+        ]
+        for i in cutlass.range_constexpr(config.num_stages - 1):
             if warp < self.copier.num_issuers:
-                if (i >= issued) & (token + i * stride < work.length):
+                if (issued <= i) & (token + i * stride < work.length):
                     # Nothing waits on the first round.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
                     self.copier.copy_tile(
-                        tiles, work.request, token + i * stride, work.length, refill_stage, warp, lane
+                        tiles, work.request, token + i * stride, work.length, refill_stage, warp, lane, *pages[i]
                     )
             refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
+        page, place = pages[-1]
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
@@ -372,7 +377,10 @@ class DecodeKernel:
                 if ahead < work.length:
                     # The tile that last lay there was consumed one step ago.
                     cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(tiles, work.request, ahead, work.length, refill_stage, warp, lane)
+                    self.copier.copy_tile(
+                        tiles, work.request, ahead, work.length, refill_stage, warp, lane, page, place
+                    )
+                    page, place = self.copier.find_pages(tiles, work.request, ahead + stride, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
             if token + config.tile_tokens > work.length:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.

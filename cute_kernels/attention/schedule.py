@@ -230,7 +230,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
     """``config`` with fewer CTAs to an SM where a thread needs more registers than so many leave it."""
-    if not (config.units or config.blocks_per_warp > 1 or config.features != PLAIN):
+    if config.blocks_per_warp == 1 and replace(config.features, paged=False, head_major=False) == PLAIN:
         return config
     while config.ctas_per_sm > 1 and config.num_warps * config.ctas_per_sm > TARGET_WARPS:
         config = _change(config, ctas_per_sm=config.ctas_per_sm // 2)
