@@ -6,7 +6,7 @@ of K of all stages, then those of V.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -22,7 +22,7 @@ from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
 MAX_BOX = 256  # tokens of one tensor-map copy
-PIECES_PER_WARP = 4  # of a paged tile
+PIECES_PER_WARP = 2  # of a paged tile
 FEW_BOXES = 2  # of a tile, that one warp asks for beside its other work
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
@@ -63,6 +63,13 @@ class TileCopier:
         opened = tuple(op.open(part, ring, place) for op, part in zip(self.operands, source, strict=True))
         return Tiles(ring.toint(), full, opened, place.shape.max_seq_len, pager)
 
+    def enter(self, tiles, request) -> Tiles:
+        """``tiles`` for copies of one request's tokens."""
+        if self.config.page_tokens:
+            return tiles
+        opened = tuple(op.enter(part, request) for op, part in zip(self.operands, tiles.opened, strict=True))
+        return replace(tiles, opened=opened)
+
     def stage_addresses(self, tiles: Tiles, stage):
         """Shared-memory addresses of a stage's tiles of K and of V."""
         return [operand.stage_address(tiles.ring, stage) for operand in self.operands]
@@ -90,7 +97,7 @@ class TileCopier:
                     run = self.bulk[kind][0]
                     for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
                         size = cutlass.min(tokens - i, run)
-                        self._copy_runs(kind, tiles, request, token + i, i, size, stage, barrier)
+                        self._copy_runs(kind, tiles, None, token + i, i, size, stage, barrier)
         if const_expr(config.page_tokens > 0):
             cute.arch.sync_warp()
             self._copy_pages(tiles, tokens, stage, barrier, warp, lane, page, place)
@@ -124,7 +131,7 @@ class TileCopier:
         size = min(self.config.page_tokens, self.config.tile_tokens)
         for piece in cutlass.range_constexpr(self.config.tile_tokens // size):
             if (warp == piece % self.num_issuers) & (piece * size < tokens):
-                block = cute.arch.shuffle_sync(page, piece)
+                block = tiles.pager.existing(cute.arch.shuffle_sync(page, piece))
                 first = cute.arch.shuffle_sync(place, piece)
                 for index in cutlass.range_constexpr(len(self.tensor_maps)):
                     self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
@@ -154,11 +161,15 @@ class TileCopier:
     @cute.jit
     def _copy_words(self, tiles, request, token, tokens, stage, warp, lane):
         for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
-            block, first = request, token + i
             if const_expr(self.config.page_tokens > 0):
-                block, first = tiles.pager.locate(request, token + i)
-            for index in cutlass.range_constexpr(len(self.words)):
-                self.words[index].copy_token(tiles, block, first, i, stage, lane)
+                page, first = tiles.pager.locate(request, token + i)
+                self._copy_token(tiles, tiles.pager.existing(page), first, i, stage, lane)
+            else:
+                self._copy_token(tiles, None, token + i, i, stage, lane)
+
+    def _copy_token(self, tiles, block, first, place, stage, lane):
+        for operand in self.words:
+            operand.copy_token(tiles, block, first, place, stage, lane)
 
     @cute.jit
     def clear_values(self, tiles, stage: Int32, first: Int32, tid: Int32):
@@ -224,13 +235,17 @@ class Pager:
         return Pager(table, max_pages, page_size, ((Int64(1) << 32) + units - 1) // units, num_pages)
 
     def locate(self, request, token):
-        """(page, place in it) of a request's token; a page that the cache does not have is replaced by one that it has,
-        so that a wrong table yields wrong numbers and no illegal access."""
+        """(the table's entry, place in the page) of a request's token."""
         index = ((Int64(token // PAGE_UNIT) * self.reciprocal) >> 32).to(Int32)
         entry = self.table + (Int64(request) * self.max_pages + index) * 4
-        page = ptx.load_global_words(entry, 0, 1)[0].to(Int32)
-        page = cutlass.max(cutlass.min(page, self.num_pages - 1), 0)
-        return page, token - index * self.page_size
+        return ptx.load_global_words(entry, 0, 1)[0].to(Int32), token - index * self.page_size
+
+    def existing(self, page):
+        """An entry that is no page of the cache becomes one: a wrong table yields wrong numbers, no illegal access.
+
+        Apart from :meth:`locate`, so that nobody waits for an entry before it is needed.
+        """
+        return cutlass.max(cutlass.min(page, self.num_pages - 1), 0)
 
 
 class _Operand:
@@ -265,8 +280,9 @@ class RowSource:
     token_bytes: Any  # from one token to the next
 
     def address(self, block, token):
-        """Where a token's rows lie: the one place that knows how the cache is laid out."""
-        return self.base + Int64(block) * self.block_bytes + Int64(token) * self.token_bytes
+        """Where a token's rows lie: the only place that knows. ``block``: None once entered."""
+        address = self.base + Int64(token) * self.token_bytes
+        return address if block is None else address + Int64(block) * self.block_bytes
 
 
 class RowOperand(_Operand):
@@ -293,6 +309,10 @@ class RowOperand(_Operand):
             token_bytes, head_bytes = shape.num_kv_heads * self.row_bytes, Int64(self.row_bytes)
         base = ptx.pinned(source.iterator.toint() + Int64(place.first_head) * head_bytes)
         return RowSource(base, block_bytes, token_bytes)
+
+    def enter(self, source: RowSource, block) -> RowSource:
+        """The source of one block: that its tokens need no product of 64 bits each is 80 cycles a tile."""
+        return replace(source, base=ptx.pinned(source.base + Int64(block) * source.block_bytes))
 
     @property
     def run_bytes(self) -> int:
@@ -334,7 +354,7 @@ class WordOperand(RowOperand):
         return 0
 
     @cute.jit
-    def copy_token(self, tiles, block: Int32, first: Int32, place: Int32, stage: Int32, lane: Int32):
+    def copy_token(self, tiles, block, first: Int32, place: Int32, stage: Int32, lane: Int32):
         tile = self.tile
         source = tiles.opened[self.index].address(block, first)
         target = self.stage_address(tiles.ring, stage) + tile.token_offset(place) * WORD_BYTES
@@ -397,6 +417,9 @@ class TensorMapOperand(_Operand):
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(cache, 0, 2)
         )
         return TensorMapSource(atom, parts[0], parts[1], place.first_head)
+
+    def enter(self, source: TensorMapSource, block) -> TensorMapSource:
+        return source
 
     def arriving_bytes(self, tokens):
         if not self.config.page_tokens:

@@ -313,7 +313,15 @@ class DecodeKernel:
                 if early:
                     page, place = self.copier.find_pages(tiles, row, part * config.tile_tokens, lane)
                     self.copier.copy_tile(
-                        tiles, row, part * config.tile_tokens, tiles.max_seq_len, Int32(0), warp, lane, page, place
+                        self.copier.enter(tiles, row),
+                        row,
+                        part * config.tile_tokens,
+                        tiles.max_seq_len,
+                        Int32(0),
+                        warp,
+                        lane,
+                        page,
+                        place,
                     )
         self.init_barriers(tiles.full, first, 2 * config.num_stages, warp, lane)
 
@@ -344,7 +352,8 @@ class DecodeKernel:
     @cute.jit
     def process(self, cta, work, query, stage: Int32, phase: Int32, issued: Int32):
         """One unit; ``issued`` of its tiles are on their way, ``stage`` and ``phase`` are the ring's position."""
-        config, roles, tiles, warp, lane = self.config, cta.roles, cta.tiles, cta.warp, cta.lane
+        config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
+        tiles = self.copier.enter(cta.tiles, work.request)
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         refill_stage, refill_phase = stage, phase ^ 1
