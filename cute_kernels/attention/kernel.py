@@ -192,8 +192,6 @@ class DecodeKernel:
         config = self.config
         part, head_block, row = cute.arch.block_idx()
         parts = cute.arch.grid_dim()[0]
-        # Rows past the last one hold further units, if there are any.
-        own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
@@ -207,19 +205,35 @@ class DecodeKernel:
         tiles = self.copier.open(source, ring, barriers, place, pager)
         seen = features.window + shape.q_len - 1
         requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, more_rows)
+        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
+        if const_expr(config.units):
+            tiles_per_part = Int32(0)
+            if row >= shape.batch:
+                # A row of CTAs beyond the batch: most often there is nothing to do.
+                tiles_per_part = self.assigner.tiles_per_part(requests, lane)
+            if (row < shape.batch) | (tiles_per_part > 0):
+                self.run(cta, place, requests, q, row, part)
+        else:
+            self.run(cta, place, requests, q, row, part)
+
+    @cute.jit
+    def run(self, cta, place, requests, q, row, part):
+        """Asks for all that a CTA can ask for before it knows what its unit is, then finds that out."""
+        config, shape, lane = self.config, place.shape, cta.lane
+        # Rows past the last one hold further units, if there are any.
+        own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
         # The lengths, the queries and the first tiles come from memory at the same time: tile ``part`` is the first of
         # this CTA unless lengths differ. The queries go first: the tile has no use without them.
         length = self.assigner.length_of(requests, own_row)
-        kv_head = place.first_head + roles.head
         asked = self.key_reader.fetch_query(
-            self.query_addresses(place, roles, q, own_row, lane), given.of_keys(kv_head), lane
+            self.query_addresses(place, cta.roles, q, own_row, lane),
+            cta.given.of_keys(place.first_head + cta.roles.head),
+            lane,
         )
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
-        self.start(tiles, own_row, part, early, warp, lane)
-
-        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
+        self.start(cta.tiles, own_row, part, early, cta.warp, lane)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
             self.process_unit(cta, place, requests, q, asked, unit, row, early)

@@ -25,7 +25,8 @@ COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
-MORE_CTAS_PER_SM = 3  # than rows alike would have, for the parts of long requests
+MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
+MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
@@ -134,7 +135,7 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     config = configs[index]
     blocks = head_blocks(problem, config)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
-    more = rows_beyond(splits, problem.num_sms, blocks) if cut_by_length else 0
+    more = rows_beyond(problem, splits, blocks) if cut_by_length else 0
     return Schedule(config, splits, blocks, more)
 
 
@@ -152,9 +153,15 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def rows_beyond(parts: int, num_sms: int, head_blocks: int) -> int:
-    """Rows of ``parts`` CTAs beyond the batch, so many that long requests can be spread over all SMs."""
-    return -(-MORE_CTAS_PER_SM * num_sms // (head_blocks * parts))
+def rows_beyond(problem: Problem, parts: int, head_blocks: int) -> int:
+    """Rows of ``parts`` CTAs beyond the batch, so many that long requests can be spread over all SMs.
+
+    Where lengths turn out to be alike they have nothing to do, but come and go: few where that would be felt.
+    """
+    tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
+    streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
+    per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
+    return -(-per_sm * problem.num_sms // (head_blocks * parts))
 
 
 def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, int, int]]:
