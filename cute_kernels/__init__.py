@@ -2,6 +2,28 @@
 
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention
+from cute_kernels.kv_cache import (
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    Rope,
+    YarnScaling,
+    append_kv,
+    dequantize_kv,
+    quantize_kv,
+)
 from cute_kernels.runtime.device import UnsupportedGPUError
 
-__all__ = ["UnsupportedGPUError", "__version__", "decode_attention"]
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "NtkScaling",
+    "Rope",
+    "UnsupportedGPUError",
+    "YarnScaling",
+    "__version__",
+    "append_kv",
+    "decode_attention",
+    "dequantize_kv",
+    "quantize_kv",
+]
