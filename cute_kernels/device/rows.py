@@ -280,7 +280,7 @@ class NibbleRow(CodedRow):
     def encode(self, values, statistics, scale) -> tuple[list[Uint32], Uint32]:
         """Codes in whole words, and the group's word."""
         low, high = statistics[0], statistics[1]
-        spread = numbers.divide(numbers.add(high, -low), Float32(MAX_CODE))
+        spread = _over_constant(numbers.add(high, -low), MAX_CODE)
         header = ptx.pack_f16x2(spread, low)
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
         # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
@@ -352,7 +352,7 @@ class ByteRow(CodedRow):
             return self._pack([values[i] for i in range(self.count)]), None
         largest = CODE_MAX[self.code_name]
         if self.has_header:
-            step = numbers.divide(statistics[0], Float32(largest))
+            step = _over_constant(statistics[0], largest)
             return self._scaled(values, [_Divisor(step)] * self.count), numbers.bits(step)
         divisors = [_Divisor(step, largest) for step in scale]
         return self._scaled(values, divisors if len(divisors) > 1 else divisors * self.count), None
@@ -463,6 +463,16 @@ def _quotient(value: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
     quotient = numbers.multiply(value, reciprocal)
     remainder = ptx.fma(-divisor, quotient, value)
     return ptx.fma(remainder, reciprocal, quotient)
+
+
+def _over_constant(value: Float32, divisor: float) -> Float32:
+    """value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
+
+    By an odd number no quotient lies halfway between two subnormals, which a rounded reciprocal could not tell.
+    """
+    if divisor % 2 == 0:
+        return numbers.divide(value, Float32(divisor))
+    return _quotient(value, Float32(divisor), Float32(1.0 / divisor))
 
 
 def _pack_nibbles(rounded: list[Uint32]) -> Uint32:

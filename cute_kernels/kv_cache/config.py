@@ -177,7 +177,7 @@ class BulkConfig:
         return None
 
 
-CTAS_PER_SM = 7  # that fit with the registers the append kernels need
+CTAS_PER_SM = 8  # that fit with the registers the append kernels need
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 

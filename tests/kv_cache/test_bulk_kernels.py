@@ -122,3 +122,15 @@ def test_quotients_are_ieees(monkeypatch):
         reciprocal = rows._reciprocal(b)
         assert (np.asarray(reciprocal) == np.float32(1.0) / np.asarray(b)).all()
         assert (np.asarray(rows._quotient(a, b, reciprocal)) == np.asarray(a) / np.asarray(b)).all()
+
+
+def test_maxima_over_the_largest_code_are_ieees(monkeypatch):
+    from cute_kernels.device import rows
+
+    Gpu().install(monkeypatch, rows)
+    rng = np.random.default_rng(1)
+    for divisor in (15.0, 127.0, 448.0):
+        for trial in range(400):
+            top = 0x7F7FFFFF if trial % 2 else 0x00900000  # any finite number; subnormals and around
+            value = Float32(rng.integers(0, top, 32, dtype=np.uint32).view(np.float32))
+            assert (np.asarray(rows._over_constant(value, divisor)) == np.asarray(value) / np.float32(divisor)).all()
