@@ -2,12 +2,27 @@
 
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
-from cute_kernels.kv_cache import KVCache, append_kv, dequantize_kv, quantize_kv
+from cute_kernels.kv_cache import (
+    KVCache,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    Rope,
+    YarnScaling,
+    append_kv,
+    dequantize_kv,
+    quantize_kv,
+)
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
     "KVCache",
+    "LinearScaling",
+    "Llama3Scaling",
+    "NtkScaling",
+    "Rope",
     "UnsupportedGPUError",
+    "YarnScaling",
     "__version__",
     "append_kv",
     "decode_attention",

@@ -1,8 +1,10 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels import kv_formats
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
@@ -21,9 +23,9 @@ SHIPPED_KV_HEADS = (1, 8, 32)  # all heads of a cache in a CTA, or 8 of them
 class DecodeSpec(KernelSpec):
     """One decode attention kernel.
 
-    The function takes (q, k_cache, v_cache, seq_lens, out, lse, partials, k_scale, v_scale, k_scale_stride,
-    v_scale_stride, softmax_scale, num_splits, mode) as :meth:`DecodeKernel.__call__` describes them: torch tensors as
-    they are, then addresses and numbers. It runs on torch's current stream.
+    The function takes what :meth:`DecodeKernel.__call__` or, where the configuration has features,
+    :meth:`DecodeKernel.with_features` describes: torch tensors as they are, then addresses and numbers. It runs on
+    torch's current stream.
     """
 
     config: DecodeConfig
@@ -32,6 +34,9 @@ class DecodeSpec(KernelSpec):
     @property
     def symbol(self) -> str:  # type: ignore[override]
         return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), Path(kv_formats.__file__).resolve()
 
     def compile(self, arch: str) -> Any:
         return compile_decode(self.config, arch)

@@ -26,10 +26,11 @@ from layouts.kv.scaled import FP32_MAX
 
 CODE_MAX = {"int8": 127.0, "e4m3": 448.0}
 VECTOR_BYTES = 16  # of the widest access
-# Small divisors are brought up, so that neither a reciprocal overflows nor a remainder underflows.
-SMALL, RESCALE = 2.0**-60, 2.0**64
+# Divisors outside this range are brought nearer to 1, so that no reciprocal and no remainder leaves fp32's range.
+SMALL, LARGE, RESCALE = 2.0**-60, 2.0**60, 2.0**64
 MAGIC = 0x4B000000  # fp32 2**23: a small integer in its low bits is added to it
 MAGIC_VALUE = 8388608.0
+MANTISSA = 0x7FFFFF
 
 
 @dataclass(frozen=True)
@@ -55,30 +56,30 @@ class Piece:
     def num_words(self) -> int:
         return -(-self.num_bytes // 4)
 
-    def load(self, base: Int64, lane: Int32) -> list[Uint32]:
-        """The run of lane ``lane`` of what lies at ``base``, little endian in whole words."""
-        address = base + Int64(lane * self.num_bytes)
+    def load(self, row: Int64, lane: Int32, offset: int = 0) -> list[Uint32]:
+        """The run of a lane of the row ``offset`` bytes (known at compile time) past ``row``, in whole words."""
+        address, first_byte = row + Int64(lane * self.num_bytes), self.start + offset
         if self.unit >= 4:
             words: list[Any] = []
-            for offset in range(0, self.num_bytes, self.unit):
-                words += ptx.load_global_words(address, self.start + offset, self.unit // 4)
+            for byte in range(0, self.num_bytes, self.unit):
+                words += ptx.load_global_words(address, first_byte + byte, self.unit // 4)
             return words
         words = [Uint32(0)] * self.num_words
-        for offset in range(0, self.num_bytes, self.unit):
-            part = numbers.load_global_part(address, self.start + offset, self.unit)
-            words[offset // 4] = words[offset // 4] | (part << (8 * (offset % 4)))
+        for byte in range(0, self.num_bytes, self.unit):
+            part = numbers.load_global_part(address, first_byte + byte, self.unit)
+            words[byte // 4] = words[byte // 4] | (part << (8 * (byte % 4)))
         return words
 
-    def store(self, base: Int64, lane: Int32, words) -> None:
-        """Writes the run of lane ``lane``; takes what `load` gives."""
-        address = base + Int64(lane * self.num_bytes)
-        for offset in range(0, self.num_bytes, self.unit):
-            first = offset // 4
+    def store(self, row: Int64, lane: Int32, words, offset: int = 0) -> None:
+        """Writes the run of a lane; takes what `load` gives."""
+        address, first_byte = row + Int64(lane * self.num_bytes), self.start + offset
+        for byte in range(0, self.num_bytes, self.unit):
+            first = byte // 4
             if self.unit >= 4:
-                numbers.store_global_words(address, self.start + offset, words[first : first + self.unit // 4])
+                numbers.store_global_words(address, first_byte + byte, words[first : first + self.unit // 4])
             else:
-                part = words[first] >> (8 * (offset % 4))
-                numbers.store_global_part(address, self.start + offset, part, self.unit)
+                part = words[first] >> (8 * (byte % 4))
+                numbers.store_global_part(address, first_byte + byte, part, self.unit)
 
 
 @dataclass(frozen=True)
@@ -279,11 +280,11 @@ class NibbleRow(CodedRow):
     def encode(self, values, statistics, scale) -> tuple[list[Uint32], Uint32]:
         """Codes in whole words, and the group's word."""
         low, high = statistics[0], statistics[1]
-        spread = numbers.divide(numbers.add(high, -low), Float32(MAX_CODE))
+        spread = _over_constant(numbers.add(high, -low), MAX_CODE)
         header = ptx.pack_f16x2(spread, low)
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
-        # fp16 steps are normal fp32 numbers, so nothing needs rescaling.
-        reciprocal = numbers.divide(Float32(1.0), step)
+        # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
+        reciprocal = _reciprocal(step)
         rounded = []
         for i in range(self.count):
             steps = _quotient(numbers.add(values[i], -shift), step, reciprocal)
@@ -351,7 +352,7 @@ class ByteRow(CodedRow):
             return self._pack([values[i] for i in range(self.count)]), None
         largest = CODE_MAX[self.code_name]
         if self.has_header:
-            step = numbers.divide(statistics[0], Float32(largest))
+            step = _over_constant(statistics[0], largest)
             return self._scaled(values, [_Divisor(step)] * self.count), numbers.bits(step)
         divisors = [_Divisor(step, largest) for step in scale]
         return self._scaled(values, divisors if len(divisors) > 1 else divisors * self.count), None
@@ -426,10 +427,11 @@ class _Divisor:
 
     def __init__(self, step: Float32, largest: float | None = None):
         finite = (step > 0.0) & (step < math.inf)
-        self.factor = cutlass.select_(step < SMALL, Float32(RESCALE), Float32(1.0))
+        factor = cutlass.select_(step < SMALL, Float32(RESCALE), Float32(1.0))
+        self.factor = cutlass.select_(step > LARGE, Float32(1.0 / RESCALE), factor)
         # Dividing by infinity: 0 for both makes every quotient a zero of the right sign.
         self.step = cutlass.select_(finite, numbers.multiply(step, self.factor), Float32(0.0))
-        self.reciprocal = cutlass.select_(finite, numbers.divide(Float32(1.0), self.step), Float32(0.0))
+        self.reciprocal = cutlass.select_(finite, _reciprocal(self.step), Float32(0.0))
         self.positive = step > 0.0
         self.mask = cutlass.select_(self.positive, Uint32(0xFFFFFFFF), Uint32(0))
         self.bound = None if largest is None else numbers.multiply(self.step, Float32(largest))
@@ -444,11 +446,33 @@ class _Divisor:
         return cutlass.select_(self.positive, quotient, Float32(0.0))
 
 
+def _reciprocal(divisor: Float32) -> Float32:
+    """1 / divisor rounded to nearest, for normal divisors with normal reciprocals: two of Newton's steps.
+
+    They leave one mantissa aside, 0x7FFFFF, for which they may end an ulp low; its reciprocal's is 1.
+    """
+    guess = ptx.reciprocal(divisor)
+    for _ in range(2):
+        guess = ptx.fma(ptx.fma(-divisor, guess, Float32(1.0)), guess, guess)
+    stubborn = (numbers.bits(divisor) & MANTISSA) == MANTISSA
+    return numbers.from_bits(numbers.bits(guess) | cutlass.select_(stubborn, Uint32(1), Uint32(0)))
+
+
 def _quotient(value: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
     """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990)."""
     quotient = numbers.multiply(value, reciprocal)
     remainder = ptx.fma(-divisor, quotient, value)
     return ptx.fma(remainder, reciprocal, quotient)
+
+
+def _over_constant(value: Float32, divisor: float) -> Float32:
+    """value / divisor rounded to nearest, subnormal or not, for finite values and a small whole divisor.
+
+    By an odd number no quotient lies halfway between two subnormals, which a rounded reciprocal could not tell.
+    """
+    if divisor % 2 == 0:
+        return numbers.divide(value, Float32(divisor))
+    return _quotient(value, Float32(divisor), Float32(1.0 / divisor))
 
 
 def _pack_nibbles(rounded: list[Uint32]) -> Uint32:

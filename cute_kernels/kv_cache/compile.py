@@ -1,8 +1,10 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels import kv_formats
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of
 from cute_kernels.runtime.spec import KernelSpec, compile_options
@@ -10,31 +12,34 @@ from cute_kernels.runtime.spec import KernelSpec, compile_options
 SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
 
 
-@dataclass(frozen=True, eq=False)
-class AppendSpec(KernelSpec):
-    """One append kernel; the function takes what :meth:`AppendKernel.__call__` describes, without the stream."""
+class _RowSpec(KernelSpec):
+    """A kernel that rows of a cache format are compiled into."""
 
-    config: AppendConfig
     family: ClassVar[str] = "kv_cache"
 
     @property
     def symbol(self) -> str:  # type: ignore[override]
         return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), Path(kv_formats.__file__).resolve()
+
+
+@dataclass(frozen=True, eq=False)
+class AppendSpec(_RowSpec):
+    """One append kernel; the function takes what :meth:`AppendKernel.__call__` describes, without the stream."""
+
+    config: AppendConfig
 
     def compile(self, arch: str) -> Any:
         return compile_append(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
-class BulkSpec(KernelSpec):
+class BulkSpec(_RowSpec):
     """One bulk kernel; the function takes what :meth:`BulkKernel.__call__` describes, without the stream."""
 
     config: BulkConfig
-    family: ClassVar[str] = "kv_cache"
-
-    @property
-    def symbol(self) -> str:  # type: ignore[override]
-        return self.config.name
 
     def compile(self, arch: str) -> Any:
         return compile_bulk(self.config, arch)

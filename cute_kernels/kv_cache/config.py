@@ -51,8 +51,9 @@ class AppendConfig:
         head_dim_k, head_dim_v: columns of q and k, and of v.
         rope: "none", "half" or "interleaved".
         rotary_dim: columns that are rotated; 0 without RoPE.
+        has_bias, has_norm: whether any of the biases, or of the norms of q and k, may be given.
         num_warps: warps of a CTA.
-        rows_in_flight: heads of its token that a team loads before it works on the first.
+        rows_in_flight: heads of its token whose rows a team has asked for at a time.
     """
 
     k_format: str
@@ -62,6 +63,8 @@ class AppendConfig:
     head_dim_v: int
     rope: str = "none"
     rotary_dim: int = 0
+    has_bias: bool = False
+    has_norm: bool = False
     num_warps: int = 4
     rows_in_flight: int = 4
 
@@ -92,7 +95,8 @@ class AppendConfig:
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
         dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
-        return f"append_{formats}_{self.dtype}_{dims}_{rope}_w{self.num_warps}r{self.rows_in_flight}"
+        extras = "_bias" * self.has_bias + "_norm" * self.has_norm
+        return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}_w{self.num_warps}r{self.rows_in_flight}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -109,8 +113,8 @@ class AppendConfig:
             return f"rotary_dim {self.rotary_dim} is not an even number from 2 to head_dim_k = {self.head_dim_k}"
         if not 1 <= self.num_warps <= 32:
             return f"num_warps {self.num_warps} is not from 1 to 32"
-        if self.rows_in_flight not in (1, 2, 4, 8):
-            return f"rows_in_flight {self.rows_in_flight} is not 1, 2, 4 or 8"
+        if not 1 <= self.rows_in_flight <= 8:
+            return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
         return None
 
 
@@ -173,27 +177,29 @@ class BulkConfig:
         return None
 
 
-CTAS_PER_SM = 7  # that fit with the registers the append kernels need
+CTAS_PER_SM = 8  # that fit with the registers the append kernels need
+MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 
 def _choose(condition, chosen, other):
     return chosen if condition else other
 
 
-def rows_per_team(blocks, num_heads, wave, most: int, select=_choose):
-    """Heads of its token that a team takes: as few as one wave of CTAs allows, of 1, 2, 4 ... ``most``.
+def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, select=_choose):
+    """Heads of its token that a team takes: as few as one wave of CTAs allows, of 1, 2, 4 ... `MAX_ROWS_PER_TEAM`.
 
     Few tokens are then spread over the whole GPU, and many share the work of making a token's angles.
 
     Args:
         blocks: CTAs along the tokens.
-        num_heads: of q, k and v together.
+        num_q_heads, num_kv_heads: rows of a token; a team's are all of q, of k or of v.
         wave: CTAs that the GPU holds at a time.
         select: (condition, value if true, value if not); the kernel's launch code brings its own.
     """
     rows = 1
-    for fewer in (1 << i for i in range(most.bit_length() - 1)):
-        rows = select(blocks * ((num_heads + fewer - 1) // fewer) > wave, 2 * fewer, rows)
+    for fewer in (1 << i for i in range(MAX_ROWS_PER_TEAM.bit_length() - 1)):
+        teams = (num_q_heads + fewer - 1) // fewer + 2 * ((num_kv_heads + fewer - 1) // fewer)
+        rows = select(blocks * teams > wave, 2 * fewer, rows)
     return rows
 
 

@@ -1,9 +1,9 @@
 """Append: bias, QK-norm, RoPE, quantisation and scatter of new tokens' K and V, and the rotated q, in one launch.
 
-Shape of the work: a *team* of lanes takes one token and a few of its heads out of the list (q heads, k
-heads, v heads); the teams of a CTA take other tokens and the same heads, so what a head needs is decided by the whole
-warp. A team first asks for all its rows and for where its token goes, makes the angles of its token once, then works
-row by row in registers. Nothing is shared between teams: no shared memory, no barriers.
+Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
+take other tokens and the same heads, so a CTA runs one of three loops. A team first asks for its first rows and for
+where its token goes, makes the angles of its token once, then works row by row in registers. Nothing is shared between
+teams: no shared memory, no barriers.
 
 What cannot be written anywhere (an unmapped page, a position outside the table or the cache, slot -1) is not written;
 q is, all the same.
@@ -120,12 +120,13 @@ class AppendKernel:
             mode=mode,
         )
         extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
-        num_heads = inputs.num_q_heads + 2 * inputs.num_kv_heads
+        num_q_heads, num_kv_heads = inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
-        rows = rows_per_team(blocks, num_heads, wave, config.rows_in_flight, cutlass.select_)
-        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, rows).launch(
+        rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, cutlass.select_)
+        q_chunks, kv_chunks = cute.ceil_div(num_q_heads, rows), cute.ceil_div(num_kv_heads, rows)
+        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, rows, q_chunks, kv_chunks).launch(
             grid=(
-                cute.ceil_div(num_heads, rows),
+                q_chunks + 2 * kv_chunks,
                 cutlass.min(blocks, MAX_GRID_Y),
                 cute.ceil_div(blocks, MAX_GRID_Y),
             ),
@@ -144,6 +145,8 @@ class AppendKernel:
         phase_steps: Int64,
         rope_factor: Float32,
         rows: Int32,
+        q_chunks: Int32,
+        kv_chunks: Int32,
     ):
         config = self.config
         chunk, block_y, block_z = cute.arch.block_idx()
@@ -154,57 +157,60 @@ class AppendKernel:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
             token = cutlass.min(token, inputs.num_tokens - 1)  # teams without a token of their own work along
-            num_turned = inputs.num_q_heads + inputs.num_kv_heads
-            heads = Heads(
-                num_q=inputs.num_q_heads,
-                num_turned=num_turned,
-                first=chunk * rows,
-                stop=cutlass.min(chunk * rows + rows, num_turned + inputs.num_kv_heads),
-            )
+            is_q, is_v = chunk < q_chunks, chunk >= q_chunks + kv_chunks
+            part = chunk - cutlass.select_(is_q, Int32(0), cutlass.select_(is_v, q_chunks + kv_chunks, q_chunks))
+            num_heads = cutlass.select_(is_q, inputs.num_q_heads, inputs.num_kv_heads)
+            heads = Heads(first=part * rows, count=cutlass.min(rows, num_heads - part * rows))
             team_lane = lane % config.lanes
+            source = self.source_of(inputs, heads, token, is_q, is_v)
             raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
-            self.fetch(raw, inputs, heads, token, team_lane)
-            position, page, row = self.locate(where, heads, token, lane)
+            self.fetch(raw, source, heads.count, is_v, team_lane)
+            position, page, row = self.locate(where, is_q, token, lane)
             place = Place(token=token, valid=valid, page=page, row=row, lane=team_lane)
-            cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
-            sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
-            if const_expr(config.rope != "none"):
-                cos.fill(0.0)
-                sin.fill(0.0)
-                if heads.first < heads.num_turned:
+            if is_v:
+                self.process_v(raw, source, heads, extras, targets, place)
+            else:
+                cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
+                sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
+                if const_expr(config.rope != "none"):
                     self.rotator.make_angles(cos, sin, phase_steps, position, rope_factor, team_lane)
-            self.process(raw, cos, sin, heads, extras, targets, place)
+                if is_q:
+                    self.process_q(raw, source, cos, sin, heads, extras, targets, place)
+                else:
+                    self.process_k(raw, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
+    def source_of(self, inputs, heads, token, is_q, is_v):
+        """Address of the team's first row."""
+        base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
+        stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
+        row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
+        return base + Int64(token) * stride + Int64(heads.first * row_bytes)
+
     @cute.jit
-    def fetch(self, raw, inputs, heads, token, team_lane):
-        """Asks for all rows of the team; nothing waits for them yet."""
-        # A row is at base + head * row bytes, heads counted through q, k and v.
-        k_bytes, v_bytes = self.k_elements.row_bytes, self.v_elements.row_bytes
-        q = inputs.q + Int64(token) * inputs.q_stride
-        k = inputs.k + Int64(token) * inputs.k_stride - Int64(heads.num_q) * k_bytes
-        v = inputs.v + Int64(token) * inputs.v_stride - Int64(heads.num_turned) * v_bytes
+    def fetch(self, raw, source, count, is_v, lane):
+        """Asks for the next ``count`` rows, at most ``rows_in_flight``; nothing waits for them yet."""
+        if const_expr(self.config.head_dim_k == self.config.head_dim_v):
+            self.fetch_rows(raw, source, self.k_elements, count, lane)
+        elif is_v:
+            self.fetch_rows(raw, source, self.v_elements, count, lane)
+        else:
+            self.fetch_rows(raw, source, self.k_elements, count, lane)
+
+    @cute.jit
+    def fetch_rows(self, raw, source, elements, count, lane):
         for u in cutlass.range_constexpr(self.config.rows_in_flight):
-            head = heads.first + u
-            if head < heads.stop:
-                if const_expr(self.config.head_dim_k == self.config.head_dim_v):
-                    base = cutlass.select_(head < heads.num_turned, k, v)
-                    base = cutlass.select_(head < heads.num_q, q, base)
-                    self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
-                elif head < heads.num_turned:
-                    base = cutlass.select_(head < heads.num_q, q, k)
-                    self.fetch_row(raw, u, self.k_elements, base, head, team_lane)
-                else:
-                    self.fetch_row(raw, u, self.v_elements, v, head, team_lane)
-
-    def fetch_row(self, raw, u: int, elements: Elements, base, head, team_lane):
-        for i, word in enumerate(elements.piece.load(base + Int64(head) * elements.row_bytes, team_lane)):
-            raw[u * self.row_words + i] = word
+            if u < count:
+                for i, word in enumerate(elements.piece.load(source, lane, u * elements.row_bytes)):
+                    raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, heads, token, lane):
-        """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written."""
+    def locate(self, where, is_q, token, lane):
+        """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written.
+
+        Teams of q heads look for no page.
+        """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -216,7 +222,7 @@ class AppendKernel:
                 inside = (token >= bounds[0]) & (ahead > 0)
             position = _load_word(where.seq_lens, request) - ahead
             inside = inside & (position >= 0)
-        if heads.stop > heads.num_q:
+        if ~is_q:
             if where.slots != 0:
                 words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
                 slot = _join(words[0], words[1])
@@ -264,41 +270,83 @@ class AppendKernel:
     # -- row by row ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, raw, cos, sin, heads, extras, targets, place):
-        """All rows of a team, in turn."""
-        values = cute.make_rmem_tensor(max(self.k_row.count, self.v_row.count), Float32)
-        lane, has_page = place.lane, place.valid & (place.page >= 0)
-        for u in cutlass.range(heads.stop - heads.first, unroll=1):
-            head = heads.first + u
-            if head < heads.num_turned:
-                is_q = head < heads.num_q
-                index = head - cutlass.select_(is_q, Int32(0), heads.num_q)
-                self.take(raw, values, self.k_elements)
-                self.add_bias(values, self.k_elements, cutlass.select_(is_q, extras.q_bias, extras.k_bias), index, lane)
-                self.normalise(values, cutlass.select_(is_q, extras.q_norm, extras.k_norm), extras.norm_eps, lane)
-                if const_expr(self.config.rope != "none"):
-                    self.rotator.rotate(values, cos, sin, lane)
-                if is_q:
+    def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
+        """The team's q heads. Unrolled: most rows of a model with grouped queries are q's."""
+        elements, ahead = self.k_elements, self.config.rows_in_flight
+        values = cute.make_rmem_tensor(elements.count, Float32)
+        target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
+        done = Int32(0)
+        while done < heads.count:
+            for u in cutlass.range_constexpr(ahead):
+                if done + u < heads.count:
+                    self.unpack(raw, values, elements, u)
+                    self.turn(
+                        values, cos, sin, extras.q_bias, extras.q_norm, extras, heads.first + done + u, place.lane
+                    )
                     if place.valid:
-                        address = targets.q_out + Int64(place.token) * targets.q_out_stride
-                        address = address + Int64(head) * self.k_elements.row_bytes
-                        self.k_elements.piece.store(address, lane, self.k_elements.pack(values))
-                else:
-                    address = _row_address(targets.k_cache, targets.k_strides, place, index)
-                    write_row(self.k_row, values, address, extras.k_scale, index, has_page, lane)
-            else:
-                index = head - heads.num_turned
-                self.take(raw, values, self.v_elements)
-                self.add_bias(values, self.v_elements, extras.v_bias, index, lane)
-                address = _row_address(targets.v_cache, targets.v_strides, place, index)
-                write_row(self.v_row, values, address, extras.v_scale, index, has_page, lane)
-            for i in cutlass.range_constexpr((self.config.rows_in_flight - 1) * self.row_words):
-                raw[i] = raw[i + self.row_words]
+                        elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
+            done = done + ahead
+            source = source + ahead * elements.row_bytes
+            target = target + ahead * elements.row_bytes
+            self.fetch_rows(raw, source, elements, heads.count - done, place.lane)
 
-    def take(self, raw, values, elements: Elements):
-        """The next row's numbers in fp32."""
-        for i, value in enumerate(elements.unpack(raw)):
+    @cute.jit
+    def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
+        """The team's k heads."""
+        elements, ahead = self.k_elements, self.config.rows_in_flight
+        values = cute.make_rmem_tensor(elements.count, Float32)
+        has_page = place.valid & (place.page >= 0)
+        head, stop = heads.first, heads.first + heads.count
+        while head < stop:
+            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
+                self.unpack(raw, values, elements, 0)
+                self.advance(raw)
+                self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
+                address = _row_address(targets.k_cache, targets.k_strides, place, head)
+                write_row(self.k_row, values, address, extras.k_scale, head, has_page, place.lane)
+                head = head + 1
+            source = source + ahead * elements.row_bytes
+            self.fetch_rows(raw, source, elements, stop - head, place.lane)
+
+    @cute.jit
+    def process_v(self, raw, source, heads, extras, targets, place):
+        """The team's v heads."""
+        elements, ahead = self.v_elements, self.config.rows_in_flight
+        values = cute.make_rmem_tensor(elements.count, Float32)
+        has_page = place.valid & (place.page >= 0)
+        head, stop = heads.first, heads.first + heads.count
+        while head < stop:
+            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
+                self.unpack(raw, values, elements, 0)
+                self.advance(raw)
+                if const_expr(self.config.has_bias):
+                    self.add_bias(values, elements, extras.v_bias, head, place.lane)
+                address = _row_address(targets.v_cache, targets.v_strides, place, head)
+                write_row(self.v_row, values, address, extras.v_scale, head, has_page, place.lane)
+                head = head + 1
+            source = source + ahead * elements.row_bytes
+            self.fetch_rows(raw, source, elements, stop - head, place.lane)
+
+    def unpack(self, raw, values, elements: Elements, slot: int):
+        """Numbers of row ``slot`` of ``raw`` in fp32."""
+        words = [raw[slot * self.row_words + i] for i in range(elements.piece.num_words)]
+        for i, value in enumerate(elements.unpack(words)):
             values[i] = value
+
+    def advance(self, raw):
+        """Makes the second row of ``raw`` its first."""
+        for i in range((self.config.rows_in_flight - 1) * self.row_words):
+            raw[i] = raw[i + self.row_words]
+
+    @cute.jit
+    def turn(self, values, cos, sin, bias, norm, extras, head, lane):
+        """Bias, norm and RoPE of a q or k row."""
+        if const_expr(self.config.has_bias):
+            self.add_bias(values, self.k_elements, bias, head, lane)
+        if const_expr(self.config.has_norm):
+            self.normalise(values, norm, extras.norm_eps, lane)
+        if const_expr(self.config.rope != "none"):
+            self.rotator.rotate(values, cos, sin, lane)
 
     @cute.jit
     def add_bias(self, values, elements, bias, head, team_lane):
@@ -406,12 +454,10 @@ class Extras:
 
 @dataclass(frozen=True)
 class Heads:
-    """A team's share of its token's heads, counted through q, k and v."""
+    """A team's heads of one of q, k and v."""
 
-    num_q: Int32
-    num_turned: Int32  # q and k heads: those that norm and RoPE may change
     first: Int32
-    stop: Int32
+    count: Int32
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,8 @@ def config_of(call: AppendCall) -> AppendConfig:
         head_dim_v=call.v.shape[2],
         rope="none" if rope is None else rope.style,
         rotary_dim=0 if rope is None else rope.rotary_dim,
+        has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
+        has_norm=call.q_norm is not None or call.k_norm is not None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.kv_cache.config import AppendConfig
@@ -36,12 +36,17 @@ class Rotator:
 
         The sine of a half-split pair's first column is negated. Columns that are not rotated get any angle.
         """
-        for i, step in enumerate(self._steps(phase_steps, lane)):
-            phase = Int64(position) * step
-            angle = numbers.multiply(numbers.to_float((phase >> 32).to(Int32)), Float32(TURN_PER_UNIT))
+        # The sign of a position is that of its sine; what is left needs the upper 32 bits of a product modulo 2**64.
+        size = Uint32(cutlass.max(position, -position))
+        sin_factor = cutlass.select_(position < 0, -factor, factor)
+        if not self.interleaved and self.even:
+            sin_factor = cutlass.select_(lane < self.distance, -sin_factor, sin_factor)
+        for i, (low, high) in enumerate(self._steps(phase_steps, lane)):
+            phase = (Uint64(low) * Uint64(size) >> 32).to(Uint32) + high * size
+            angle = numbers.multiply(numbers.to_float(phase.to(Int32)), Float32(TURN_PER_UNIT))
             cos[i] = numbers.cosine(angle) * factor
-            sine = numbers.sine(angle) * factor
-            if not self.interleaved:
+            sine = numbers.sine(angle) * sin_factor
+            if not self.interleaved and not self.even:
                 sine = cutlass.select_(self._column(lane, i) < self.half, -sine, sine)
             sin[i] = sine
 
@@ -49,7 +54,7 @@ class Rotator:
         return lane * self.count + i
 
     def _steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
-        """Turns per position of the lane's angles."""
+        """Turns per position of the lane's angles, as (low word, high word)."""
         words: list[Any] = []
         if self.half % self.num_angles == 0:  # a run of whole lanes
             base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8
@@ -59,7 +64,7 @@ class Rotator:
         else:
             for i in range(self.num_angles):
                 words += ptx.load_global_words(phase_steps + Int64(self._pair(lane, i)) * 8, 0, 2)
-        return [_join(words[i], words[i + 1]) for i in range(0, len(words), 2)]
+        return [(words[i], words[i + 1]) for i in range(0, len(words), 2)]
 
     def _pair(self, lane: Int32, i: int):
         """Index of the pair of the lane's i-th angle, that of some pair for columns that are not rotated."""
@@ -99,7 +104,3 @@ class Rotator:
         high = cute.arch.shuffle_sync(values[(i + self.half) % self.count], base + ((lane + above) & (self.lanes - 1)))
         low = cute.arch.shuffle_sync(values[(i - self.half) % self.count], base + ((lane + below) & (self.lanes - 1)))
         return cutlass.select_(column < self.half, high, low)
-
-
-def _join(low, high) -> Int64:
-    return (Int64(high.to(Int32)) << 32) | Int64(low)

@@ -23,7 +23,7 @@ class Shape:
 
     Args:
         new: new tokens of each request.
-        lengths: tokens of each request after the append; default: what is new, and 7 more for each request before it.
+        lengths: tokens of each request after the append; default: what is new, and 0 to 56 tokens before.
         place: "table", "contiguous" or "slots".
         fused: q, k and v are views of one tensor.
         style: of the position ids: "none", "int32" or "int64".
@@ -70,7 +70,7 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
     dims = (k_dim, k_dim, v_dim)
     q, k, v = (part.view(tokens, *size) for part, *size in zip(parts, heads, dims, strict=True))
 
-    lengths = shape.lengths or tuple(count + 7 * i for i, count in enumerate(shape.new))
+    lengths = shape.lengths or tuple(count + 7 * (i % 9) for i, count in enumerate(shape.new))
     decode = all(count == 1 for count in shape.new)
     where, num_pages, page_size = _where(shape, lengths, generator, device)
     inner = (page_size, shape.num_kv_heads) if shape.layout == "NHD" else (shape.num_kv_heads, page_size)

@@ -248,6 +248,14 @@ class Gpu:
         with np.errstate(all="ignore"):
             return Float32(a) / Float32(b)
 
+    def reciprocal(self, x: Any) -> Lanes:
+        """An ulp low, right, or an ulp high, by lane; subnormals are flushed."""
+        with np.errstate(all="ignore"):
+            right = Float32(1.0) / Float32(x)
+        normal = np.isfinite(right) & (np.abs(right) >= 2.0**-126)
+        off = (right.view(np.int32) + np.where(normal, LANES % 3 - 1, 0).astype(np.int32)).view(np.float32)
+        return np.where(normal | ~np.isfinite(right), off, Float32(0.0)).view(Register)
+
     def absolute(self, x: Any) -> Lanes:
         return np.abs(x)
 

@@ -39,7 +39,9 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_
     config = ops.config_of(call)
     gpu = _make_gpu(monkeypatch)
     simulated: Any = _unwrapped(
-        kernel.AppendKernel, "kernel", "fetch", "locate", "find_request", "process", "add_bias", "normalise"
+        kernel.AppendKernel,
+        *("kernel", "fetch", "fetch_rows", "locate", "find_request"),
+        *("process_q", "process_k", "process_v", "turn", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
@@ -87,12 +89,13 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_
     )
     extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
-    heads = call.num_q_heads + 2 * call.num_kv_heads
+    q_chunks, kv_chunks = (-(-heads // rows_per_team) for heads in (call.num_q_heads, call.num_kv_heads))
+    shares = tuple(Int32(n) for n in (rows_per_team, q_chunks, kv_chunks))
     for block in range(-(-call.num_tokens // config.tokens_per_cta)):
-        for chunk in range(-(-heads // rows_per_team)):
+        for chunk in range(q_chunks + 2 * kv_chunks):
             for warp in range(config.num_warps):
                 gpu.block, gpu.warp = (chunk, block, 0), warp
-                simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, Int32(rows_per_team))
+                simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, *shares)
     gpu.get(at["k_cache"], call.k_cache)
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:

@@ -104,14 +104,13 @@ def test_the_alignment_that_is_asked_for_is_what_the_accesses_need(kv_format, he
 
 
 def test_quotients_are_ieees(monkeypatch):
-    """Three instructions and a rounded reciprocal give a / b to the last bit, where rounding is hardest, too."""
+    """From a guess that may be an ulp off on either side, a / b to the last bit, where rounding is hardest, too."""
     from cute_kernels.device import rows
 
-    gpu = Gpu()
-    gpu.install(monkeypatch, rows)
+    Gpu().install(monkeypatch, rows)
     rng = np.random.default_rng(0)
-    edge = np.array([0x3F800000, 0x3F800001, 0x3FFFFFFF, 0x3FFFFFFE, 0x3FC00000], np.uint32)
-    for trial in range(400):
+    edge = np.array([0x3F800000, 0x3F800001, 0x3FFFFFFF, 0x3FFFFFFE, 0x3FC00000, 0x3F869913, 0x3FAAAAAC], np.uint32)
+    for trial in range(600):
         bits = rng.integers(0x3F800000, 0x40000000, (2, 32), dtype=np.uint32)
         if trial % 2:
             bits[trial // 2 % 2] = rng.choice(edge, 32)
@@ -120,5 +119,18 @@ def test_quotients_are_ieees(monkeypatch):
             bits[0] = halfway.astype(np.float32).view(np.uint32)
         a, b = (Float32(row.view(np.float32)) for row in bits)
         a = a * np.float32(2.0 ** rng.integers(-12, 12))
-        got = rows._quotient(a, b, gpu.divide(1.0, b))
-        assert (np.asarray(got) == np.asarray(a) / np.asarray(b)).all()
+        reciprocal = rows._reciprocal(b)
+        assert (np.asarray(reciprocal) == np.float32(1.0) / np.asarray(b)).all()
+        assert (np.asarray(rows._quotient(a, b, reciprocal)) == np.asarray(a) / np.asarray(b)).all()
+
+
+def test_maxima_over_the_largest_code_are_ieees(monkeypatch):
+    from cute_kernels.device import rows
+
+    Gpu().install(monkeypatch, rows)
+    rng = np.random.default_rng(1)
+    for divisor in (15.0, 127.0, 448.0):
+        for trial in range(400):
+            top = 0x7F7FFFFF if trial % 2 else 0x00900000  # any finite number; subnormals and around
+            value = Float32(rng.integers(0, top, 32, dtype=np.uint32).view(np.float32))
+            assert (np.asarray(rows._over_constant(value, divisor)) == np.asarray(value) / np.float32(divisor)).all()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
 from cute_kernels.kv_cache.config import (
     HEAD_DIMS,
+    MAX_ROWS_PER_TEAM,
     AppendConfig,
     BulkConfig,
     divisor_of,
@@ -42,7 +43,7 @@ def test_what_ships_can_be_implemented(config):
         (APPEND, {"rotary_dim": 130}, "rotary_dim 130 is not an even number from 2 to head_dim_k = 128"),
         (APPEND, {"rotary_dim": 63}, "rotary_dim 63 is not an even number"),
         (APPEND, {"num_warps": 33}, "num_warps 33 is not from 1 to 32"),
-        (APPEND, {"rows_in_flight": 3}, "rows_in_flight 3 is not 1, 2, 4 or 8"),
+        (APPEND, {"rows_in_flight": 9}, "rows_in_flight 9 is not from 1 to 8"),
         (BULK, {"direction": "back"}, "direction 'back' is not 'quantize' or 'dequantize'"),
         (BULK, {"head_dim": 100}, "head_dim 100 is not one of"),
         (BULK, {"dtype": "fp64"}, "dtype 'fp64' is not one of bf16, fp16, fp32"),
@@ -57,6 +58,7 @@ def test_what_cannot_be_implemented_says_why(config, changes, reason):
 
 def test_names_tell_configurations_apart():
     changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 2}
+    changes |= {"has_bias": True, "has_norm": True}
     configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
     assert len({config.name for config in configs}) == len(set(configs))
     assert all(re.fullmatch(r"\w+", config.name) for config in configs)
@@ -90,11 +92,11 @@ def test_dividing_by_multiplication(divisor, data):
 
 @given(
     blocks=st.integers(1, 10_000),
-    num_heads=st.integers(1, 100),
+    num_q_heads=st.integers(0, 100),
+    num_kv_heads=st.integers(1, 40),
     wave=st.integers(1, 2000),
-    most=st.sampled_from([1, 2, 4, 8]),
 )
-def test_teams_take_as_few_rows_as_one_wave_allows(blocks, num_heads, wave, most):
-    rows = rows_per_team(blocks, num_heads, wave, most)
-    fits = [n for n in (1, 2, 4, 8) if n <= most and blocks * -(-num_heads // n) <= wave]
-    assert rows == (fits[0] if fits else most)
+def test_teams_take_as_few_rows_as_one_wave_allows(blocks, num_q_heads, num_kv_heads, wave):
+    rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave)
+    fits = [n for n in (1, 2, 4, 8, 16) if blocks * (-(-num_q_heads // n) + 2 * -(-num_kv_heads // n)) <= wave]
+    assert rows == (fits[0] if fits else MAX_ROWS_PER_TEAM)

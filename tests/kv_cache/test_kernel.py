@@ -99,17 +99,20 @@ def test_requests_of_a_prefill_are_found_among_any_number(batch, monkeypatch):
 def test_positions_of_their_own_for_rope(positions, place, monkeypatch):
     shape = SMALL.with_(kv_format="bf16", rope=Rope(128), positions=positions, place=place)
     check(shape, monkeypatch)
+    dtype = getattr(torch, positions)
+    check(shape, monkeypatch, position_ids=torch.tensor([-1, -4000, 2**31 - 1, 0], dtype=dtype))
     if place == "slots":  # lengths are not needed then
         call = make_call(shape)._replace(seq_lens=None)
         before = clone_caches(call)
         assert_appended(call, before, simulate_append(call, monkeypatch))
 
 
-@pytest.mark.parametrize("rows_per_team", [1, 2, 4])
-@pytest.mark.parametrize("num_q_heads", [0, 3, 8])
-def test_every_share_of_the_heads(rows_per_team, num_q_heads, monkeypatch):
-    """Teams' shares begin and end anywhere among q, k and v; without q there are only k and v."""
-    shape = Shape("int8_g2", num_q_heads=num_q_heads, num_kv_heads=3, rope=Rope(128), bias=True, norm=True, new=(2, 2))
+@pytest.mark.parametrize("rows_per_team", [1, 2, 4, 16])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(0, 1), (3, 3), (9, 6), (17, 5)])
+def test_every_share_of_the_heads(rows_per_team, num_q_heads, num_kv_heads, monkeypatch):
+    """Shares of fewer, as many and more rows than are in flight; without q there are only k and v."""
+    heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+    shape = Shape("int8_g2", rope=Rope(128), bias=True, norm=True, new=(2, 2), **heads)
     check(shape, monkeypatch, rows_per_team)
 
 
