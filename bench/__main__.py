@@ -12,7 +12,7 @@ from pathlib import Path
 from bench import record as records
 from bench import workloads
 
-SUITES = ("main", "shapes", "ladder")
+SUITES = ("main", "shapes", "cache", "ladder")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,6 +95,8 @@ def _decode(options: argparse.Namespace) -> int:
         suites.run_rows(bench, "main", workloads.main_shapes(batches), options.formats, peers)
     if "shapes" in chosen:
         suites.run_rows(bench, "shapes", workloads.other_shapes(options.quick), options.formats, False)
+    if "cache" in chosen:
+        suites.run_cache(bench)
     if "ladder" in chosen:
         formats = [name for name in options.formats if name.startswith("int4")]
         suites.run_ladder(bench, (512,) if options.quick else (32, 512), formats)

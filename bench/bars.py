@@ -20,6 +20,10 @@ HOST_MICROSECONDS = 6.0
 APPEND_KV_HEADS = 8  # with one KV head the bytes take less time than two reads of memory one after the other
 APPEND_DECODE_BATCH, APPEND_DECODE_BYTES_RATIO = 512, 1.5  # beyond an empty launch, over the time of the bytes
 APPEND_PREFILL_TOKENS, APPEND_PREFILL_COPY_RATIO = 65536, 1.3
+EIGHT_BIT_FLOOR_RATIO = {32: 1.25, 128: 1.15, 512: 1.10}
+PAGED_OVER_CONTIGUOUS = {64: 1.03, 16: 1.08}
+QUERIES, QUERIES_OVER_ONE = 4, 1.15
+RAGGED_FLOOR_RATIO, MHA_FLOOR_RATIO = 1.3, 1.35
 BF16_RIVAL = "SDPA cudnn"
 
 
@@ -52,6 +56,7 @@ def judge(record: Record) -> list[Verdict]:
     rows = [row for row in record.get("rows", []) if row.get("us")]
     verdicts = [verdict for row in rows for verdict in _judge_row(row)]
     verdicts += _judge_speedup(rows)
+    verdicts += _judge_cache([row for row in rows if row["suite"] == "cache"])
     host = record.get("host_us", {}).get("eager")
     if host is not None:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
@@ -77,6 +82,8 @@ def _judge_append(row: Record) -> list[Verdict]:
 def _judge_row(row: Record) -> list[Verdict]:
     kv_format, batch, us = row["kv_format"], row["shape"]["batch"], row["us"]["median_us"]
     name = f"{kv_format} {row['name']}"
+    if row["suite"] == "cache":
+        return []
     if row["suite"] != "main":
         return [Verdict(f"{name}: ratio to the floor", row["floor_ratio"], OTHER_SHAPES_FLOOR_RATIO, "")]
     verdicts = []
@@ -89,6 +96,33 @@ def _judge_row(row: Record) -> list[Verdict]:
     if rival:
         verdicts.append(Verdict(f"{name}: time over {BF16_RIVAL}'s", us / rival, 1.0, ""))
     return verdicts
+
+
+def _judge_cache(rows: list[Record]) -> list[Verdict]:
+    """8 bits, ragged batches and MHA against the floor; pages and several queries against the same without."""
+    plain = {(row["kv_format"], row["shape"]["batch"]): row for row in rows if _is_plain(row["shape"])}
+    verdicts = []
+    for row in rows:
+        shape, name = row["shape"], f"{row['kv_format']} {row['name']}"
+        us, ratio = row["us"]["median_us"], row["floor_ratio"]
+        other = plain.get((row["kv_format"], shape["batch"]), {}).get("us", {}).get("median_us")
+        if shape["ragged"]:
+            verdicts.append(Verdict(f"{name}: ratio to the floor", ratio, RAGGED_FLOOR_RATIO, ""))
+        elif shape["num_kv_heads"] > 1:
+            verdicts.append(Verdict(f"{name}: ratio to the floor", ratio, MHA_FLOOR_RATIO, ""))
+        elif shape["page_size"] and other:
+            limit = PAGED_OVER_CONTIGUOUS[shape["page_size"]]
+            verdicts.append(Verdict(f"{name}: time over the contiguous cache's", us / other, limit, ""))
+        elif shape["q_len"] == QUERIES and other:
+            verdicts.append(Verdict(f"{name}: time over one query's", us / other, QUERIES_OVER_ONE, ""))
+        elif row["kv_format"].startswith(("int8", "e4m3", "e5m2")):
+            limit = EIGHT_BIT_FLOOR_RATIO[shape["batch"]]
+            verdicts.append(Verdict(f"{name}: ratio to the floor", ratio, limit, ""))
+    return verdicts
+
+
+def _is_plain(shape: Record) -> bool:
+    return not (shape["page_size"] or shape["ragged"] or shape["q_len"] > 1 or shape["num_kv_heads"] > 1)
 
 
 def _judge_speedup(rows: list[Record]) -> list[Verdict]:

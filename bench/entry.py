@@ -25,7 +25,7 @@ def bind(inputs: DecodeInputs, out: torch.Tensor | None = None, **options: Any) 
             inputs.seq_lens,
             kv_format=inputs.kv_format,
             out=out,
-            **options,
+            **(inputs.options | options),
         )
 
     return call

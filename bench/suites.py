@@ -15,7 +15,7 @@ from bench.ladder import measure_ladder
 from bench.peers import PEERS, Peer, kernels_of, measure_peer, relative_error
 from bench.record import Recorder
 from bench.timing import ColdL2, Protocol, time_cold, time_graph_cold, time_host
-from bench.workloads import DecodeInputs, DecodeShape, make_inputs
+from bench.workloads import DecodeInputs, DecodeShape, cache_rows, make_inputs
 from cute_kernels.attention.reference import decode_attention_reference
 
 TOLERANCE = 4e-3  # relative error (norm) of a bf16 output against fp64
@@ -126,9 +126,21 @@ def reference_rows(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of a few requests spread over the batch and their fp64 reference output."""
     rows, few = inputs.sample(CHECKED_ROWS)
     want, _ = decode_attention_reference(
-        few.q, few.k_cache, few.v_cache, few.seq_lens, kv_format=inputs.kv_format, compute_dtype=torch.float64
+        few.q,
+        few.k_cache,
+        few.v_cache,
+        few.seq_lens,
+        kv_format=inputs.kv_format,
+        compute_dtype=torch.float64,
+        **few.options,
     )
     return rows, want
+
+
+def run_cache(bench: Bench) -> None:
+    """What a whole KV cache asks for: `workloads.cache_rows`."""
+    for shape, kv_format in cache_rows():
+        run_rows(bench, "cache", [shape], [kv_format], peers=False)
 
 
 def run_host_cost(bench: Bench) -> None:

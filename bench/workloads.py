@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import math
+import random
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import Int4Format, format_of
+from cute_kernels.kv_formats import DenseFormat, format_of
 
 FORMATS = ("bf16", "int4_g1", "int4_g4")
 BATCHES = (1, 32, 64, 128, 256, 512)
@@ -16,29 +19,50 @@ L2_BYTES = 256 << 20  # shapes beyond the main table read more than this, so tha
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """One decode step: every request has `seq_len` cached tokens and one query token."""
+    """One decode step: every request has `seq_len` cached tokens, the last `q_len` of which are queries.
+
+    page_size: 0 for contiguous caches. ragged: lengths are log-uniform from 128 to `seq_len` instead.
+    """
 
     batch: int
     seq_len: int = 8192
     num_q_heads: int = 8
     num_kv_heads: int = 1
     head_dim: int = 128
+    q_len: int = 1
+    page_size: int = 0
+    ragged: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the requests; the same in every run."""
+        if not self.ragged:
+            return [self.seq_len] * self.batch
+        draw, ends = random.Random(0), (math.log(128), math.log(self.seq_len))
+        return [int(math.exp(draw.uniform(*ends))) for _ in range(self.batch)]
 
     def cache_bytes(self, kv_format: str) -> int:
-        """Bytes of K and V together, which one decode step must read."""
-        return 2 * self.batch * self.seq_len * self.num_kv_heads * format_of(kv_format).row_bytes(self.head_dim)
+        """Bytes of K and V together, which one decode step must read, to whole KiB."""
+        num_bytes = 2 * sum(self.lengths) * self.num_kv_heads * format_of(kv_format).row_bytes(self.head_dim)
+        return -(-num_bytes // 1024) * 1024 if self.ragged else num_bytes
 
     @property
     def name(self) -> str:
-        return f"B={self.batch} T={self.seq_len} HQ={self.num_q_heads} HKV={self.num_kv_heads} D={self.head_dim}"
+        name = f"B={self.batch} T={self.seq_len} HQ={self.num_q_heads} HKV={self.num_kv_heads} D={self.head_dim}"
+        name += f" q_len={self.q_len}" if self.q_len > 1 else ""
+        name += f" pages of {self.page_size}" if self.page_size else ""
+        return name + (" ragged" if self.ragged else "")
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass
 class DecodeInputs:
-    """Tensors of one decode step; caches are [batch, seq_len, num_kv_heads, row]."""
+    """Tensors of one decode step; caches are [batch, seq_len, num_kv_heads, row], or pages.
+
+    options: what the public call takes besides: a block table, scales beside the cache.
+    """
 
     shape: DecodeShape
     kv_format: str
@@ -46,6 +70,7 @@ class DecodeInputs:
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     seq_lens: torch.Tensor
+    options: dict[str, Any] = field(default_factory=dict)
 
     def sample(self, count: int) -> tuple[torch.Tensor, DecodeInputs]:
         """Indices of up to `count` requests spread over the batch (first and last included), and copies of them."""
@@ -53,8 +78,12 @@ class DecodeInputs:
         picked = sorted({round(i * (batch - 1) / max(1, count - 1)) for i in range(count)})
         index = torch.tensor(picked, device=self.q.device)
         shape = replace(self.shape, batch=len(picked))
-        q, k_cache, v_cache, seq_lens = (t[index] for t in (self.q, self.k_cache, self.v_cache, self.seq_lens))
-        return index, DecodeInputs(shape, self.kv_format, q, k_cache, v_cache, seq_lens)
+        options, caches = dict(self.options), [self.k_cache, self.v_cache]
+        if "block_table" in options:
+            options["block_table"] = options["block_table"][index]
+        else:
+            caches = [cache[index] for cache in caches]
+        return index, DecodeInputs(shape, self.kv_format, self.q[index], *caches, self.seq_lens[index], options)
 
 
 def main_shapes(batches: tuple[int, ...] = BATCHES) -> list[DecodeShape]:
@@ -71,6 +100,21 @@ def other_shapes(quick: bool = False) -> list[DecodeShape]:
     return [_filled(shape) for shape in shapes]
 
 
+CACHE_FORMATS = ("int8_token_head", "int8_tensor", "int8_channel", "int8_g4", "e4m3_token_head", "e4m3_tensor", "e5m2")
+
+
+def cache_rows() -> list[tuple[DecodeShape, str]]:
+    """What a whole KV cache asks for beside the main table: 8 bits, pages, several queries, ragged batches, MHA."""
+    rows = [(DecodeShape(batch), name) for name in CACHE_FORMATS for batch in (32, 128, 512)]
+    for name in ("bf16", "int4_g1", "e4m3_tensor", "int8_token_head"):
+        plain = () if name in CACHE_FORMATS else (0,)
+        rows += [(DecodeShape(batch, page_size=size), name) for batch in (128, 512) for size in (*plain, 64, 16)]
+        rows += [(DecodeShape(128, q_len=4), name)]
+        rows += [(DecodeShape(64, seq_len=131072, page_size=64, ragged=True), name)]
+    rows += [(DecodeShape(16, num_q_heads=32, num_kv_heads=32), name) for name in ("int4_g1", "e4m3_tensor")]
+    return rows
+
+
 def _filled(shape: DecodeShape) -> DecodeShape:
     """The shape with the least power-of-two batch whose smallest cache format exceeds `L2_BYTES`."""
     batch = 1
@@ -84,24 +128,61 @@ def make_inputs(
 ) -> DecodeInputs:
     """Gaussian q, K and V; INT4 caches are quantised from Gaussian values, `chunk_rows` rows at a time."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = format_of(kv_format).cache_dtype
-    dtype = dtype if dtype.is_floating_point else torch.bfloat16
-    q = torch.randn(shape.batch, 1, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device, generator=generator)
-    k_cache, v_cache = (_make_cache(shape, kv_format, device, generator, chunk_rows) for _ in range(2))
-    seq_lens = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device)
-    return DecodeInputs(shape, kv_format, q, k_cache, v_cache, seq_lens)
+    form = format_of(kv_format)
+    dtype = form.cache_dtype if isinstance(form, DenseFormat) else torch.bfloat16
+    q = torch.randn(
+        shape.batch, shape.q_len, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device, generator=generator
+    )
+    options: dict[str, Any] = {}
+    scale = given_scale(shape, kv_format, device)
+    if scale is not None:
+        options |= {"k_scale": scale, "v_scale": scale}
+    size = (shape.batch, shape.seq_len)
+    if shape.page_size:
+        options["block_table"], num_pages = _block_table(shape, device, generator)
+        size = (num_pages, shape.page_size)
+    caches = [_make_cache(shape, size, kv_format, scale, device, generator, chunk_rows) for _ in range(2)]
+    seq_lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+    return DecodeInputs(shape, kv_format, q, *caches, seq_lens, options)
+
+
+def given_scale(shape: DecodeShape, kv_format: str, device: torch.device | str) -> torch.Tensor | None:
+    """What a format wants beside a cache of Gaussian values: up to 4 standard deviations are kept."""
+    form = format_of(kv_format)
+    if form.given_scale is None:
+        return None
+    dims = {"tensor": (), "head": (shape.num_kv_heads,), "channel": (shape.num_kv_heads, shape.head_dim)}
+    largest = 448.0 if kv_format.startswith("e4m3") else 127.0
+    return torch.full(dims[form.given_scale], 4.0 / largest, device=device)
+
+
+def _block_table(
+    shape: DecodeShape, device: torch.device | str, generator: torch.Generator
+) -> tuple[torch.Tensor, int]:
+    """(int32 [batch, pages of the longest request], number of pages): pages in random order, unused entries -1."""
+    counts = [-(-length // shape.page_size) for length in shape.lengths]
+    order = torch.randperm(sum(counts), device=device, generator=generator).to(torch.int32)
+    table = torch.full((shape.batch, -(-shape.seq_len // shape.page_size)), -1, dtype=torch.int32, device=device)
+    for row, pages in zip(table, order.split(counts), strict=True):
+        row[: len(pages)] = pages
+    return table, sum(counts)
 
 
 def _make_cache(
-    shape: DecodeShape, kv_format: str, device: torch.device | str, generator: torch.Generator, chunk_rows: int
+    shape: DecodeShape,
+    size: tuple[int, int],
+    kv_format: str,
+    scale: torch.Tensor | None,
+    device: torch.device | str,
+    generator: torch.Generator,
+    chunk_rows: int,
 ) -> torch.Tensor:
     form = format_of(kv_format)
-    size = (shape.batch, shape.seq_len, shape.num_kv_heads, form.row_elements(shape.head_dim))
-    cache = torch.empty(size, dtype=form.cache_dtype, device=device)
-    if not isinstance(form, Int4Format):
+    row = form.row_elements(shape.head_dim)
+    cache = torch.empty((*size, shape.num_kv_heads, row), dtype=form.cache_dtype, device=device)
+    if isinstance(form, DenseFormat):
         return cache.normal_(generator=generator)
-    row = form.row(shape.head_dim)
-    for chunk in cache.view(-1, row.row_bytes).split(chunk_rows):
-        values = torch.randn(len(chunk), shape.head_dim, device=device, generator=generator)
-        chunk.copy_(row.quantize(values))
+    for chunk in cache.view(-1, shape.num_kv_heads, row).split(max(1, chunk_rows // shape.num_kv_heads)):
+        values = torch.randn(*chunk.shape[:2], shape.head_dim, device=device, generator=generator)
+        chunk.copy_(form.quantize(values, scale))
     return cache

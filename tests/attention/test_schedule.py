@@ -11,6 +11,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import (
     Problem,
     candidate_configs,
+    cut_rows,
     estimate_us,
     make_schedule,
     split_options,
@@ -161,6 +162,30 @@ def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
     q_dtype = "fp16" if kv_format == "fp16" else "bf16"
     schedule = make_schedule(Problem.uniform(1, max_seq_len, 8, 1, 128, kv_format, q_dtype))
     assert schedule.num_splits == 1
+
+
+# -- rows of different lengths ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 30))
+def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], parts: int, more_rows: int):
+    units = cut_rows(tiles, parts, more_rows)
+    for row, count in enumerate(tiles):
+        of_row = [(part, parts_of_row) for r, part, parts_of_row in units if r == row]
+        assert [part for part, _ in of_row] == list(range(of_row[0][1])) and 1 <= of_row[0][1] <= count
+    assert len(units) <= (len(tiles) + more_rows) * parts
+
+
+def test_rows_of_one_length_are_cut_as_the_grid_is():
+    assert cut_rows([8, 7, 8], 4, 20) == [(row, part, 4) for row in range(3) for part in range(4)]
+
+
+def test_one_long_row_among_short_ones_is_cut_into_many():
+    """1023 requests of 4 tiles and one of 512: no part is much longer than an SM's share."""
+    units = cut_rows([4] * 1023 + [512], 1, 396)
+    assert max(count for _, _, count in units) == pytest.approx(512 / (4604 / 396), abs=2)
+    assert [count for row, _, count in units if row < 1023] == [1] * 1023
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------
