@@ -125,14 +125,9 @@ def _check(out: torch.Tensor, rows: torch.Tensor, want: torch.Tensor) -> float:
 def reference_rows(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of a few requests spread over the batch and their fp64 reference output."""
     rows, few = inputs.sample(CHECKED_ROWS)
+    tensors = few.q, few.k_cache, few.v_cache, few.seq_lens
     want, _ = decode_attention_reference(
-        few.q,
-        few.k_cache,
-        few.v_cache,
-        few.seq_lens,
-        kv_format=inputs.kv_format,
-        compute_dtype=torch.float64,
-        **few.options,
+        *tensors, kv_format=inputs.kv_format, compute_dtype=torch.float64, **few.options
     )
     return rows, want
 

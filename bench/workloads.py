@@ -78,12 +78,13 @@ class DecodeInputs:
         picked = sorted({round(i * (batch - 1) / max(1, count - 1)) for i in range(count)})
         index = torch.tensor(picked, device=self.q.device)
         shape = replace(self.shape, batch=len(picked))
-        options, caches = dict(self.options), [self.k_cache, self.v_cache]
+        options, k_cache, v_cache = dict(self.options), self.k_cache, self.v_cache
         if "block_table" in options:
             options["block_table"] = options["block_table"][index]
         else:
-            caches = [cache[index] for cache in caches]
-        return index, DecodeInputs(shape, self.kv_format, self.q[index], *caches, self.seq_lens[index], options)
+            k_cache, v_cache = k_cache[index], v_cache[index]
+        q, seq_lens = self.q[index], self.seq_lens[index]
+        return index, DecodeInputs(shape, self.kv_format, q, k_cache, v_cache, seq_lens, options)
 
 
 def main_shapes(batches: tuple[int, ...] = BATCHES) -> list[DecodeShape]:
@@ -141,9 +142,9 @@ def make_inputs(
     if shape.page_size:
         options["block_table"], num_pages = _block_table(shape, device, generator)
         size = (num_pages, shape.page_size)
-    caches = [_make_cache(shape, size, kv_format, scale, device, generator, chunk_rows) for _ in range(2)]
+    k_cache, v_cache = (_make_cache(shape, size, kv_format, scale, device, generator, chunk_rows) for _ in range(2))
     seq_lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-    return DecodeInputs(shape, kv_format, q, *caches, seq_lens, options)
+    return DecodeInputs(shape, kv_format, q, k_cache, v_cache, seq_lens, options)
 
 
 def given_scale(shape: DecodeShape, kv_format: str, device: torch.device | str) -> torch.Tensor | None:

@@ -305,8 +305,11 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     crowded = int4 and (max(base.head_dims) > 128 or "int4_g8" in (base.k_format, base.v_format))
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
+    elif ctas_per_sm == 2 and base.units and "int4_g4" in (base.k_format, base.v_format):
+        # Nor with 4 groups and pages to keep.
+        ctas_per_sm = 4 if roles <= TARGET_WARPS // 2 else 1
     elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
-        ctas_per_sm = 2
+        ctas_per_sm = 1 if base.units else 2
     if int4:
         warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
