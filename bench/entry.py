@@ -42,4 +42,6 @@ def bind_config(config: DecodeConfig, inputs: DecodeInputs, **call: Any) -> Call
     `call`: num_splits; what is not given is as the public call chooses it.
     """
     out = torch.full_like(inputs.q, torch.nan)
-    return ops.bind_config(config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, out=out, **call)
+    return ops.bind_config(
+        config, inputs.q, inputs.k_cache, inputs.v_cache, inputs.seq_lens, out=out, **(inputs.options | call)
+    )

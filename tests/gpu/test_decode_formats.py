@@ -159,6 +159,7 @@ def test_every_kernel_is_attention(case: Case, kernels):
                 seq_lens,
                 out=out,
                 num_splits=num_splits,
+                kv_format=(case.k_format, case.v_format),
                 k_scale=keys.scale,
                 v_scale=values.scale,
             )
