@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bench import record as records
 from bench import workloads
+
+if TYPE_CHECKING:
+    from bench.suites import Bench
 
 SUITES = ("main", "shapes", "cache", "ladder")
 
@@ -70,23 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _decode(options: argparse.Namespace) -> int:
-    import torch
-
-    from bench import report, suites
-    from bench.timing import Protocol
-
-    if not torch.cuda.is_available():
-        print("python -m bench decode times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
+    bench = _gpu_bench("decode", options, options.quick)
+    if bench is None:
         return 2
-    path = options.json or _default_path("decode", torch.cuda.get_device_name())
-    recorder = records.Recorder(path, kind="decode", command=sys.argv[1:], samples=options.samples)
-    begin = time.perf_counter()
-    bench = suites.Bench(
-        recorder,
-        Protocol(samples=options.samples),
-        quick=options.quick,
-        say=lambda line: print(f"[{time.perf_counter() - begin:6.1f} s] {line}", flush=True),
-    )
+    from bench import report, suites
+
     chosen = SUITES if options.suite == "all" else (options.suite,)
     peers = not options.no_peers
     suites.run_host_cost(bench)
@@ -102,33 +93,45 @@ def _decode(options: argparse.Namespace) -> int:
         suites.run_ladder(bench, (512,) if options.quick else (32, 512), formats)
     if peers:
         suites.run_evidence(bench)
-    recorder.set("seconds", round(time.perf_counter() - begin, 1))
-    print(f"\n{report.text(recorder.data)}\n\nrecorded in {path}")
-    return 1 if recorder.data["failures"] else 0
+    return _finish(bench.recorder, report.text)
 
 
 def _append(options: argparse.Namespace) -> int:
-    import torch
-
-    from bench import append, suites
-    from bench.timing import Protocol
-
-    if not torch.cuda.is_available():
-        print("python -m bench append times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
+    bench = _gpu_bench("append", options)
+    if bench is None:
         return 2
-    path = options.json or _default_path("append", torch.cuda.get_device_name())
-    recorder = records.Recorder(path, kind="append", command=sys.argv[1:], samples=options.samples)
-    begin = time.perf_counter()
-    bench = suites.Bench(
-        recorder,
-        Protocol(samples=options.samples),
-        say=lambda line: print(f"[{time.perf_counter() - begin:6.1f} s] {line}", flush=True),
-    )
+    from bench import append
+
     chosen = ("decode", "prefill") if options.suite == "all" else (options.suite,)
     shapes = append.shapes(chosen, tuple(options.batches or append.BATCHES))
     append.run(bench, shapes, options.formats or append.FORMATS, not options.no_peers)
-    recorder.set("seconds", round(time.perf_counter() - begin, 1))
-    print(f"\n{append.text(recorder.data)}\n\nrecorded in {path}")
+    return _finish(bench.recorder, append.text)
+
+
+def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:
+    """What times kernels and records it; None, with a word to the user, where there is no GPU."""
+    import torch
+
+    from bench.suites import Bench
+    from bench.timing import Protocol
+
+    if not torch.cuda.is_available():
+        print(f"python -m bench {kind} times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
+        return None
+    path = options.json or _default_path(kind, torch.cuda.get_device_name())
+    recorder = records.Recorder(path, kind=kind, command=sys.argv[1:], samples=options.samples)
+    return Bench(recorder, Protocol(samples=options.samples), quick=quick, say=_teller(recorder))
+
+
+def _teller(recorder: records.Recorder) -> Callable[[str], None]:
+    """Prints lines of progress with the seconds since the run began."""
+    return lambda line: print(f"[{recorder.seconds():6.1f} s] {line}", flush=True)
+
+
+def _finish(recorder: records.Recorder, text: Callable[[dict[str, Any]], str]) -> int:
+    """Completes the record and prints it; returns the exit status."""
+    recorder.set("seconds", round(recorder.seconds(), 1))
+    print(f"\n{text(recorder.data)}\n\nrecorded in {recorder.path}")
     return 1 if recorder.data["failures"] else 0
 
 
@@ -150,17 +153,14 @@ def _accuracy(options: argparse.Namespace) -> int:
     device = torch.device(name)
     path = options.json or _default_path("accuracy", torch.cuda.get_device_name() if name == "cuda" else "cpu")
     recorder = records.Recorder(path, kind="accuracy", command=sys.argv[1:], device=name)
-    begin = time.perf_counter()
     accuracy.run(
         recorder,
         accuracy.plan_for(device, options.quick, options.minutes),
         device,
-        say=lambda line: print(f"[{time.perf_counter() - begin:6.1f} s] {line}", flush=True),
+        say=_teller(recorder),
         decode=not options.no_decode,
     )
-    recorder.set("seconds", round(time.perf_counter() - begin, 1))
-    print(f"\n{accuracy_report.text(recorder.data)}\n\nrecorded in {path}")
-    return 1 if recorder.data["failures"] else 0
+    return _finish(recorder, accuracy_report.text)
 
 
 def _demo(options: argparse.Namespace) -> int:

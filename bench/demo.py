@@ -19,6 +19,7 @@ import cute_kernels
 from bench.environment import ROOT
 from bench.floor import StreamingFloor
 from bench.report import aligned, number
+from bench.small_llama import llama_config
 from bench.timing import ColdL2, time_cold
 from cute_kernels.attention.reference import decode_attention_reference
 
@@ -116,22 +117,9 @@ def tokenize(text: str, batch: int, length: int) -> torch.Tensor:
 
 def make_model(scale: Scale, device: torch.device) -> Any:
     """A Llama with random BF16 weights, its queries scaled so that attention is peaked rather than near uniform."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=scale.hidden_size,
-        intermediate_size=scale.intermediate_size,
-        num_hidden_layers=scale.num_layers,
-        num_attention_heads=scale.num_q_heads,
-        num_key_value_heads=scale.num_kv_heads,
-        head_dim=scale.head_dim,
-        max_position_embeddings=2 * scale.prompt_tokens,
-        initializer_range=INITIALIZER_RANGE,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = llama_config(scale, max_position_embeddings=2 * scale.prompt_tokens, initializer_range=INITIALIZER_RANGE)
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ class Recorder:
             "rows": [],
             "failures": [],
         }
+        self._begin = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.perf_counter() - self._begin
 
     def add_row(self, row: dict[str, Any]) -> None:
         self.data["rows"].append(row)

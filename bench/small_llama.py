@@ -40,24 +40,30 @@ ON_CPU = Scale(128, 352, 3, 4, 2, 64, context=256, batch=16, learning_rate=3e-3,
 QUICK = Scale(64, 128, 2, 2, 1, 64, context=64, batch=8, learning_rate=3e-3, seconds=10, max_steps=20)
 
 
-def make_model(scale: Scale, device: torch.device) -> Any:
-    """The model with random fp32 weights, the same in every run."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(scale: Any, **others: Any) -> Any:
+    """The `LlamaConfig` of a scale's dimensions, without tokens of its own for beginning, end and padding."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
+    return LlamaConfig(
         hidden_size=scale.hidden_size,
         intermediate_size=scale.intermediate_size,
         num_hidden_layers=scale.num_layers,
         num_attention_heads=scale.num_q_heads,
         num_key_value_heads=scale.num_kv_heads,
         head_dim=scale.head_dim,
-        max_position_embeddings=scale.context,
-        tie_word_embeddings=True,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
+        vocab_size=VOCABULARY,
+        **others,
     )
+
+
+def make_model(scale: Scale, device: torch.device) -> Any:
+    """The model with random fp32 weights, the same in every run."""
+    from transformers import LlamaForCausalLM
+
+    config = llama_config(scale, max_position_embeddings=scale.context, tie_word_embeddings=True)
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
     return model.to(device)

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from cute_kernels.arguments import check_tensors
 from cute_kernels.attention import checks
 from cute_kernels.attention.checks import shape_of
 from cute_kernels.attention.features import Features
@@ -218,7 +219,7 @@ def make_call(
         "bias": bias,
     }
     tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
-    checks.check_tensors(**tensors)
+    check_tensors(**tensors)
     for name, tensor in tensors.items():
         checks.check_place(name, tensor, q.device)
     checks.check_query(q, forms)

@@ -33,13 +33,6 @@ def shape_of(tensor: torch.Tensor) -> list[int]:
 # -- any tensor --------------------------------------------------------------------------------------------------------
 
 
-def check_tensors(**tensors: object) -> None:
-    """Raises TypeError naming the first argument that is no tensor."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
-
-
 def check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     """Raises ValueError unless a tensor lies where q does."""
     if tensor.device != device:

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.attention.checks import check_contiguous, check_tensors, shape_of
+from cute_kernels.arguments import check_tensors, needs_dispatch
+from cute_kernels.attention.checks import check_contiguous, shape_of
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -126,22 +127,9 @@ def merge_states(
 
     CPU tensors are served by the reference implementation.
     """
-    if needs_dispatch(out_a, lse_a, out_b, lse_b):
+    if needs_dispatch(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b):
         return torch.ops.cute_kernels.merge_states(out_a, lse_a, out_b, lse_b)
     return (launch if out_a.is_cuda else reference)(out_a, lse_a, out_b, lse_b)
-
-
-def needs_dispatch(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> bool:
-    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
-
-    Raises TypeError for an argument that is no tensor at all.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if type(out_a) is type(lse_a) is type(out_b) is type(lse_b) is torch.Tensor:
-        return not (out_a.is_cuda or out_a.is_cpu)
-    check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    return True
 
 
 def check_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:

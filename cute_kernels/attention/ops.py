@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
+from cute_kernels.arguments import check_tensors
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions, check_device_values, make_call
 from cute_kernels.attention.checks import (
     check_out,
     check_positive,
-    check_tensors,
     format_pair,
     head_dim_of_row,
 )

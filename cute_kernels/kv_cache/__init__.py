@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.arguments import needs_dispatch
 from cute_kernels.kv_cache import bulk_ops, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
@@ -129,7 +130,7 @@ def append_kv(
         k_scale,
         v_scale,
     )
-    if ops.needs_dispatch(k, v, k_cache, v_cache):
+    if needs_dispatch(k=k, v=v, k_cache=k_cache, v_cache=v_cache):
         return ops.dispatch(call)
     return ops.launch(call) if k.is_cuda else ops.reference(call)
 

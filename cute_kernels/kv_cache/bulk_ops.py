@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_cache.call import check_given_scale, check_tensor
+from cute_kernels.arguments import check_tensors, needs_dispatch
+from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import HEAD_DIMS, BulkConfig, divisor_of, row_alignment
 from cute_kernels.kv_cache.reference import shaped_scale
@@ -20,7 +21,7 @@ MAX_ROWS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
 
 def quantize(x: Any, kv_format: str, scale: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
     """See `cute_kernels.kv_cache.quantize_kv`."""
-    if _needs_dispatch("x", x):
+    if needs_dispatch(x=x):
         result = torch.ops.cute_kernels.quantize_kv(x, kv_format, scale)
         return result if out is None else _checked_out(out, result.shape, (result.dtype,), x.device).copy_(result)
     return _launch_quantize(x, kv_format, scale, out) if x.is_cuda else _quantize_here(x, kv_format, scale, out)
@@ -35,18 +36,11 @@ def dequantize(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `cute_kernels.kv_cache.dequantize_kv`."""
-    if _needs_dispatch("rows", rows):
+    if needs_dispatch(rows=rows):
         result = torch.ops.cute_kernels.dequantize_kv(rows, kv_format, head_dim, dtype, scale)
         return result if out is None else _checked_out(out, result.shape, (dtype,), rows.device).copy_(result)
     work = _launch_dequantize if rows.is_cuda else _dequantize_here
     return work(rows, kv_format, head_dim, dtype, scale, out)
-
-
-def _needs_dispatch(name: str, value: Any) -> bool:
-    if torch.compiler.is_compiling():
-        return True
-    check_tensor(name, value)
-    return type(value) is not torch.Tensor or not (value.is_cuda or value.is_cpu)
 
 
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
@@ -99,7 +93,7 @@ def _check_memory(name: str, tensor: torch.Tensor, device: torch.device) -> None
 def _checked_out(
     out: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> torch.Tensor:
-    check_tensor("out", out)
+    check_tensors(out=out)
     if out.dtype not in dtypes:
         raise TypeError(f"out: got dtype {out.dtype}, want {' or '.join(map(str, dtypes))}")
     if out.shape != shape:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from cute_kernels.arguments import check_tensors
 from cute_kernels.kv_cache.config import HEAD_DIMS
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_formats import KvFormat, format_of
@@ -121,18 +122,12 @@ def _check_tensors(call: AppendCall) -> None:
         tensor: torch.Tensor | None = getattr(call, name)
         if tensor is None and name not in names[:4]:
             continue
-        check_tensor(name, tensor)
+        check_tensors(**{name: tensor})
         assert tensor is not None
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where k is")
         if name not in ("k", "v", "q", "q_out", "k_cache", "v_cache") and not tensor.is_contiguous():
             raise ValueError(f"{name}: got strides {tensor.stride()} for shape {_shape(tensor)}, want it contiguous")
-
-
-def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless the argument is a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}, want a torch.Tensor")
 
 
 def _check_tokens(call: AppendCall) -> None:
@@ -281,7 +276,7 @@ def check_given_scale(name: str, scale: torch.Tensor | None, form: KvFormat, num
     wanted = " or ".join(str(list(shape)) for shape in shapes)
     if scale is None:
         raise ValueError(f"{name}: got None, want a float32 tensor of shape {wanted} for {form.name}")
-    check_tensor(name, scale)
+    check_tensors(**{name: scale})
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
     if tuple(scale.shape) not in shapes:

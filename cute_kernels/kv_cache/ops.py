@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_cache.call import DTYPES, AppendCall, check_append, check_tensor
+from cute_kernels.kv_cache.call import DTYPES, AppendCall, check_append
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import (
     CTAS_PER_SM,
@@ -280,17 +280,3 @@ def dispatch(call: AppendCall) -> torch.Tensor | None:
     if call.q is None:
         return None
     return result if call.q_out is None else call.q_out.copy_(result)
-
-
-def needs_dispatch(k: Any, v: Any, k_cache: Any, v_cache: Any) -> bool:
-    """Whether a call must go through the operator: it is being traced, or a tensor is not a plain one.
-
-    Raises TypeError for an argument that is no tensor at all.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if type(k) is type(v) is type(k_cache) is type(v_cache) is torch.Tensor:
-        return not (k.is_cuda or k.is_cpu)
-    for name, value in {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}.items():
-        check_tensor(name, value)
-    return True

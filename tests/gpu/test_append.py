@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from cute_kernels.kv_cache import Rope, YarnScaling, append_kv, ops
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
 from cute_kernels.runtime import arch_of, load_many
+from tests.gpu.host_cost import host_us
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, assert_appended, clone_caches, make_call
 from tests.kv_cache.test_append_cpu import arguments
 
@@ -373,19 +372,6 @@ def test_under_torch_compile_and_opcheck(place):
     assert torch.equal(eager.k_cache, compiled.k_cache) and torch.equal(eager.v_cache, compiled.v_cache)
     operator = torch.ops.cute_kernels.append_kv.default
     torch.library.opcheck(operator, (*call[:7], LLAMA.text, *call[8:10], *call[11:]))
-
-
-def host_us(work: Any, calls: int = 2000, pause: int = 200) -> float:
-    """Median over ``calls`` calls that do not wait for the GPU; the queue is emptied every ``pause`` of them."""
-    samples = []
-    for index in range(calls + pause):
-        if index % pause == 0:
-            torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        work()
-        samples.append(time.perf_counter_ns() - start)
-    torch.cuda.synchronize()
-    return statistics.median(samples[pause:]) / 1e3
 
 
 def test_an_eager_call_costs_the_host_little(record_property):

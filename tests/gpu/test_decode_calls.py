@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from cute_kernels import decode_attention
 from cute_kernels.attention import ops
 from cute_kernels.attention.checks import MAX_SPLITS
 from tests.attention.cases import FORMATS, Call, assert_close, make_call
+from tests.gpu.host_cost import host_us
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -360,19 +359,6 @@ def test_the_output_is_on_the_callers_stream():
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
-
-
-def host_us(run: Any, calls: int = 2000, pause: int = 200) -> float:
-    """Median over ``calls`` calls that do not wait for the GPU; the queue is emptied every ``pause`` of them."""
-    samples = []
-    for index in range(calls + pause):
-        if index % pause == 0:
-            torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        run()
-        samples.append(time.perf_counter_ns() - start)
-    torch.cuda.synchronize()
-    return statistics.median(samples[pause:]) / 1e3
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g1"])
