@@ -27,9 +27,9 @@ SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 class DecodeConfig:
     """One compiled variant.
 
-    A CTA holds ``num_heads * num_query_blocks * num_slices`` warps. All of them read the same ring of ``num_stages``
-    tiles of K and V; a warp takes one KV head of the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads,
-    and one slice of its tokens.
+    A CTA holds ``num_heads * num_query_blocks * num_slices`` attending warps and ``copy_warps`` copying ones. The latter
+    keep a ring of ``num_stages`` tiles of K and V full, which all of the former read; one of these takes one KV head of
+    the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads, and one slice of its tokens.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.
@@ -41,7 +41,8 @@ class DecodeConfig:
         blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
-        num_stages: tiles of the ring; all but one are in flight.
+        num_stages: tiles of the ring.
+        copy_warps: warps that do nothing but ask for tiles.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
             nothing.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
@@ -65,6 +66,7 @@ class DecodeConfig:
     num_slices: int = 4
     blocks_per_slice: int = 1
     num_stages: int = 3
+    copy_warps: int = 1
     ctas_per_sm: int = 4
     early_tiles: int = 1
     contiguous: bool = True
@@ -94,11 +96,17 @@ class DecodeConfig:
 
     @property
     def num_warps(self) -> int:
+        """Attending warps; the copying ones come after them."""
         return self.num_heads * self.num_query_blocks * self.num_slices
 
     @property
     def num_threads(self) -> int:
+        """Of the attending warps."""
         return self.num_warps * WARP_THREADS
+
+    @property
+    def cta_threads(self) -> int:
+        return (self.num_warps + self.copy_warps) * WARP_THREADS
 
     @property
     def num_roles(self) -> int:
@@ -176,7 +184,8 @@ class DecodeConfig:
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
-        ring = f"r{self.num_stages}c{self.ctas_per_sm}e{self.early_tiles}"
+        copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
+        ring = f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
         layout += f"_{self.features.name}" if self.features.name else ""
@@ -216,8 +225,10 @@ class DecodeConfig:
             return f"early_tiles {self.early_tiles} is not 0 or 1"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        if self.num_threads > 1024:
-            return f"{self.num_warps} warps are more than the 32 of a CTA"
+        if self.copy_warps < 1:
+            return "copy_warps must be at least 1"
+        if self.cta_threads > 1024:
+            return f"{self.num_warps} + {self.copy_warps} warps are more than the 32 of a CTA"
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
         return None

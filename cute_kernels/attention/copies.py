@@ -15,15 +15,12 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
-from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.attention.tiles import tiles_of, tokens_per_copy
 from cute_kernels.device import ptx
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
-MAX_BOX = 256  # tokens of one tensor-map copy
-PIECES_PER_WARP = 2  # of a paged tile
-FEW_BOXES = 2  # of a tile, that one warp asks for beside its other work
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
@@ -33,22 +30,16 @@ class TileCopier:
     Attributes:
         operands: what brings K and what brings V.
         arrivals: arrivals that a stage's barrier waits for, besides bytes.
-        num_issuers: warps that take part in copying a tile.
     """
 
     def __init__(self, config: DecodeConfig):
         self.config = config
         kinds = {"bulk": BulkOperand, "word": WordOperand, "tma": TensorMapOperand}
         self.operands = tuple(kinds[copy](config, index) for index, copy in enumerate(config.copies))
-        # A lane issues a copy in some 30 cycles: where a tile takes many, all warps share them.
-        self.num_issuers = config.num_warps if any(operand.many for operand in self.operands) else 1
-        if config.page_tokens and "word" not in config.copies:
-            pieces = -(-config.tile_tokens // config.page_tokens)
-            self.num_issuers = min(config.num_warps, -(-pieces // PIECES_PER_WARP))
         self.words = tuple(operand for operand in self.operands if operand.copy == "word")
         self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
         self.counted = any(operand.copy != "word" for operand in self.operands)
-        self.arrivals = int(self.counted) + (WARP_THREADS * config.num_warps if self.words else 0)
+        self.arrivals = int(self.counted) + (WARP_THREADS * config.copy_warps if self.words else 0)
         bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
         # Those whose copies take the same tokens are issued side by side.
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
@@ -76,11 +67,12 @@ class TileCopier:
 
     @cute.jit
     def copy_tile(
-        self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32, page, place
+        self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, copier: Int32, lane: Int32, page, place
     ):
         """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        page, place: as :meth:`find_pages` has them for this tile.
+        copier: which of the copying warps this is; they share the copies. page, place: as :meth:`find_pages` has them
+        for this tile.
         """
         config = self.config
         barrier = tiles.full + stage
@@ -89,23 +81,23 @@ class TileCopier:
         tokens = cutlass.min(tokens, config.tile_tokens)
         if lane == 0:
             if const_expr(self.counted):
-                if warp == 0:
+                if copier == 0:
                     # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
             if const_expr(not config.page_tokens):
                 for kind in cutlass.range_constexpr(len(self.bulk)):
                     run = self.bulk[kind][0]
-                    for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
+                    for i in cutlass.range(copier * run, tokens, config.copy_warps * run, unroll=1):
                         size = cutlass.min(tokens - i, run)
                         self._copy_runs(kind, tiles, None, token + i, i, size, stage, barrier)
         if const_expr(config.page_tokens > 0):
             cute.arch.sync_warp()
-            self._copy_pages(tiles, tokens, stage, barrier, warp, lane, page, place)
+            self._copy_pages(tiles, tokens, stage, barrier, copier, lane, page, place)
         elif const_expr(len(self.tensor_maps) > 0):
             cute.arch.sync_warp()
-            self._copy_boxes(tiles, request, token, stage, barrier, warp)
+            self._copy_boxes(tiles, request, token, stage, barrier, copier)
         if const_expr(len(self.words) > 0):
-            self._copy_words(tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, warp, lane)
+            self._copy_words(tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, copier, lane)
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _arriving_bytes(self, tokens):
@@ -126,11 +118,11 @@ class TileCopier:
         return tiles.pager.locate(request, token)
 
     @cute.jit
-    def _copy_pages(self, tiles, tokens, stage, barrier, warp, lane, page, place):
-        """Piece by piece, shared among the issuing warps; pieces past the end are left out, their pages may be gone."""
+    def _copy_pages(self, tiles, tokens, stage, barrier, copier, lane, page, place):
+        """Piece by piece, shared among the copying warps; pieces past the end are left out, their pages may be gone."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         for piece in cutlass.range_constexpr(self.config.tile_tokens // size):
-            if (warp == piece % self.num_issuers) & (piece * size < tokens):
+            if (copier == piece % self.config.copy_warps) & (piece * size < tokens):
                 block = tiles.pager.existing(cute.arch.shuffle_sync(page, piece))
                 first = cute.arch.shuffle_sync(place, piece)
                 for index in cutlass.range_constexpr(len(self.tensor_maps)):
@@ -150,17 +142,17 @@ class TileCopier:
             operand.copy_run(tiles, block, first, place, tokens, stage, barrier)
 
     @cute.jit
-    def _copy_boxes(self, tiles, request, token, stage, barrier, warp):
-        """Boxes of all tensor maps, shared among the issuing warps."""
+    def _copy_boxes(self, tiles, request, token, stage, barrier, copier):
+        """Boxes of all tensor maps, shared among the copying warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
-                if warp == box % self.num_issuers:
+                if copier == box % self.config.copy_warps:
                     first = token + box * self.tensor_maps[index].box_tokens
                     self.tensor_maps[index].copy_box(tiles, request, first, box, stage, barrier)
 
     @cute.jit
-    def _copy_words(self, tiles, request, token, tokens, stage, warp, lane):
-        for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
+    def _copy_words(self, tiles, request, token, tokens, stage, copier, lane):
+        for i in cutlass.range(copier, tokens, self.config.copy_warps, unroll=1):
             if const_expr(self.config.page_tokens > 0):
                 page, first = tiles.pager.locate(request, token + i)
                 self._copy_token(tiles, tiles.pager.existing(page), first, i, stage, lane)
@@ -171,9 +163,14 @@ class TileCopier:
         for operand in self.words:
             operand.copy_token(tiles, block, first, place, stage, lane)
 
+    def drain(self):
+        """Waits for the copies of words that this thread has asked for: its exit must not leave them behind."""
+        if self.words:
+            cute.arch.cp_async_wait_group(0)
+
     @cute.jit
     def clear_values(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Zeroes a stage's rows of V from token ``first`` on, all threads together.
+        """Zeroes a stage's rows of V from token ``first`` on, all attending threads together.
 
         What lies there may be anything, and its probability is 0: but 0 times NaN is NaN.
         """
@@ -193,7 +190,7 @@ class TileCopier:
 
     @cute.jit
     def clear_first_values(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """Zeroes a stage's rows of V before token ``end`` (at most the tile's), all threads together."""
+        """Zeroes a stage's rows of V before token ``end`` (at most the tile's), all attending threads together."""
         values = self.operands[1]
         address = values.stage_address(tiles.ring, stage)
         size = values.row_start(cutlass.min(end, self.config.tile_tokens))
@@ -252,7 +249,6 @@ class _Operand:
     """Where the tiles of K (``index`` 0) or V (1) lie in the ring."""
 
     copy: str
-    many: bool
 
     def __init__(self, config: DecodeConfig, index: int):
         self.config, self.index = config, index
@@ -294,8 +290,7 @@ class RowOperand(_Operand):
         assert isinstance(tile, RowTile)
         self.tile = tile
         self.row_bytes = WORD_BYTES * tile.row_words
-        self.run_tokens = min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
-        self.many = config.tile_tokens > self.run_tokens
+        self.run_tokens = tokens_per_copy(config, tile)
 
     def make_source(self, cache: cute.Tensor):
         return cache
@@ -323,7 +318,7 @@ class RowOperand(_Operand):
 
 
 class BulkOperand(RowOperand):
-    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of an issuing warp."""
+    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of a copying warp."""
 
     copy = "bulk"
 
@@ -342,13 +337,9 @@ class BulkOperand(RowOperand):
 
 
 class WordOperand(RowOperand):
-    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of all warps."""
+    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of the copying warps."""
 
     copy = "word"
-
-    def __init__(self, config: DecodeConfig, index: int):
-        super().__init__(config, index)
-        self.many = True
 
     def arriving_bytes(self, tokens):
         return 0
@@ -384,9 +375,8 @@ class TensorMapOperand(_Operand):
         self.tile = tile
         name = (config.k_format, config.v_format)[index]
         self.element_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(name, cutlass.Uint8)
-        self.box_tokens = min(config.tile_tokens, config.page_tokens or MAX_BOX)
+        self.box_tokens = tokens_per_copy(config, tile)
         self.num_boxes = config.tile_tokens // self.box_tokens
-        self.many = self.num_boxes * config.num_heads > FEW_BOXES
 
     def make_source(self, cache: cute.Tensor):
         """A tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks]."""

@@ -1,12 +1,12 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`). One
-lane keeps a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every warp waits for a tile, takes
-its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
-registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes before the
-softmax to :mod:`.logits`. There is no CTA barrier in the loop but for the tile in which the request ends. At the end
-the warps merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the
-output is bitwise reproducible.
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
+Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits for
+a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
+output in registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes
+before the softmax to :mod:`.logits`. Attending warps do not wait for each other in the loop but for the tile in which
+the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in
+a fixed order: the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.assignment import Assigner, Requests
+from cute_kernels.attention.barriers import announce_ready, await_ready, sync_attending, sync_copying
 from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.logits import FeatureValues, Logits
@@ -169,7 +170,7 @@ class DecodeKernel:
             more_rows,
         ).launch(
             grid=(num_splits, head_blocks, batch + more_rows),
-            block=(config.num_threads, 1, 1),
+            block=(config.cta_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
             stream=stream,
@@ -223,17 +224,21 @@ class DecodeKernel:
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
         # The lengths, the queries and the first tiles come from memory at the same time: tile ``part`` is the first of
-        # this CTA unless lengths differ. The queries go first: the tile has no use without them.
+        # this CTA unless lengths differ.
         length = self.assigner.length_of(requests, own_row)
+        early = part * config.tile_tokens < shape.max_seq_len
+        if const_expr(config.units):
+            early = early & (row < shape.batch)
+        if cta.warp >= config.num_warps:
+            self.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
+        # By copying warps in vain.
         asked = self.key_reader.fetch_query(
             self.query_addresses(place, cta.roles, q, own_row, lane),
             cta.given.of_keys(place.first_head + cta.roles.head),
             lane,
         )
-        early = part * config.tile_tokens < shape.max_seq_len
-        if const_expr(config.units):
-            early = early & (row < shape.batch)
-        self.start(cta.tiles, own_row, part, early, cta.warp, lane)
+        if cta.warp < config.num_warps:
+            await_ready(config)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
             self.process_unit(cta, place, requests, q, asked, unit, row, early)
@@ -250,10 +255,13 @@ class DecodeKernel:
                 if expected & (work.first_tile == 0) & (work.length > 0):
                     issued = Int32(1)
                 else:
-                    self.pass_over(cta.barriers, cta.lane)
+                    self.pass_over(cta.barriers, cta.warp, cta.lane)
                     stage, phase = _advance(stage, phase, self.config.num_stages)
         if work.part < work.num_parts:
-            self.process(cta, work, query, stage, phase, issued)
+            if cta.warp < self.config.num_warps:
+                self.attend_tiles(cta, work, query, stage, phase)
+            else:
+                self.copy_tiles(cta, work, stage, phase, issued)
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, unit, row, early):
@@ -312,38 +320,33 @@ class DecodeKernel:
             addresses.append(q + place_of_query * (self.config.head_dim * 2))
         return addresses
 
-    @cute.jit
-    def start(self, tiles, row, part, early, warp, lane):
-        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
-        config = self.config
-        one_issuer = self.copier.num_issuers == 1
-        # What the first tile needs comes first; other warps than the issuing one wait for a CTA barrier anyway.
-        first = config.early_tiles if one_issuer else 2 * config.num_stages
-        self.init_barriers(tiles.full, 0, first, warp, lane)
-        if const_expr(not one_issuer):
-            cute.arch.sync_threads()
-        if const_expr(config.early_tiles > 0):
-            if warp < self.copier.num_issuers:
-                if early:
-                    page, place = self.copier.find_pages(tiles, row, part * config.tile_tokens, lane)
-                    self.copier.copy_tile(
-                        self.copier.enter(tiles, row),
-                        row,
-                        part * config.tile_tokens,
-                        tiles.max_seq_len,
-                        Int32(0),
-                        warp,
-                        lane,
-                        page,
-                        place,
-                    )
-        self.init_barriers(tiles.full, first, 2 * config.num_stages, warp, lane)
+    # -- copying warps ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def init_barriers(self, barriers, begin: int, end: int, warp, lane):
+    def start(self, tiles, row, part, early, copier, lane):
+        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
+        config = self.config
+        alone = config.copy_warps == 1
+        # What the first tile needs comes first.
+        first = config.early_tiles if alone else 2 * config.num_stages
+        self.init_barriers(tiles.full, 0, first, copier, lane)
+        sync_copying(config)
+        if const_expr(config.early_tiles > 0):
+            if early:
+                token = part * config.tile_tokens
+                page, place = self.copier.find_pages(tiles, row, token, lane)
+                entered = self.copier.enter(tiles, row)
+                self.copier.copy_tile(
+                    entered, row, token, tiles.max_seq_len, Int32(0), copier, lane, page, place
+                )  # fmt: skip
+        self.init_barriers(tiles.full, first, 2 * config.num_stages, copier, lane)
+        announce_ready(config)
+
+    @cute.jit
+    def init_barriers(self, barriers, begin: int, end: int, copier, lane):
         """Initialises some of the barriers: those of full stages, then those of empty ones."""
         if const_expr(begin < end):
-            if warp == 0:
+            if copier == 0:
                 if lane == 0:
                     for i in cutlass.range_constexpr(begin, end):
                         full = i < self.config.num_stages
@@ -353,37 +356,53 @@ class DecodeKernel:
                 cute.arch.sync_warp()
 
     @cute.jit
-    def pass_over(self, barriers, lane):
-        """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
-        cute.arch.sync_threads()  # the barriers are initialised
-        cute.arch.mbarrier_wait(barriers, 0)
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
+    def copy_tiles(self, cta, work, stage: Int32, phase: Int32, issued: Int32):
+        """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
 
-    # -- main loop ------------------------------------------------------------------------------------------------
+        stage, phase: of the ring's place that the attending warps read first.
+        """
+        config, lane = self.config, cta.lane
+        copier = cta.warp - config.num_warps
+        tiles = self.copier.enter(cta.tiles, work.request)
+        empty = cta.barriers + config.num_stages
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        phase = phase ^ 1  # nothing waits on the first round
+        pages = [
+            self.copier.find_pages(tiles, work.request, token + i * stride, lane) for i in range(config.num_stages + 1)
+        ]
+        for i in cutlass.range_constexpr(config.num_stages):
+            if (issued <= i) & (token < work.length):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
+            token = token + stride
+            stage, phase = _advance(stage, phase, config.num_stages)
+        page, place = pages[-1]
+        while token < work.length:
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, page, place)
+            token = token + stride
+            page, place = self.copier.find_pages(tiles, work.request, token, lane)
+            stage, phase = _advance(stage, phase, config.num_stages)
+        self.copier.drain()
+
+    # -- attending warps --------------------------------------------------------------------------------------------
 
     @cute.jit
-    def process(self, cta, work, query, stage: Int32, phase: Int32, issued: Int32):
-        """One unit; ``issued`` of its tiles are on their way, ``stage`` and ``phase`` are the ring's position."""
+    def pass_over(self, barriers, warp, lane):
+        """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
+        if warp < self.config.num_warps:
+            cute.arch.mbarrier_wait(barriers, 0)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
+
+    @cute.jit
+    def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
+        """One unit; ``stage`` and ``phase`` are the ring's position."""
         config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
-        tiles = self.copier.enter(cta.tiles, work.request)
+        tiles = cta.tiles
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        refill_stage, refill_phase = stage, phase ^ 1
-        pages = [
-            self.copier.find_pages(tiles, work.request, token + i * stride, lane) for i in range(config.num_stages)
-        ]
-        for i in cutlass.range_constexpr(config.num_stages - 1):
-            if warp < self.copier.num_issuers:
-                if (issued <= i) & (token + i * stride < work.length):
-                    # Nothing waits on the first round.
-                    cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, work.request, token + i * stride, work.length, refill_stage, warp, lane, *pages[i]
-                    )
-            refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
-        page, place = pages[-1]
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
@@ -391,30 +410,19 @@ class DecodeKernel:
         columns = [work.place.column(config, roles, keys.t, column) for column in range(config.columns)]
         logits = self.logits.open(cta.features, work.request, work.place.shape.q_len, work.length, columns)
         state = WarpState(keys, values, _Softmax(config.columns), logits)
-        cute.arch.sync_threads()  # the barriers are initialised
 
         while token < work.length:
-            # Pinned, or the compiler makes two copies of the loop, one for the issuing warps.
-            if ptx.pinned(warp) < self.copier.num_issuers:
-                ahead = token + (config.num_stages - 1) * stride
-                if ahead < work.length:
-                    # The tile that last lay there was consumed one step ago.
-                    cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, work.request, ahead, work.length, refill_stage, warp, lane, page, place
-                    )
-                    page, place = self.copier.find_pages(tiles, work.request, ahead + stride, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
             if token + config.tile_tokens > work.length:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.
                 self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
-                cute.arch.sync_threads()
+                sync_attending(config)
             if const_expr(config.features.window):
                 hidden = work.hidden_tokens(cta.features.window) - token
                 if hidden > 0:
                     # Rows that no query sees may be anything too, and their pages gone.
                     self.copier.clear_first_values(tiles, stage, hidden, warp * WARP_THREADS + lane)
-                    cute.arch.sync_threads()
+                    sync_attending(config)
             masked = self.logits.is_masked(logits, token, config.tile_tokens)
             first_token = token + roles.slice_index * config.slice_tokens
             addresses = self.copier.stage_addresses(tiles, stage)
@@ -428,7 +436,6 @@ class DecodeKernel:
                 cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
-            refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
 
     @cute.jit

@@ -13,7 +13,7 @@ from typing import Any
 
 from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format
+from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
@@ -32,6 +32,8 @@ WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
+COPIES_PER_WARP = 16  # of a tile
+MAX_COPY_WARPS = 4
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
@@ -232,7 +234,15 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, 4) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
-    return list(dict.fromkeys(_roomy(make(base, ctas)) for ctas in counts))
+    return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas))) for ctas in counts))
+
+
+def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with as many copying warps as its tiles' copies want: a lane issues one in some 30 cycles."""
+    if "word" in config.copies:
+        return _change(config, copy_warps=MAX_COPY_WARPS)
+    wanted = -(-copies_per_tile(config) // COPIES_PER_WARP)
+    return _change(config, copy_warps=min(MAX_COPY_WARPS, 1 << (wanted - 1).bit_length()))
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
+MAX_BOX = 256  # tokens of one tensor-map copy
 _GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
 
 
@@ -54,6 +55,20 @@ def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | Sw
     keys = _tile(config, "k", config.k_format, config.head_dim, config.k_copy)
     values = _tile(config, "v", config.v_format, config.v_head_dim, config.v_copy)
     return plan_tiles(keys, values)
+
+
+def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
+    """Tokens that one bulk or tensor-map copy brings."""
+    if isinstance(tile, RowTile):
+        return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
+    return min(config.tile_tokens, config.page_tokens or MAX_BOX)
+
+
+def copies_per_tile(config: DecodeConfig) -> int:
+    """Copies that bring one tile of K and V; tensor maps bring one head at a time."""
+    heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
+    tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
+    return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
 def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
