@@ -30,6 +30,7 @@ class TileCopier:
     Attributes:
         operands: what brings K and what brings V.
         arrivals: arrivals that a stage's barrier waits for, besides bytes.
+        lane_tokens: tokens of a tile whose bulk copies one lane asks for; they lie in one page.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -44,6 +45,9 @@ class TileCopier:
         # Those whose copies take the same tokens are issued side by side.
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
         self.bulk = tuple((step, [op for op in bulk if op.run_tokens == step]) for step in steps)
+        piece = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+        even = 1 << (-(-config.tile_tokens // WARP_THREADS) - 1).bit_length()
+        self.lane_tokens = max(even, *steps) if steps else piece
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """What the kernel takes instead of the caches."""
@@ -79,25 +83,22 @@ class TileCopier:
         # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
         tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
         tokens = cutlass.min(tokens, config.tile_tokens)
-        if lane == 0:
-            if const_expr(self.counted):
-                if copier == 0:
-                    # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
-            if const_expr(not config.page_tokens):
-                for kind in cutlass.range_constexpr(len(self.bulk)):
-                    run = self.bulk[kind][0]
-                    for i in cutlass.range(copier * run, tokens, config.copy_warps * run, unroll=1):
-                        size = cutlass.min(tokens - i, run)
-                        self._copy_runs(kind, tiles, None, token + i, i, size, stage, barrier)
-        if const_expr(config.page_tokens > 0):
+        if const_expr(self.counted):
+            if (copier == 0) & (lane == 0):
+                # Bytes may land before: the count may run below zero until this arrival.
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
+        if const_expr(len(self.bulk) > 0):
+            self._copy_runs(tiles, token, tokens, stage, barrier, copier, lane, page, place)
+        if const_expr(len(self.tensor_maps) > 0):
             cute.arch.sync_warp()
-            self._copy_pages(tiles, tokens, stage, barrier, copier, lane, page, place)
-        elif const_expr(len(self.tensor_maps) > 0):
-            cute.arch.sync_warp()
-            self._copy_boxes(tiles, request, token, stage, barrier, copier)
+            if const_expr(config.page_tokens > 0):
+                self._copy_pages(tiles, tokens, stage, barrier, copier, page, place)
+            else:
+                self._copy_boxes(tiles, request, token, stage, barrier, copier)
         if const_expr(len(self.words) > 0):
-            self._copy_words(tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, copier, lane)
+            self._copy_words(
+                tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, copier, lane
+            )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _arriving_bytes(self, tokens):
@@ -108,38 +109,47 @@ class TileCopier:
         return total
 
     def find_pages(self, tiles, request, token, lane):
-        """(page, place in it) of the lane-th piece of ``page_tokens`` tokens of the tile that begins with ``token``.
+        """(page, place in it) of a lane's share of the tile that begins with ``token``.
 
         To be asked for a tile ahead: the table is in memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
-        token = cutlass.min(token + lane * self.config.page_tokens, tiles.max_seq_len - 1)
-        return tiles.pager.locate(request, token)
+        return tiles.pager.locate(request, cutlass.min(token + lane * self.lane_tokens, tiles.max_seq_len - 1))
 
     @cute.jit
-    def _copy_pages(self, tiles, tokens, stage, barrier, copier, lane, page, place):
-        """Piece by piece, shared among the copying warps; pieces past the end are left out, their pages may be gone."""
+    def _copy_runs(self, tiles, token, tokens, stage, barrier, copier, lane, page, place):
+        """Bulk copies, run by run; every lane asks for its own. What lies past the end is left out, its page may be gone."""
+        share, config = self.lane_tokens, self.config
+        first, mine = Int32(0), (lane == 0) & (copier == 0)
+        if const_expr(share < config.tile_tokens):
+            first = lane * share
+            mine = (lane % config.copy_warps == copier) & (first < tokens)
+        block = None
+        start = token + first
+        if const_expr(config.page_tokens > 0):
+            block = tiles.pager.existing(page)
+            start = place
+        if mine:
+            for kind in cutlass.range_constexpr(len(self.bulk)):
+                run, operands = self.bulk[kind]
+                for i in cutlass.range_constexpr(0, share, run):
+                    left = tokens - (first + i)
+                    if left > 0:
+                        for operand in operands:
+                            operand.copy_run(tiles, block, start + i, first + i, cutlass.min(left, run), stage, barrier)
+
+    @cute.jit
+    def _copy_pages(self, tiles, tokens, stage, barrier, copier, page, place):
+        """Boxes of all tensor maps, a page's part of the tile at a time, shared among the copying warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         for piece in cutlass.range_constexpr(self.config.tile_tokens // size):
             if (copier == piece % self.config.copy_warps) & (piece * size < tokens):
-                block = tiles.pager.existing(cute.arch.shuffle_sync(page, piece))
-                first = cute.arch.shuffle_sync(place, piece)
+                holder = piece * size // self.lane_tokens
+                block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
+                first = cute.arch.shuffle_sync(place, holder)
                 for index in cutlass.range_constexpr(len(self.tensor_maps)):
                     self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
-                if lane == 0:
-                    for kind in cutlass.range_constexpr(len(self.bulk)):
-                        run = self.bulk[kind][0]
-                        for i in cutlass.range_constexpr(0, size, run):
-                            if piece * size + i < tokens:
-                                self._copy_runs(
-                                    kind, tiles, block, first + i, piece * size + i,
-                                    cutlass.min(tokens - (piece * size + i), run), stage, barrier,
-                                )  # fmt: skip
-
-    def _copy_runs(self, kind: int, tiles, block, first, place, tokens, stage, barrier):
-        for operand in self.bulk[kind][1]:
-            operand.copy_run(tiles, block, first, place, tokens, stage, barrier)
 
     @cute.jit
     def _copy_boxes(self, tiles, request, token, stage, barrier, copier):

@@ -32,7 +32,7 @@ WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
-COPIES_PER_WARP = 16  # of a tile
+COPIES_PER_WARP = 32  # of a tile
 MAX_COPY_WARPS = 4
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
@@ -238,10 +238,13 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
 
 
 def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
-    """``config`` with as many copying warps as its tiles' copies want: a lane issues one in some 30 cycles."""
+    """``config`` with as many copying warps as its tiles' copies want: a warp asks for one in some 40 cycles.
+
+    Several CTAs to an SM have several anyway, and no registers to spare.
+    """
     if "word" in config.copies:
         return _change(config, copy_warps=MAX_COPY_WARPS)
-    wanted = -(-copies_per_tile(config) // COPIES_PER_WARP)
+    wanted = -(-copies_per_tile(config) // (COPIES_PER_WARP * config.ctas_per_sm**2))
     return _change(config, copy_warps=min(MAX_COPY_WARPS, 1 << (wanted - 1).bit_length()))
 
 
@@ -311,12 +314,12 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """
     int4 = all(isinstance(form, Int4Format) for form in base.formats)
     roles = base.num_roles
-    # More than one CTA of 8 warps leaves 128 registers to a thread: enough up to head_dim 128 and 4 groups.
-    crowded = int4 and (max(base.head_dims) > 128 or "int4_g8" in (base.k_format, base.v_format))
+    groups = max((form.num_groups for form in base.formats if isinstance(form, Int4Format)), default=1)
+    crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
-    elif ctas_per_sm == 2 and base.units and "int4_g4" in (base.k_format, base.v_format):
-        # Nor with 4 groups and pages to keep.
+    elif ctas_per_sm == 2 and int4 and groups > 1:
+        # Two CTAs of 8 warps and a copying one leave 96 registers to a thread: not enough for more than one group.
         ctas_per_sm = 4 if roles <= TARGET_WARPS // 2 else 1
     elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
         ctas_per_sm = 1 if base.units else 2
