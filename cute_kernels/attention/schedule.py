@@ -32,7 +32,8 @@ WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
-COPIES_PER_WARP = 32  # of a tile
+COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycles each
+SM_PARTITIONS = 4
 MAX_COPY_WARPS = 4
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
@@ -238,14 +239,16 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
 
 
 def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
-    """``config`` with as many copying warps as its tiles' copies want: a warp asks for one in some 40 cycles.
+    """``config`` with as many copying warps as its tiles' copies want and its registers allow.
 
-    Several CTAs to an SM have several anyway, and no registers to spare.
+    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers.
     """
     if "word" in config.copies:
         return _change(config, copy_warps=MAX_COPY_WARPS)
-    wanted = -(-copies_per_tile(config) // (COPIES_PER_WARP * config.ctas_per_sm**2))
-    return _change(config, copy_warps=min(MAX_COPY_WARPS, 1 << (wanted - 1).bit_length()))
+    wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
+    turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
+    free = turns * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
+    return _change(config, copy_warps=max(1, min(wanted, free)))
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
@@ -322,7 +325,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         # Two CTAs of 8 warps and a copying one leave 96 registers to a thread: not enough for more than one group.
         ctas_per_sm = 4 if roles <= TARGET_WARPS // 2 else 1
     elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
-        ctas_per_sm = 1 if base.units else 2
+        ctas_per_sm = 1 if base.units or groups > 1 else 2
     if int4:
         warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
