@@ -174,8 +174,17 @@ class DecodeConfig:
         return self.v_head_dim + self.v_head_dim // 2
 
     @property
+    def pool_bytes(self) -> int:
+        """Shared memory of the ring, and then of the merge: so much that no more than ``ctas_per_sm`` CTAs fit an SM.
+
+        With more of them the SMs would have unequal shares.
+        """
+        too_little = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (self.ctas_per_sm + 1) - RESERVED_SHARED_BYTES
+        return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
+
+    @property
     def smem_bytes(self) -> int:
-        return max(self.ring_bytes, self.merge_bytes) + (2 * self.num_stages + 1) * BARRIER_BYTES
+        return self.pool_bytes + 2 * self.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:

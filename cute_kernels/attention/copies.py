@@ -143,13 +143,13 @@ class TileCopier:
     def _copy_pages(self, tiles, tokens, stage, barrier, copier, page, place):
         """Boxes of all tensor maps, a page's part of the tile at a time, shared among the copying warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
-        for piece in cutlass.range_constexpr(self.config.tile_tokens // size):
-            if (copier == piece % self.config.copy_warps) & (piece * size < tokens):
-                holder = piece * size // self.lane_tokens
-                block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
-                first = cute.arch.shuffle_sync(place, holder)
-                for index in cutlass.range_constexpr(len(self.tensor_maps)):
-                    self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
+        pieces = (tokens + (size - 1)) // size
+        for piece in cutlass.range(copier, pieces, self.config.copy_warps, unroll=1):
+            holder = piece * size // self.lane_tokens
+            block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
+            first = cute.arch.shuffle_sync(place, holder)
+            for index in cutlass.range_constexpr(len(self.tensor_maps)):
+                self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
 
     @cute.jit
     def _copy_boxes(self, tiles, request, token, stage, barrier, copier):
@@ -428,7 +428,7 @@ class TensorMapOperand(_Operand):
         return boxes * (self.tile.num_bytes // self.num_boxes)
 
     @cute.jit
-    def copy_box(self, tiles, block: Int32, first: Int32, box: int, stage: Int32, barrier):
+    def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
         """The ``box``-th part of a tile, which begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
         for head in cutlass.range_constexpr(self.config.num_heads):

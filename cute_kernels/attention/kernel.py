@@ -196,7 +196,7 @@ class DecodeKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
-        ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
+        ring = smem.allocate(config.pool_bytes, byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
@@ -367,16 +367,23 @@ class DecodeKernel:
         empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         phase = phase ^ 1  # nothing waits on the first round
-        pages = [
-            self.copier.find_pages(tiles, work.request, token + i * stride, lane) for i in range(config.num_stages + 1)
-        ]
-        for i in cutlass.range_constexpr(config.num_stages):
-            if (issued <= i) & (token < work.length):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
+        page, place = Int32(0), Int32(0)
+        if const_expr(config.page_tokens > 0):
+            # The pages of a whole ring are asked for at once.
+            pages = [
+                self.copier.find_pages(tiles, work.request, token + i * stride, lane)
+                for i in range(config.num_stages + 1)
+            ]
+            for i in cutlass.range_constexpr(config.num_stages):
+                if (issued <= i) & (token < work.length):
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
+                token = token + stride
+                stage, phase = _advance(stage, phase, config.num_stages)
+            page, place = pages[-1]
+        elif issued > 0:
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
-        page, place = pages[-1]
         while token < work.length:
             cute.arch.mbarrier_wait(empty + stage, phase)
             self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, page, place)

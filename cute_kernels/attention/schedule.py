@@ -23,7 +23,6 @@ SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}
 COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
-SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
@@ -202,8 +201,6 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
-    if config.ctas_per_sm == 4:
-        streaming *= 1 + SMALL_TILE_COST
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
 
 
@@ -357,7 +354,8 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     if sum(configs[0].tile_bytes) > STAGE_BYTES:
         configs = configs[1:]
     fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= 3), configs[-1])
-    stages = min(3, _num_stages(fitting, ctas_per_sm))
+    # Two CTAs to an SM need a ring of three; otherwise a third tile in flight only delays the second.
+    stages = min(3 if ctas_per_sm == 2 else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
     return _change(fitting, num_stages=stages)
