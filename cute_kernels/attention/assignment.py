@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.attention.config import WARP_THREADS
-from cute_kernels.attention.schedule import ALIKE
+from cute_kernels.attention.schedule import ALIKE, CUT_TRIALS
 from cute_kernels.device import ptx
 
 
@@ -96,9 +96,25 @@ class Assigner:
             total = ptx.warp_sum(total)
             most = ptx.warp_max(most)
             if Int64(most) * requests.batch * ALIKE[0] > Int64(total) * ALIKE[1]:
-                # With a part more for every row, for what does not divide, there are no more units than CTAs.
-                units = (requests.batch + requests.more_rows) * requests.parts - requests.batch
-                result = (total + units - 1) // units
+                result = self.fewest_tiles(requests, total, lane)
+        return result
+
+    @cute.jit
+    def fewest_tiles(self, requests, total: Int32, lane: Int32):
+        """The smallest of a few sizes of parts that make no more units than there are CTAs."""
+        ctas = (requests.batch + requests.more_rows) * requests.parts
+        least = (total + ctas - 1) // ctas
+        # With a part more for every row, for what does not divide, there are no more units than CTAs.
+        surely = (total + ctas - requests.batch - 1) // (ctas - requests.batch)
+        result = surely
+        for trial in cutlass.range(CUT_TRIALS - 1, -1, -1, unroll=1):
+            tiles = least + (surely - least) * trial // CUT_TRIALS
+            units = Int32(0)
+            rows = self.rows_of_lane(requests)
+            for i in cutlass.range(rows, unroll=1):
+                units = units + self.parts_of(requests, lane * rows + i, tiles)
+            if ptx.warp_sum(units) <= ctas:
+                result = tiles
         return result
 
     def grid_unit(self, requests, row, part, length) -> Unit:

@@ -267,26 +267,27 @@ class DecodeKernel:
     def process_unit(self, cta, place, requests, q, asked, unit, row, early):
         """The CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
         lane, part = cta.lane, unit.part
-        words = _leaves(asked.words)
-        registers = cute.make_rmem_tensor(len(words), Uint32)
-        for i in cutlass.range_constexpr(len(words)):
-            registers[i] = words[i]
         tiles_per_part = self.assigner.tiles_per_part(requests, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts
         num_parts = cutlass.select_(row < requests.batch, unit.num_parts, Int32(0))
         if tiles_per_part > 0:
             unit_row, unit_part, num_parts = self.assigner.find_unit(requests, tiles_per_part, first_unit + part, lane)
             first_unit = first_unit + part - unit_part
-        if unit_row != row:
-            again = self.query_words(cta, place, q, unit_row)
-            for i in cutlass.range_constexpr(len(words)):
-                registers[i] = again[i]
         length = self.assigner.length_of(requests, cutlass.min(unit_row, requests.batch - 1))
         first_tile = self.assigner.first_tile(requests, length)
         values = [unit_row, unit_part, num_parts, first_unit, length, first_tile]
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
+        words = _leaves(asked.words)
+        registers = cute.make_rmem_tensor(len(words), Uint32)
+        if cta.warp < self.config.num_warps:
+            for i in cutlass.range_constexpr(len(words)):
+                registers[i] = words[i]
+            if unit_row != row:
+                again = self.query_words(cta, place, q, unit_row)
+                for i in cutlass.range_constexpr(len(words)):
+                    registers[i] = again[i]
         query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
         self.process_expected(cta, work, query, early, expected)
 

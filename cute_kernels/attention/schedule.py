@@ -24,9 +24,11 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
+CUT_TRIALS = 4  # sizes of parts that are tried where the lengths differ
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
+UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
@@ -34,6 +36,7 @@ TARGET_WARPS = 8
 COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycles each
 SM_PARTITIONS = 4
 MAX_COPY_WARPS = 4
+SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
@@ -180,7 +183,11 @@ def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, in
     if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
         counts = [min(count, parts) for count in tiles]
     else:
-        each = -(-total // ((len(tiles) + more_rows) * parts - len(tiles)))
+        ctas = (len(tiles) + more_rows) * parts
+        least, surely = -(-total // ctas), -(-total // (ctas - len(tiles)))
+        sizes = [least + (surely - least) * trial // CUT_TRIALS for trial in range(CUT_TRIALS)]
+        fitting = [size for size in sizes if sum(-(-count // size) for count in tiles) <= ctas]
+        each = min(fitting, default=surely)
         counts = [-(-count // each) for count in tiles]
     return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
 
@@ -201,6 +208,9 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
+    if config.units and problem.batch > 1:
+        # Lengths may differ, which large parts balance badly.
+        streaming += UNEVEN_COST * cta_bytes / sm_rate
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
 
 
@@ -354,8 +364,9 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     if sum(configs[0].tile_bytes) > STAGE_BYTES:
         configs = configs[1:]
     fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= 3), configs[-1])
-    # Two CTAs to an SM need a ring of three; otherwise a third tile in flight only delays the second.
-    stages = min(3 if ctas_per_sm == 2 else 2, _num_stages(fitting, ctas_per_sm))
+    # A third tile in flight only delays the second, unless there are two CTAs to an SM or many small copies to a tile.
+    many = "bulk" in base.copies and 0 < base.page_tokens < SMALL_PAGE
+    stages = min(3 if ctas_per_sm == 2 or many else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
     return _change(fitting, num_stages=stages)
