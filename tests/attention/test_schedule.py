@@ -182,10 +182,16 @@ def test_rows_of_one_length_are_cut_as_the_grid_is():
 
 
 def test_one_long_row_among_short_ones_is_cut_into_many():
-    """1023 requests of 4 tiles and one of 512: no part is much longer than an SM's share."""
+    """1023 requests of 4 tiles and one of 512: no part is longer than an average CTA's share, rounded up."""
     units = cut_rows([4] * 1023 + [512], 1, 396)
-    assert max(count for _, _, count in units) == pytest.approx(512 / (4604 / 396), abs=2)
+    assert [count for row, _, count in units if row == 1023] == [512 // 4] * 128
     assert [count for row, _, count in units if row < 1023] == [1] * 1023
+
+
+def test_parts_are_as_small_as_the_ctas_allow():
+    """80 tiles on 20 CTAs, a row of 61 among 19 rows of 1: parts of 31, not of the 80 that would certainly do."""
+    counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 1)}
+    assert counts[0] == 2 and all(counts[row] == 1 for row in range(1, 20))
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------
