@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, tiles_of
+from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, most_copy_warps, tiles_of
 from cute_kernels.kv_formats import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -234,8 +234,8 @@ class DecodeConfig:
             return f"early_tiles {self.early_tiles} is not 0 or 1"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        if self.copy_warps < 1:
-            return "copy_warps must be at least 1"
+        if not 1 <= self.copy_warps <= most_copy_warps(self):
+            return f"copy_warps {self.copy_warps} is not 1 to {most_copy_warps(self)}: each must have a part of a tile"
         if self.cta_threads > 1024:
             return f"{self.num_warps} + {self.copy_warps} warps are more than the 32 of a CTA"
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:

@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
-from cute_kernels.attention.tiles import tiles_of, tokens_per_copy
+from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
 from cute_kernels.device import ptx
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
@@ -45,9 +45,7 @@ class TileCopier:
         # Those whose copies take the same tokens are issued side by side.
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
         self.bulk = tuple((step, [op for op in bulk if op.run_tokens == step]) for step in steps)
-        piece = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
-        even = 1 << (-(-config.tile_tokens // WARP_THREADS) - 1).bit_length()
-        self.lane_tokens = max(even, *steps) if steps else piece
+        self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """What the kernel takes instead of the caches."""

@@ -140,7 +140,7 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     config = configs[index]
     blocks = head_blocks(problem, config)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
-    more = rows_beyond(problem, splits, blocks) if cut_by_length else 0
+    more = rows_beyond(problem, config, splits, blocks) if cut_by_length else 0
     return Schedule(config, splits, blocks, more)
 
 
@@ -158,11 +158,15 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def rows_beyond(problem: Problem, parts: int, head_blocks: int) -> int:
+def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
     """Rows of ``parts`` CTAs beyond the batch, so many that long requests can be spread over all SMs.
 
-    Where lengths turn out to be alike they have nothing to do, but come and go: few where that would be felt.
+    What the SMs hold at a time, if the batch leaves something of it: a second wave would be felt. Otherwise, since they
+    have nothing to do but come and go where lengths turn out to be alike, few where that would be felt.
     """
+    room = problem.num_sms * config.ctas_per_sm // (head_blocks * parts)
+    if room >= problem.batch:
+        return max(1, room - problem.batch)
     tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
     per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))

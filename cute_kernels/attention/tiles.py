@@ -16,6 +16,7 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens of one tensor-map copy
+COPYING_LANES = 32  # of a warp
 _GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
 
 
@@ -69,6 +70,31 @@ def copies_per_tile(config: DecodeConfig) -> int:
     heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
+
+
+def lane_tokens(config: DecodeConfig) -> int:
+    """Tokens of a tile whose bulk copies one lane asks for; they lie in one page."""
+    runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
+    if not runs:
+        return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+    even = 1 << (-(-config.tile_tokens // COPYING_LANES) - 1).bit_length()
+    return max(even, *runs)
+
+
+def most_copy_warps(config: DecodeConfig) -> int:
+    """Copying warps that all have something to copy in every whole tile.
+
+    One that has not would not be waited for, fall behind by a round of the ring, and take one phase of a barrier for
+    another.
+    """
+    if "word" in config.copies:
+        return config.tile_tokens
+    boxes = [
+        config.tile_tokens // tokens_per_copy(config, tile)
+        for tile in tiles_of(config)
+        if isinstance(tile, SwizzledTile)
+    ]
+    return max(config.tile_tokens // lane_tokens(config), *boxes, 1)
 
 
 def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
