@@ -52,25 +52,26 @@ def launch(
     compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
     compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
     """
-    offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
-    # The cache's dtypes, because signed bytes would pass for unsigned ones.
-    key = (
-        q.shape,
-        k_cache.shape,
-        v_cache.shape,
-        q.dtype,
-        k_cache.dtype,
-        v_cache.dtype,
-        q.get_device(),
-        kv_format,
-        num_splits,
-        offset,
-        None if options is None else options_key(options),
-    )
     try:
+        offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
+        # The cache's dtypes, because signed bytes would pass for unsigned ones.
+        key = (
+            q.shape,
+            k_cache.shape,
+            v_cache.shape,
+            q.dtype,
+            k_cache.dtype,
+            v_cache.dtype,
+            q.get_device(),
+            kv_format,
+            num_splits,
+            offset,
+            None if options is None else options_key(options),
+        )
         plan = _plans.get(key)
-    except TypeError:  # something unhashable, which no argument may be: the checks say which
-        plan = None
+    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
+        _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
+        raise
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
     if plan is None or DEBUG:
@@ -94,7 +95,19 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    return tuple([_identity(x) if x is not None and type(x) in _PLAIN_TENSORS else x for x in options.values()])
+    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias = options.values()
+    return (
+        None if table is None else _identity(table),
+        layout,
+        None if k_scale is None else _identity(k_scale),
+        None if v_scale is None else _identity(v_scale),
+        causal,
+        window,
+        soft_cap,
+        None if sinks is None else _identity(sinks),
+        None if slopes is None else _identity(slopes),
+        None if bias is None else _identity(bias),
+    )
 
 
 def _identity(tensor: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from cute_kernels.attention.schedule import NUM_SMS, Problem, Schedule, head_blo
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
 from cute_kernels.runtime.workspace import POOL
 
 ALIGNMENT = 16  # bytes, of bulk copies and tensor maps
@@ -142,8 +142,8 @@ def make_plan(call: AttentionCall, config: DecodeConfig | None = None, num_split
         softmax_scale=call.softmax_scale,
         new_out=blank(call.out_shape, call.q.dtype),
         new_lse=blank(call.out_shape[:3], torch.float32),
-        k_view=_view(call.k.cache),
-        v_view=_view(call.v.cache),
+        k_view=byte_view(call.k.cache),
+        v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
         k_scale_stride=_head_stride(call.k.scale),
         v_scale_stride=_head_stride(call.v.scale),
@@ -152,12 +152,6 @@ def make_plan(call: AttentionCall, config: DecodeConfig | None = None, num_split
         numbers=(0 if table is None else table.shape[1], call.window or 0, call.soft_cap or 1.0),
         bias_strides=call.bias.strides if call.bias is not None else (0, 0, 0, 0),
     )
-
-
-def _view(cache: torch.Tensor) -> torch.dtype | None:
-    """What a compiled function takes a cache as: codes of 8 bits are bytes to it, signed or not; else None."""
-    taken = cache.element_size() > 1 or cache.dtype in (torch.uint8, torch.int8)
-    return None if taken else torch.uint8
 
 
 def _head_stride(scale) -> int:

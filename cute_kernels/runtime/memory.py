@@ -31,3 +31,9 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Blank:
     for i in reversed(range(len(shape) - 1)):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)
     return tuple(shape), tuple(strides), dtype
+
+
+def byte_view(cache: torch.Tensor) -> torch.dtype | None:
+    """What a compiled function takes a cache as: codes of 8 bits are bytes to it, signed or not; None as it is."""
+    as_it_is = cache.element_size() > 1 or cache.dtype in (torch.uint8, torch.int8)
+    return None if as_it_is else torch.uint8
