@@ -51,13 +51,13 @@ def launch(
     A call's schedule is kept by what decides it. The checks that a repeated call has passed before are left to the
     compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
     compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
+    K's cache has V's blocks there, and its row is that of q's head_dim, so the key leaves its shape out; not the dtypes
+    of the caches, for signed bytes pass as unsigned ones.
     """
     try:
         offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
-        # The cache's dtypes, because signed bytes would pass for unsigned ones.
         key = (
             q.shape,
-            k_cache.shape,
             v_cache.shape,
             q.dtype,
             k_cache.dtype,
