@@ -46,8 +46,8 @@ def launch(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
     A call's plan is kept by what decides it. The checks that a repeated call has passed before are left to the compiled
     function, which compares every tensor's shape, strides, dtype, alignment and device with what it was compiled for,
     in native code, before it launches; when it refuses, the checks here say why in the caller's terms. There k has v's
-    tokens and heads, V's cache has K's pages, and rows have the size of their head_dim, so the key needs the shapes of v
-    and of K's cache alone.
+    tokens and heads, V's cache has K's pages, and rows are as long as their head_dim says: the key needs the shapes of
+    v and of K's cache alone.
     """
     k, v, k_cache, v_cache, k_format, v_format, layout, rope, norm_eps, q, q_out, seq_lens, block_table = call
     try:
