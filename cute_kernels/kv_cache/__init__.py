@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import needs_dispatch
 from cute_kernels.kv_cache import bulk_ops, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
 from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
-from cute_kernels.kv_cache.call import AppendCall, split_formats
+from cute_kernels.kv_cache.call import split_formats
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
@@ -103,36 +102,12 @@ def append_kv(
 
     CPU tensors are served by the reference implementation.
     """
-    k_format, v_format = split_formats(kv_format)
+    k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else split_formats(kv_format)
     q_bias, k_bias, v_bias = bias or (None, None, None)
-    call = AppendCall(
-        k,
-        v,
-        k_cache,
-        v_cache,
-        k_format,
-        v_format,
-        cache_layout,
-        rope,
-        norm_eps,
-        q,
-        q_out,
-        seq_lens,
-        block_table,
-        cu_seqlens,
-        slots,
-        position_ids,
-        q_bias,
-        k_bias,
-        v_bias,
-        q_norm,
-        k_norm,
-        k_scale,
-        v_scale,
-    )
-    if needs_dispatch(k=k, v=v, k_cache=k_cache, v_cache=v_cache):
-        return ops.dispatch(call)
-    return ops.launch(call) if k.is_cuda else ops.reference(call)
+    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table)
+    extras = (cu_seqlens, slots, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
+    usual = cu_seqlens is slots is position_ids is bias is q_norm is k_norm is k_scale is v_scale is None
+    return ops.append(call, None if usual else extras)
 
 
 def quantize_kv(

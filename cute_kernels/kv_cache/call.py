@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,9 +45,9 @@ class AppendCall(NamedTuple):
     v_scale: torch.Tensor | None = None
 
     @property
-    def extras(self) -> tuple[torch.Tensor | None, ...]:
+    def extras(self) -> tuple[Any, ...]:
         """What most calls lack: everything from cu_seqlens on."""
-        return self[13:]
+        return self[NUM_USUAL:]
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -80,6 +80,10 @@ class AppendCall(NamedTuple):
     def page_size(self) -> int:
         """Tokens of a page; max_seq_len of a contiguous cache."""
         return self.k_cache.shape[1 if self.cache_layout == "NHD" else 2]
+
+
+NUM_USUAL = AppendCall._fields.index("cu_seqlens")
+"""How many fields most calls have: what follows are extras."""
 
 
 def split_formats(kv_format: str | tuple[str, str]) -> tuple[str, str]:

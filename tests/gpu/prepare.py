@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import sys
 
-from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.runtime import default_cache
-from tests.gpu import test_decode_features, test_decode_formats
+from tests.gpu.specs import by_module
 
 ARCH = "sm_90a"
 
 
 def main() -> int:
-    formats = [DecodeSpec(config) for case in test_decode_formats.CASES for config in case.configs()]
-    specs = dict.fromkeys((*test_decode_features.specs(), *formats))
+    specs = dict.fromkeys(spec for specs in by_module().values() for spec in specs())
     default_cache().artifacts(
         specs, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s")
     )

@@ -13,12 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.attention.call import make_call as checked_call
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Call, assert_close, make_call
+from tests.gpu.specs import decode_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -77,11 +75,7 @@ def call_of(case: str, lengths: tuple[int, ...], device: str = CUDA, seed: int =
 
 def spec_of(case: str, lengths: tuple[int, ...] = LENGTHS) -> DecodeSpec:
     """The kernel that serves a case; needs no GPU."""
-    call = call_of(case, lengths, device="cpu")
-    options: Any = call.options
-    return DecodeSpec(
-        make_schedule(problem_of(checked_call(*call.tensors, kv_format=call.kv_format, **options))).config
-    )
+    return decode_spec(make_call(lengths=lengths, blank=True, **CASES[case]))
 
 
 def slack_of(case: str) -> float:

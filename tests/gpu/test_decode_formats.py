@@ -95,10 +95,14 @@ CASES += [
 ]
 
 
+def specs() -> list[DecodeSpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    return [DecodeSpec(config) for config in dict.fromkeys(config for case in CASES for config in case.configs())]
+
+
 @pytest.fixture(scope="module")
 def kernels() -> None:
-    configs = dict.fromkeys(config for case in CASES for config in case.configs())
-    load_many([DecodeSpec(config) for config in configs], arch_of())
+    load_many(specs(), arch_of())
 
 
 @dataclasses.dataclass(frozen=True)
