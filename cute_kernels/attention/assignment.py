@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.attention.config import WARP_THREADS
-from cute_kernels.attention.schedule import ALIKE, CUT_TRIALS
+from cute_kernels.attention.schedule import ALIKE
 from cute_kernels.device import ptx
 
 
@@ -28,7 +28,8 @@ class Requests:
 
     address: of int32 lengths [batch]. max_seq_len: tokens that there is a cache for. seen: at most so many tokens at a
     request's end are seen by its queries (of use with a window only). parts: CTAs of a row. more_rows: rows of CTAs
-    beyond the batch; 0 if every row has ``parts`` parts whatever its length.
+    beyond the batch; 0 if every row has ``parts`` parts whatever its length. shares: parts of about equal size that all
+    requests together are cut into where lengths differ.
     """
 
     address: Any
@@ -37,6 +38,7 @@ class Requests:
     seen: Any
     parts: Any
     more_rows: Any
+    shares: Any
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,11 @@ class Assigner:
             total = ptx.warp_sum(total)
             most = ptx.warp_max(most)
             if Int64(most) * requests.batch * ALIKE[0] > Int64(total) * ALIKE[1]:
-                result = self.fewest_tiles(requests, total, lane)
-        return result
-
-    @cute.jit
-    def fewest_tiles(self, requests, total: Int32, lane: Int32):
-        """The smallest of a few sizes of parts that make no more units than there are CTAs."""
-        ctas = (requests.batch + requests.more_rows) * requests.parts
-        least = (total + ctas - 1) // ctas
-        # With a part more for every row, for what does not divide, there are no more units than CTAs.
-        surely = (total + ctas - requests.batch - 1) // (ctas - requests.batch)
-        result = surely
-        for trial in cutlass.range(CUT_TRIALS - 1, -1, -1, unroll=1):
-            tiles = least + (surely - least) * trial // CUT_TRIALS
-            units = Int32(0)
-            rows = self.rows_of_lane(requests)
-            for i in cutlass.range(rows, unroll=1):
-                units = units + self.parts_of(requests, lane * rows + i, tiles)
-            if ptx.warp_sum(units) <= ctas:
-                result = tiles
+                # No smaller than a share, and so large that there is a CTA for every unit, of which a row may have one
+                # more than divides it.
+                ctas = (requests.batch + requests.more_rows) * requests.parts
+                units = cutlass.min(requests.shares, ctas - requests.batch)
+                result = (total + units - 1) // units
         return result
 
     def grid_unit(self, requests, row, part, length) -> Unit:

@@ -109,8 +109,9 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
     ]
     q, out = (tensor(float_type[config.q_dtype], (batch, q_len, q_heads, d), 16) for d in config.head_dims)
     arguments = [q, *caches, tensor(cutlass.Int32, (batch,), 4), out]
-    arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 3
+    arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 2
     if config.has_features:
+        arguments += [cutlass.Int32(0)] * 2
         arguments += [cutlass.Int64(0), cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
         arguments += [cutlass.Int64(0)] * 7
     return arguments

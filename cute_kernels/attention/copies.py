@@ -131,11 +131,14 @@ class TileCopier:
         if mine:
             for kind in cutlass.range_constexpr(len(self.bulk)):
                 run, operands = self.bulk[kind]
-                for i in cutlass.range_constexpr(0, share, run):
-                    left = tokens - (first + i)
-                    if left > 0:
-                        for operand in operands:
-                            operand.copy_run(tiles, block, start + i, first + i, cutlass.min(left, run), stage, barrier)
+                begins = True if run <= share else first % run == 0
+                if begins:
+                    for i in cutlass.range_constexpr(0, share, run):
+                        left = tokens - (first + i)
+                        if left > 0:
+                            size = cutlass.min(left, run)
+                            for operand in operands:
+                                operand.copy_run(tiles, block, start + i, first + i, size, stage, barrier)
 
     @cute.jit
     def _copy_pages(self, tiles, tokens, stage, barrier, copier, page, place):

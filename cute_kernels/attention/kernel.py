@@ -60,7 +60,6 @@ class DecodeKernel:
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
-        more_rows: Int32,
         mode: Int32,
         stream,
     ):
@@ -69,10 +68,9 @@ class DecodeKernel:
         q: [batch, q_len, num_q_heads, head_dim]; out: [batch, q_len, num_q_heads, v_head_dim]; caches: [batch,
         max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
         cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
-        workspace: fp32 [batch + more_rows, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then
-        for every 4 their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``:
-        write and leave the partial results of all splits. more_rows: rows of CTAs beyond the batch, for more parts of
-        long requests where lengths differ; 0 to cut every row into num_splits whatever they are.
+        workspace: fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for every 4
+        their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and
+        leave the partial results of all splits.
         k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
@@ -80,8 +78,8 @@ class DecodeKernel:
         pages = (Int64(0), Int32(0))
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, more_rows, mode)
-        self.launch(tensors, numbers, given, nothing, pages, stream)
+        numbers = (lse, workspace, softmax_scale, num_splits, mode)
+        self.launch(tensors, numbers, given, nothing, pages, (Int32(0), Int32(0)), stream)
 
     @cute.jit
     def with_features(
@@ -99,8 +97,9 @@ class DecodeKernel:
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
-        more_rows: Int32,
         mode: Int32,
+        more_rows: Int32,
+        shares: Int32,
         block_table: Int64,
         max_pages: Int32,
         window: Int32,
@@ -116,6 +115,9 @@ class DecodeKernel:
     ):
         """As :meth:`__call__`, with what the features of the configuration need.
 
+        more_rows: rows of CTAs (and of the workspace) beyond the batch, for more parts of long requests where lengths
+        differ; 0 to cut every row into num_splits whatever they are. shares: of about equal size that all requests
+        together are cut into where lengths differ.
         Caches are [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a
         block is a page with ``block_table`` (address of int32 [batch, max_pages]), else a request. Addresses: sinks and
         alibi_slopes fp32 [num_q_heads]; bias, fp32 or bf16, with its strides in elements.
@@ -124,15 +126,15 @@ class DecodeKernel:
         features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides)
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, more_rows, mode)
-        self.launch(tensors, numbers, given, features, (block_table, max_pages), stream)
+        numbers = (lse, workspace, softmax_scale, num_splits, mode)
+        self.launch(tensors, numbers, given, features, (block_table, max_pages), (more_rows, shares), stream)
 
     @cute.jit
-    def launch(self, tensors, numbers, given, features, pages, stream):
+    def launch(self, tensors, numbers, given, features, pages, uneven, stream):
         """Both entries: grid and what is known of the shapes."""
         config = self.config
         q, k_cache, v_cache, seq_lens, out = tensors
-        lse, workspace, softmax_scale, num_splits, more_rows, mode = numbers
+        lse, workspace, softmax_scale, num_splits, mode = numbers
         block_table, max_pages = pages
         batch, q_len, num_q_heads, _ = q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
@@ -167,9 +169,9 @@ class DecodeKernel:
             pager,
             shape,
             softmax_scale,
-            more_rows,
+            uneven,
         ).launch(
-            grid=(num_splits, head_blocks, batch + more_rows),
+            grid=(num_splits, head_blocks, batch + uneven[0]),
             block=(config.cta_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
@@ -188,7 +190,7 @@ class DecodeKernel:
         pager,
         shape,
         softmax_scale: Float32,
-        more_rows: Int32,
+        uneven,
     ):
         config = self.config
         part, head_block, row = cute.arch.block_idx()
@@ -205,7 +207,7 @@ class DecodeKernel:
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, barriers, place, pager)
         seen = features.window + shape.q_len - 1
-        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, more_rows)
+        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
         if const_expr(config.units):
             tiles_per_part = Int32(0)

@@ -106,7 +106,6 @@ class Plan:
             self.v_scale_stride,
             self.softmax_scale if softmax_scale is None else softmax_scale,
             self.schedule.num_splits,
-            self.schedule.more_rows,
             mode,
             *(self._features(options or NO_OPTIONS) if self.takes_features else ()),
         )
@@ -118,8 +117,9 @@ class Plan:
         if self.copies_table:
             table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
         sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["bias"]
+        uneven = self.schedule.more_rows, self.schedule.shares
         addresses = address_of(sinks), address_of(slopes), address_of(bias)
-        return address_of(table), max_pages, window, soft_cap, *addresses, *self.bias_strides
+        return *uneven, address_of(table), max_pages, window, soft_cap, *addresses, *self.bias_strides
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
@@ -132,8 +132,8 @@ def make_plan(call: AttentionCall, config: DecodeConfig | None = None, num_split
     schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
     if config is not None:
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
-        more = schedule.more_rows if config.units else 0
-        schedule = Schedule(config, splits, head_blocks(problem, config), more)
+        uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
+        schedule = Schedule(config, splits, head_blocks(problem, config), *uneven)
     table = call.block_table
     return Plan(
         function=load(DecodeSpec(schedule.config), arch_of(call.q.device.index)),

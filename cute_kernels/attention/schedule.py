@@ -24,7 +24,6 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
-CUT_TRIALS = 4  # sizes of parts that are tried where the lengths differ
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
@@ -113,12 +112,14 @@ class Schedule:
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, for the parts of long requests where lengths differ.
+        shares: of about equal size that all requests together are cut into where lengths differ: what the SMs hold.
     """
 
     config: DecodeConfig
     num_splits: int
     head_blocks: int
     more_rows: int = 0
+    shares: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -141,7 +142,7 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     blocks = head_blocks(problem, config)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
     more = rows_beyond(problem, config, splits, blocks) if cut_by_length else 0
-    return Schedule(config, splits, blocks, more)
+    return Schedule(config, splits, blocks, more, max(1, problem.num_sms * config.ctas_per_sm // blocks))
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
@@ -159,21 +160,21 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
 
 
 def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
-    """Rows of ``parts`` CTAs beyond the batch, so many that long requests can be spread over all SMs.
+    """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
 
-    What the SMs hold at a time, if the batch leaves something of it: a second wave would be felt. Otherwise, since they
-    have nothing to do but come and go where lengths turn out to be alike, few where that would be felt.
+    As many as let all requests be cut into as many shares as the SMs hold CTAs, of which each request may have one more
+    than divides it. Where lengths turn out to be alike they have nothing to do, but come and go: few where that would be
+    felt.
     """
-    room = problem.num_sms * config.ctas_per_sm // (head_blocks * parts)
-    if room >= problem.batch:
-        return max(1, room - problem.batch)
     tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
     per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
-    return -(-per_sm * problem.num_sms // (head_blocks * parts))
+    shares = problem.num_sms * config.ctas_per_sm // head_blocks
+    wanted = min(shares + problem.batch - problem.batch * parts, per_sm * problem.num_sms // head_blocks)
+    return max(1, -(-wanted // parts))
 
 
-def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, int, int]]:
+def cut_rows(tiles: list[int], parts: int, more_rows: int, shares: int) -> list[tuple[int, int, int]]:
     """The units of a launch in the order of their numbers, as (row, part, number of the row's parts).
 
     This is what :class:`cute_kernels.attention.assignment.Assigner` computes on the device.
@@ -182,16 +183,13 @@ def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, in
         tiles: of each row, at least 1.
         parts: CTAs of a row.
         more_rows: rows of CTAs beyond those of ``tiles``; 0 to cut every row into ``parts``.
+        shares: of about equal size that all rows together are cut into where they differ.
     """
     total, most = sum(tiles), max(tiles, default=1)
     if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
         counts = [min(count, parts) for count in tiles]
     else:
-        ctas = (len(tiles) + more_rows) * parts
-        least, surely = -(-total // ctas), -(-total // (ctas - len(tiles)))
-        sizes = [least + (surely - least) * trial // CUT_TRIALS for trial in range(CUT_TRIALS)]
-        fitting = [size for size in sizes if sum(-(-count // size) for count in tiles) <= ctas]
-        each = min(fitting, default=surely)
+        each = -(-total // min(shares, (len(tiles) + more_rows) * parts - len(tiles)))
         counts = [-(-count // each) for count in tiles]
     return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
 

@@ -73,12 +73,12 @@ def copies_per_tile(config: DecodeConfig) -> int:
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Tokens of a tile whose bulk copies one lane asks for; they lie in one page."""
+    """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
     even = 1 << (-(-config.tile_tokens // COPYING_LANES) - 1).bit_length()
-    return max(even, *runs)
+    return max(even, min(runs))
 
 
 def most_copy_warps(config: DecodeConfig) -> int:

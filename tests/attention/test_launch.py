@@ -183,7 +183,7 @@ def test_the_kernel_gets_the_rows_of_a_wider_table_side_by_side(launches):
     part = wide[:, : table.shape[1]]
     other: Arguments = given | {"block_table": part.as_subclass(Table)}
     decode_attention(**other)
-    address = launches[-1].arguments[15]
+    address = launches[-1].arguments[16]
     assert len(seen) == 1 and address == seen[0].data_ptr() and torch.equal(seen[0].as_subclass(torch.Tensor), table)
     decode_attention(**given)
-    assert launches[-1].arguments[15] == table.data_ptr()
+    assert launches[-1].arguments[16] == table.data_ptr()
