@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import RowTile, plan_tiles
 
 if TYPE_CHECKING:
     from cute_kernels.attention.config import DecodeConfig
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens of one tensor-map copy

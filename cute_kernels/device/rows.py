@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import neighbours, over_lanes
 from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, format_of
 from layouts.kv.e5m2 import E5M2_MAX
 from layouts.kv.int4 import FP16_MAX, MAX_CODE
@@ -242,11 +242,7 @@ class CodedRow:
         return ptx.load_global_words(row + Int64(lane // self.group_lanes * 4), 0, 1)[0]
 
     def _over_group(self, combine, value: Float32) -> Float32:
-        distance = 1
-        while distance < self.group_lanes:
-            value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
-            distance *= 2
-        return value
+        return over_lanes(combine, value, neighbours(self.group_lanes))
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from cute_kernels import attention
-from cute_kernels.attention.checks import HEAD_DIMS
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId, check_count
-from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of
 
 CACHE_LAYOUTS = ("NHD", "HND")
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256

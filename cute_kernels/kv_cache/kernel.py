@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, write_row
 from cute_kernels.kv_cache.config import (
@@ -361,10 +362,7 @@ class AppendKernel:
             total = Float32(0.0)
             for i in cutlass.range_constexpr(self.k_elements.count):
                 total = ptx.fma(values[i], values[i], total)
-            distance = 1
-            while const_expr(distance < self.config.lanes):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
-                distance *= 2
+            total = lane_sum(total, neighbours(self.config.lanes))
             root = numbers.reciprocal_root(total * (1.0 / self.config.head_dim_k) + eps)
             for i, factor in enumerate(self.k_elements.load(weight, team_lane)):
                 values[i] = values[i] * root * factor

@@ -8,7 +8,8 @@ import pytest
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Problem, candidate_configs
-from cute_kernels.attention.tiles import HEAD_DIMS, tiles_of
+from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import native
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device import lanes
+
 LANES = np.arange(32, dtype=np.int32)
 Lanes = Any  # what instructions take and give: a `_Lanes`, which type checkers lose sight of in arithmetic
 
@@ -120,7 +122,7 @@ class Warp:
             "Uint32": Uint32,
             "Float32": Float32,
         }
-        for module in modules:
+        for module in (lanes, *modules):
             for name in replaced.keys() & vars(module).keys():
                 monkeypatch.setattr(module, name, replaced[name])
 

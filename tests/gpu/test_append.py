@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cute_kernels.kv_cache import Rope, YarnScaling, append_kv, ops
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
+from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import arch_of, load_many
 from tests.gpu.host_cost import host_us
 from tests.gpu.specs import append_specs
@@ -27,7 +28,6 @@ HOST_COST = 4.0  # of torch.add, an operator that allocates its output
 
 
 FORMATS_OF_DIMS = ("fp16", "int4_g1", "int4_g8", "int8_g4", "int8_channel", "e4m3_token_head")
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROPES = (
     Rope(64, theta=1e6),
     Rope(36),

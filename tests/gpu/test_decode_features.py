@@ -133,6 +133,32 @@ def test_a_fixed_split_does_not_depend_on_the_batch():
         assert torch.equal(call.row(request).run(num_splits=3)[0], together[request])
 
 
+def test_a_block_table_may_be_a_part_of_a_wider_one():
+    call = call_of("int4_g4, pages of 64", LENGTHS)
+    want, table = call.run(), call.options["block_table"]
+    wide = torch.cat([table, torch.full_like(table, 2**31 - 1)], dim=1)
+    part = wide[:, : table.shape[1]]
+    assert torch.equal(call.run(block_table=part), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call.run(block_table=part)
+    part.copy_(table.flip(0))
+    call.seq_lens.copy_(call.seq_lens.flip(0))
+    graph.replay()
+    assert torch.equal(captured, call.run(block_table=part.contiguous()))
+
+
+def test_a_misaligned_scale_is_refused_on_a_repeated_call_too():
+    call = call_of("('int8_channel', 'int4_g1'), pages of 64", LENGTHS)
+    call.run()
+    scale = call.options["k_scale"]
+    moved = torch.empty(scale.numel() + 1, device=CUDA)[1:].view_as(scale).copy_(scale)
+    with pytest.raises(ValueError, match="k_scale: got a tensor that starts 4 bytes past a multiple of 16"):
+        call.run(k_scale=moved)
+    torch.cuda.synchronize()
+    assert_close(call, call.run())
+
+
 def test_one_graph_serves_changing_lengths_and_tables():
     call = call_of("int4_g4, pages of 64", LENGTHS)
     out = call.run()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.runtime import KernelCache, aot, arch_of, default_cache, native
+from cute_kernels.runtime.memory import blank, empty_strided
 from tests.runtime.tiny import TinyConfig, TinySpec
 
 SPEC = TinySpec(TinyConfig(scale=3.0))
@@ -61,3 +62,11 @@ def test_the_cached_kernel_is_the_compiled_one(tmp_path: Path):
     cache = KernelCache(tmp_path)
     first = cache.artifact(SPEC, arch_of())
     assert KernelCache(tmp_path).artifact(SPEC, arch_of()) == first
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (1,), (0, 4), (5, 0, 2)], ids=str)
+def test_results_are_allocated_as_torch_does(shape: tuple[int, ...]):
+    made = empty_strided(*blank(shape, torch.bfloat16))
+    want = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    assert (made.shape, made.stride(), made.dtype, made.device) == (want.shape, want.stride(), want.dtype, want.device)
+    assert made.is_contiguous() and not made.requires_grad

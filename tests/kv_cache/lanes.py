@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device import lanes
+
 LANES = np.arange(32)
 GUARD = 256  # bytes between arrays that nobody may touch
 Lanes = Any  # what instructions take and give: a `Register`, which type checkers lose sight of in arithmetic
@@ -150,7 +152,7 @@ class Gpu:
             "Float32": Float32,
             "const_expr": bool,
         }
-        for module in modules:
+        for module in (lanes, *modules):
             for name, value in replaced.items():
                 monkeypatch.setattr(module, name, value, raising=False)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
 from cute_kernels.kv_cache.config import (
-    HEAD_DIMS,
     MAX_ROWS_PER_TEAM,
     AppendConfig,
     BulkConfig,
@@ -20,7 +19,7 @@ from cute_kernels.kv_cache.config import (
     rows_per_team,
     team_lanes,
 )
-from cute_kernels.kv_formats import FORMATS
+from cute_kernels.kv_formats import FORMATS, HEAD_DIMS
 
 APPEND = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128, "half", 128)
 BULK = BulkConfig("quantize", "int8_g4", "fp32", 128)

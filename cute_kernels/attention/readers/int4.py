@@ -20,9 +20,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.readers.common import Query, State, lane_sum
+from cute_kernels.attention.readers.common import Query, State
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.device import ptx
+from cute_kernels.device.lanes import lane_sum
 
 LOW_NIBBLES = 0x000F000F
 HIGH_NIBBLES = 0x00F000F0
