@@ -168,7 +168,9 @@ def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 99))
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 99)
+)
 def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], parts: int, more_rows: int, shares: int):
     units = cut_rows(tiles, parts, more_rows, shares)
     for row, count in enumerate(tiles):
