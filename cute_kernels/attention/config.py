@@ -27,9 +27,9 @@ SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 class DecodeConfig:
     """One compiled variant.
 
-    A CTA holds ``num_heads * num_query_blocks * num_slices`` attending warps and ``copy_warps`` copying ones. The latter
-    keep a ring of ``num_stages`` tiles of K and V full, which all of the former read; one of these takes one KV head of
-    the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads, and one slice of its tokens.
+    A CTA holds ``num_heads * num_query_blocks * num_slices`` attending warps and ``copy_warps`` copying ones. The
+    copying warps keep a ring of ``num_stages`` tiles of K and V full, which all attending warps read; each of these
+    takes one KV head of the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.

@@ -117,7 +117,7 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, copier, lane, page, place):
-        """Bulk copies, run by run; every lane asks for its own. What lies past the end is left out, its page may be gone."""
+        """Bulk copies, run by run, every lane its own; what lies past the end is left out: its page may be gone."""
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (copier == 0)
         if const_expr(share < config.tile_tokens):

@@ -1,12 +1,12 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
-Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits for
-a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
+Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits
+for a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
 output in registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes
 before the softmax to :mod:`.logits`. Attending warps do not wait for each other in the loop but for the tile in which
-the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in
-a fixed order: the output is bitwise reproducible.
+the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`),
+in a fixed order: the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """

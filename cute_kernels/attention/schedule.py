@@ -162,9 +162,9 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
 def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
     """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
 
-    As many as let all requests be cut into as many shares as the SMs hold CTAs, of which each request may have one more
-    than divides it. Where lengths turn out to be alike they have nothing to do, but come and go: few where that would be
-    felt.
+    As many as let all requests be cut into as many shares as the SMs hold CTAs, of which each request may have one
+    more than divides it. Where lengths turn out to be alike they have nothing to do, but come and go: few where that
+    would be felt.
     """
     tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US

@@ -192,7 +192,7 @@ def test_one_long_row_among_short_ones_is_cut_into_many():
 
 def test_parts_are_larger_than_shares_where_there_are_too_few_ctas():
     counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 4, 132)}
-    assert counts == {0: 4} | {row: 1 for row in range(1, 20)}
+    assert counts == {0: 4} | dict.fromkeys(range(1, 20), 1)
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------
