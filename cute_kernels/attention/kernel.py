@@ -20,7 +20,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import announce_ready, await_ready, sync_attending, sync_copying
-from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.config import (
+    ATTENDING_REGISTERS,
+    BLOCK_QUERIES,
+    COPYING_REGISTERS,
+    WARP_THREADS,
+    DecodeConfig,
+)
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
@@ -231,7 +237,7 @@ class DecodeKernel:
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
-        if cta.warp >= config.num_warps:
+        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
             self.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
         # By copying warps in vain.
         asked = self.key_reader.fetch_query(
@@ -263,7 +269,10 @@ class DecodeKernel:
             if cta.warp < self.config.num_warps:
                 self.attend_tiles(cta, work, query, stage, phase)
             else:
-                self.copy_tiles(cta, work, stage, phase, issued)
+                if const_expr(self.config.lends_registers):
+                    cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
+                if cta.warp < self.config.num_warps + self.config.copiers:
+                    self.copy_tiles(cta, work, stage, phase, issued)
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, unit, row, early):
@@ -329,7 +338,7 @@ class DecodeKernel:
     def start(self, tiles, row, part, early, copier, lane):
         """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
         config = self.config
-        alone = config.copy_warps == 1
+        alone = config.copiers == 1
         # What the first tile needs comes first.
         first = config.early_tiles if alone else 2 * config.num_stages
         self.init_barriers(tiles.full, 0, first, copier, lane)
@@ -410,6 +419,8 @@ class DecodeKernel:
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
         """One unit; ``stage`` and ``phase`` are the ring's position."""
         config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
+        if const_expr(config.lends_registers):
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
         tiles = cta.tiles
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens

@@ -322,21 +322,22 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
-    shorter rings and fewer warps.
+    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a copying one leave 96 to a
+    thread, which is enough for one group.
     """
     int4 = all(isinstance(form, Int4Format) for form in base.formats)
-    roles = base.num_roles
     groups = max((form.num_groups for form in base.formats if isinstance(form, Int4Format)), default=1)
+    roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
     crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
-    elif ctas_per_sm == 2 and int4 and groups > 1:
-        # Two CTAs of 8 warps and a copying one leave 96 registers to a thread: not enough for more than one group.
-        ctas_per_sm = 4 if roles <= TARGET_WARPS // 2 else 1
-    elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
-        ctas_per_sm = 1 if base.units or groups > 1 else 2
+    elif int4 and groups > 1:
+        ctas_per_sm = min(ctas_per_sm, 2 if few_roles else 1)
+    elif ctas_per_sm == 4 and not few_roles:
+        ctas_per_sm = 1 if base.units else 2
     if int4:
-        warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
+        few_warps = ctas_per_sm == 4 or (ctas_per_sm == 2 and groups > 1)
+        warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
     return _byte_config(base, ctas_per_sm)
