@@ -112,13 +112,16 @@ class DecodeConfig:
 
     @property
     def copiers(self) -> int:
-        """Copying warps that copy. Each has a part of every whole tile: one without would not be waited for, fall behind
-        by a round of the ring, and take one phase of a barrier for another."""
+        """Copying warps that copy.
+
+        Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
+        and take one phase of a barrier for another.
+        """
         return min(self.copy_warps, most_copy_warps(self))
 
     @property
     def lends_registers(self) -> bool:
-        """Whether the copying warps, a warpgroup of their own, leave registers to the two attending warpgroups."""
+        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups."""
         return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1)
 
     @property
