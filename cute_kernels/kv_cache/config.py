@@ -16,14 +16,15 @@ LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of 
 HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
-def team_lanes(*head_dims: int) -> int:
-    """Lanes that share a row: a power of two that gives each an even number of columns of every head_dim, 8 if it can.
+def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
+    """Lanes that share a row: a power of two that gives each an even number of columns of every head_dim,
+    ``lane_columns`` if it can.
 
     Groups of columns are then whole numbers of lanes for up to 8 groups a row.
     """
     lanes = WARP_THREADS
     while lanes > 1 and (
-        LANE_ELEMENTS * lanes > max(head_dims) or any(head_dim % (2 * lanes) for head_dim in head_dims)
+        lane_columns * lanes > max(head_dims) or any(head_dim % (2 * lanes) for head_dim in head_dims)
     ):
         lanes //= 2
     return lanes
@@ -53,7 +54,13 @@ class AppendConfig:
         rotary_dim: columns that are rotated; 0 without RoPE.
         has_bias, has_norm: whether any of the biases, or of the norms of q and k, may be given.
         num_warps: warps of a CTA.
-        rows_in_flight: heads of its token whose rows a team has asked for at a time.
+        rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
+        q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
+        lane_columns: columns that a lane owns of the wider of K and V, if that makes a power of two of lanes.
+        tokens_first: CTAs that follow each other take other tokens, not other heads of the same tokens.
+        places_first: lengths, slots and frequencies are asked for before rows, not after them.
+        prefetch_table: short rows of the block table are brought to L2 while the length is on its way.
+        pdl: launched as a programmatic dependent, and lets its own dependents start early.
     """
 
     k_format: str
@@ -67,6 +74,13 @@ class AppendConfig:
     has_norm: bool = False
     num_warps: int = 4
     rows_in_flight: int = 4
+    q_rows_in_flight: int = 4
+    q_rows_per_kv_row: int = 1
+    lane_columns: int = LANE_ELEMENTS
+    tokens_first: bool = True
+    places_first: bool = True
+    prefetch_table: bool = True
+    pdl: bool = False
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -75,7 +89,7 @@ class AppendConfig:
     @property
     def lanes(self) -> int:
         """Lanes of a team: those that share a row."""
-        return team_lanes(self.head_dim_k, self.head_dim_v)
+        return team_lanes(self.head_dim_k, self.head_dim_v, lane_columns=self.lane_columns)
 
     @property
     def tokens_per_warp(self) -> int:
@@ -96,7 +110,10 @@ class AppendConfig:
         dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
-        return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}_w{self.num_warps}r{self.rows_in_flight}"
+        extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
+        extras += f"l{self.lane_columns}" + "t" * self.tokens_first + "p" * self.places_first
+        extras += "f" * self.prefetch_table + "d" * self.pdl
+        return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -185,8 +202,10 @@ def _choose(condition, chosen, other):
     return chosen if condition else other
 
 
-def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, select=_choose):
-    """Heads of its token that a team takes: as few as one wave of CTAs allows, of 1, 2, 4 ... `MAX_ROWS_PER_TEAM`.
+def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
+    """(q heads, KV heads) of its token that a team takes: as few as one wave of CTAs allows.
+
+    Of q they are 1, 2, 4 ... `MAX_ROWS_PER_TEAM`, of K or V that divided by ``ratio``, since writing them is more work.
 
     Few tokens are then spread over the whole GPU, and many share the work of making a token's angles.
 
@@ -196,11 +215,13 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, select=_choose):
         wave: CTAs that the GPU holds at a time.
         select: (condition, value if true, value if not); the kernel's launch code brings its own.
     """
-    rows = 1
+    q_rows, kv_rows = 1, 1
     for fewer in (1 << i for i in range(MAX_ROWS_PER_TEAM.bit_length() - 1)):
-        teams = (num_q_heads + fewer - 1) // fewer + 2 * ((num_kv_heads + fewer - 1) // fewer)
-        rows = select(blocks * teams > wave, 2 * fewer, rows)
-    return rows
+        fewer_kv = max(fewer // ratio, 1)
+        teams = (num_q_heads + fewer - 1) // fewer + 2 * ((num_kv_heads + fewer_kv - 1) // fewer_kv)
+        q_rows = select(blocks * teams > wave, 2 * fewer, q_rows)
+        kv_rows = select(blocks * teams > wave, max(2 * fewer // ratio, 1), kv_rows)
+    return q_rows, kv_rows
 
 
 def divisor_of(divisor: int) -> int:

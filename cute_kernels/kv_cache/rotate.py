@@ -31,8 +31,10 @@ class Rotator:
         self.even = self.half % self.count == 0
         self.num_angles = 0 if config.rope == "none" else self.count // (2 if self.interleaved else 1)
 
-    def make_angles(self, cos, sin, phase_steps: Int64, position: Int32, factor: Float32, lane: Int32) -> None:
+    def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
         """Cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
+
+        steps: what `load_steps` gave.
 
         The sine of a half-split pair's first column is negated. Columns that are not rotated get any angle.
         """
@@ -41,7 +43,8 @@ class Rotator:
         sin_factor = cutlass.select_(position < 0, -factor, factor)
         if not self.interleaved and self.even:
             sin_factor = cutlass.select_(lane < self.distance, -sin_factor, sin_factor)
-        for i, (low, high) in enumerate(self._steps(phase_steps, lane)):
+        for i in range(self.num_angles):
+            low, high = steps[2 * i], steps[2 * i + 1]
             phase = (Uint64(low) * Uint64(size) >> 32).to(Uint32) + high * size
             angle = numbers.multiply(numbers.to_float(phase.to(Int32)), Float32(TURN_PER_UNIT))
             cos[i] = numbers.cosine(angle) * factor
@@ -53,8 +56,8 @@ class Rotator:
     def _column(self, lane: Int32, i: int):
         return lane * self.count + i
 
-    def _steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
-        """Turns per position of the lane's angles, as (low word, high word)."""
+    def load_steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
+        """Asks for the turns per position of the lane's angles: the low and the high word of each in turn."""
         words: list[Any] = []
         if self.half % self.num_angles == 0:  # a run of whole lanes
             base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8
@@ -64,7 +67,7 @@ class Rotator:
         else:
             for i in range(self.num_angles):
                 words += ptx.load_global_words(phase_steps + Int64(self._pair(lane, i)) * 8, 0, 2)
-        return [(words[i], words[i + 1]) for i in range(0, len(words), 2)]
+        return words
 
     def _pair(self, lane: Int32, i: int):
         """Index of the pair of the lane's i-th angle, that of some pair for columns that are not rotated."""
