@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.rows import Elements, make_row
-from cute_kernels.device.write_row import divide_by, load_given, write_row
+from cute_kernels.device.write_row import Rows, divide_by, load_given, write_rows
 from cute_kernels.kv_cache.config import (
     HAS_Q,
     HAS_SEQ_LENS,
@@ -343,39 +343,49 @@ class AppendKernel:
     @cute.jit
     def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
-        elements, ahead = self.k_elements, self.config.rows_in_flight
-        values = cute.make_rmem_tensor(elements.count, Float32)
+        elements, ahead, together = self.k_elements, self.config.rows_in_flight, self.config.rows_together
+        rows = Rows(cute.make_rmem_tensor(together * elements.count, Float32), elements.count)
         has_page = place.valid & (place.page >= 0)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
-            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = load_given(self.k_row, extras.k_scale, head, place.lane)
-                self.unpack(raw, values, elements, 0)
+            for _ in cutlass.range(cute.ceil_div(cutlass.min(stop - head, ahead), together), unroll=1):
+                addresses, givens, valid = [], [], []
+                for u in cutlass.range_constexpr(together):
+                    own = cutlass.min(head + u, stop - 1)
+                    givens.append(load_given(self.k_row, extras.k_scale, own, place.lane))
+                    self.unpack(raw, rows.of(u), elements, u)
+                    self.turn(
+                        rows.of(u), cos, sin, extras.k_bias, extras.k_norm, extras, own, place.lane
+                    )
+                    addresses.append(_row_address(targets.k_cache, targets.k_strides, place, own))
+                    valid.append(has_page & (head + u < stop))
                 self.advance(raw)
-                self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
-                address = _row_address(targets.k_cache, targets.k_strides, place, head)
-                write_row(self.k_row, values, address, given, has_page, place.lane)
-                head = head + 1
+                write_rows(self.k_row, rows, addresses, givens, valid, place.lane)
+                head = head + together
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
 
     @cute.jit
     def process_v(self, raw, source, heads, extras, targets, place):
         """The team's v heads."""
-        elements, ahead = self.v_elements, self.config.rows_in_flight
-        values = cute.make_rmem_tensor(elements.count, Float32)
+        elements, ahead, together = self.v_elements, self.config.rows_in_flight, self.config.rows_together
+        rows = Rows(cute.make_rmem_tensor(together * elements.count, Float32), elements.count)
         has_page = place.valid & (place.page >= 0)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
-            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = load_given(self.v_row, extras.v_scale, head, place.lane)
-                self.unpack(raw, values, elements, 0)
+            for _ in cutlass.range(cute.ceil_div(cutlass.min(stop - head, ahead), together), unroll=1):
+                addresses, givens, valid = [], [], []
+                for u in cutlass.range_constexpr(together):
+                    own = cutlass.min(head + u, stop - 1)
+                    givens.append(load_given(self.v_row, extras.v_scale, own, place.lane))
+                    self.unpack(raw, rows.of(u), elements, u)
+                    if const_expr(self.config.has_bias):
+                        self.add_bias(rows.of(u), elements, extras.v_bias, own, place.lane)
+                    addresses.append(_row_address(targets.v_cache, targets.v_strides, place, own))
+                    valid.append(has_page & (head + u < stop))
                 self.advance(raw)
-                if const_expr(self.config.has_bias):
-                    self.add_bias(values, elements, extras.v_bias, head, place.lane)
-                address = _row_address(targets.v_cache, targets.v_strides, place, head)
-                write_row(self.v_row, values, address, given, has_page, place.lane)
-                head = head + 1
+                write_rows(self.v_row, rows, addresses, givens, valid, place.lane)
+                head = head + together
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
 
@@ -386,9 +396,10 @@ class AppendKernel:
             values[i] = value
 
     def advance(self, raw):
-        """Makes the second row of ``raw`` its first."""
-        for i in range((self.config.rows_in_flight - 1) * self.row_words):
-            raw[i] = raw[i + self.row_words]
+        """Makes of ``raw`` what follows the rows that are worked on together."""
+        done = self.config.rows_together * self.row_words
+        for i in range(self.config.rows_in_flight * self.row_words - done):
+            raw[i] = raw[i + done]
 
     @cute.jit
     def turn(self, values, cos, sin, bias, norm, extras, head, lane):

@@ -29,7 +29,7 @@ def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
     for module in (kernel, bulk):
-        monkeypatch.setattr(module, "write_row", write_row.write_row.__wrapped__)
+        monkeypatch.setattr(module, "write_rows", write_row.write_rows.__wrapped__)
     return gpu
 
 
