@@ -184,10 +184,10 @@ class AppendKernel:
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             length, own, slot = Int32(0), Int32(0), Int64(0)
             if const_expr(config.places_first):
-                length, own, slot = self.ask(steps, where, phase_steps, is_q, is_v, token, team_lane)
+                length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             if const_expr(not config.places_first):
-                length, own, slot = self.ask(steps, where, phase_steps, is_q, is_v, token, team_lane)
+                length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             position, page, row = self.locate(where, is_q, token, lane, length, slot)
             position = cutlass.select_(where.position_ids != 0, own, position)
             place = Place(token=token, valid=valid, page=page, row=row, lane=team_lane)
@@ -213,7 +213,7 @@ class AppendKernel:
         return base + Int64(token) * stride + Int64(heads.first * row_bytes)
 
     @cute.jit
-    def ask(self, steps, where, phase_steps, is_q, is_v, token, lane):
+    def ask(self, steps, where, phase_steps, is_q, token, lane):
         """Asks for what places and angles begin with; nothing waits for it yet.
 
         Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
@@ -228,18 +228,18 @@ class AppendKernel:
                 if ~is_q & (where.mode & HAS_TABLE != 0) & (where.max_pages <= self.config.lanes * SECTOR_PAGES):
                     entry = Int64(token) * where.max_pages + cutlass.min(lane * SECTOR_PAGES, where.max_pages - 1)
                     ptx.prefetch_global(where.block_table + entry * 4)
-        if where.slots != 0:
-            if ~is_q:
+        if (where.slots | where.position_ids) != 0:
+            if (where.slots != 0) & ~is_q:
                 words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
                 slot_words[0], slot_words[1] = words[0], words[1]
-        if where.position_ids != 0:
-            shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
-            # Of 64-bit positions the lower half: they fit it.
-            own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
+            if where.position_ids != 0:
+                shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
+                # Of 64-bit positions the lower half: they fit it.
+                own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
         if const_expr(self.config.rope != "none"):
-            if ~is_v:
-                for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
-                    steps[i] = word
+            # Teams of v heads, too: a condition would cost the others more than it saves.
+            for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
+                steps[i] = word
         return length, own, _join(slot_words[0], slot_words[1])
 
     @cute.jit
