@@ -36,37 +36,45 @@ class Rows:
 
 
 @cute.jit
-def write_rows(cache_row, rows, addresses, givens, valid, team_lane):
-    """Quantises some of a team's rows and stores each at its address if it is valid; all lanes of the warp take part.
+def encode_rows(cache_row, rows, givens):
+    """Quantises some of a team's rows; all lanes of the warp take part.
 
-    cache_row: what :func:`cute_kernels.device.rows.make_row` made; rows: the lane's fp32 numbers, changed where one is
-    NaN or out of range; givens: what `load_given` gave for each row. What is done to a row is one long chain of dependent
-    instructions: two of them side by side take little longer than one.
+    What is done to a row is one long chain of dependent instructions: two of them side by side take little longer than
+    one.
+
+    Args:
+        cache_row: what :func:`cute_kernels.device.rows.make_row` made.
+        rows: the lane's fp32 numbers, changed where one is NaN or out of range.
+        givens: what `load_given` gave for each row.
+
+    Returns:
+        What `store_row` takes, for each row.
     """
     count = max(cache_row.num_statistics, 1)
-    together = len(addresses)
-    statistics = Rows(cute.make_rmem_tensor(together * count, Float32), count)
+    statistics = Rows(cute.make_rmem_tensor(len(givens) * count, Float32), count)
     if const_expr(cache_row.num_statistics > 0):
-        for u in cutlass.range_constexpr(together):
+        for u in cutlass.range_constexpr(len(givens)):
             for i, value in enumerate(cache_row.measure(rows.of(u))):
                 statistics.of(u)[i] = value
         # Once at most. As an `if` it would be predicated: 60 instructions issued for every row.
-        while cute.arch.vote_any_sync(_any_unusual(cache_row, statistics, together)):
-            for u in cutlass.range_constexpr(together):
+        while cute.arch.vote_any_sync(_any_unusual(cache_row, statistics, len(givens))):
+            for u in cutlass.range_constexpr(len(givens)):
                 for i in cutlass.range_constexpr(cache_row.count):
                     rows.of(u)[i] = cache_row.repair(rows.of(u)[i])
                 for i, value in enumerate(cache_row.measure(rows.of(u))):
                     statistics.of(u)[i] = value
-        for u in cutlass.range_constexpr(together):
+        for u in cutlass.range_constexpr(len(givens)):
             for i, value in enumerate(cache_row.reduce(statistics.of(u))):
                 statistics.of(u)[i] = value
-    encoded = [cache_row.encode(rows.of(u), statistics.of(u), givens[u]) for u in range(together)]
-    for u in cutlass.range_constexpr(together):
-        if valid[u]:
-            words, header = encoded[u]
-            cache_row.codes.store(addresses[u], team_lane, words)
-            if const_expr(cache_row.has_header):
-                cache_row.store_header(addresses[u], team_lane, header)
+    return [cache_row.encode(rows.of(u), statistics.of(u), givens[u]) for u in range(len(givens))]
+
+
+def store_row(cache_row, encoded, address, team_lane) -> None:
+    """Stores one of the rows that `encode_rows` made."""
+    words, header = encoded
+    cache_row.codes.store(address, team_lane, words)
+    if cache_row.has_header:
+        cache_row.store_header(address, team_lane, header)
 
 
 def _any_unusual(cache_row, statistics: Rows, together: int):

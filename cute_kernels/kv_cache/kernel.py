@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.rows import Elements, make_row
-from cute_kernels.device.write_row import Rows, divide_by, load_given, write_rows
+from cute_kernels.device.write_row import Rows, divide_by, encode_rows, load_given, store_row
 from cute_kernels.kv_cache.config import (
     HAS_Q,
     HAS_SEQ_LENS,
@@ -188,9 +188,9 @@ class AppendKernel:
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             if const_expr(not config.places_first):
                 length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
-            position, page, row = self.locate(where, is_q, token, lane, length, slot)
+            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             position = cutlass.select_(where.position_ids != 0, own, position)
-            place = Place(token=token, valid=valid, page=page, row=row, lane=team_lane)
+            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
             if is_v:
                 self.process_v(raw, source, heads, extras, targets, place)
             else:
@@ -262,9 +262,10 @@ class AppendKernel:
 
     @cute.jit
     def locate(self, where, is_q, token, lane, length, slot):
-        """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written.
+        """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
-        ``length`` and ``slot`` as `ask` gave them. Teams of q heads look for no page.
+        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of q
+        heads look for none.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
@@ -295,9 +296,7 @@ class AppendKernel:
                 else:
                     inside = inside & (index == 0)
                     page = request
-            inside = inside & (page >= 0) & (page < where.num_pages)
-            page = cutlass.select_(inside, page, Int32(-1))
-        return position, page, row
+        return position, inside, page, row
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -345,11 +344,10 @@ class AppendKernel:
         """The team's k heads."""
         elements, ahead, together = self.k_elements, self.config.rows_in_flight, self.config.rows_together
         rows = Rows(cute.make_rmem_tensor(together * elements.count, Float32), elements.count)
-        has_page = place.valid & (place.page >= 0)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cute.ceil_div(cutlass.min(stop - head, ahead), together), unroll=1):
-                addresses, givens, valid = [], [], []
+                givens = []
                 for u in cutlass.range_constexpr(together):
                     own = cutlass.min(head + u, stop - 1)
                     givens.append(load_given(self.k_row, extras.k_scale, own, place.lane))
@@ -357,10 +355,8 @@ class AppendKernel:
                     self.turn(
                         rows.of(u), cos, sin, extras.k_bias, extras.k_norm, extras, own, place.lane
                     )
-                    addresses.append(_row_address(targets.k_cache, targets.k_strides, place, own))
-                    valid.append(has_page & (head + u < stop))
                 self.advance(raw)
-                write_rows(self.k_row, rows, addresses, givens, valid, place.lane)
+                self.write(self.k_row, rows, givens, targets.k_cache, targets.k_strides, place, head, stop)
                 head = head + together
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
@@ -370,24 +366,35 @@ class AppendKernel:
         """The team's v heads."""
         elements, ahead, together = self.v_elements, self.config.rows_in_flight, self.config.rows_together
         rows = Rows(cute.make_rmem_tensor(together * elements.count, Float32), elements.count)
-        has_page = place.valid & (place.page >= 0)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cute.ceil_div(cutlass.min(stop - head, ahead), together), unroll=1):
-                addresses, givens, valid = [], [], []
+                givens = []
                 for u in cutlass.range_constexpr(together):
                     own = cutlass.min(head + u, stop - 1)
                     givens.append(load_given(self.v_row, extras.v_scale, own, place.lane))
                     self.unpack(raw, rows.of(u), elements, u)
                     if const_expr(self.config.has_bias):
                         self.add_bias(rows.of(u), elements, extras.v_bias, own, place.lane)
-                    addresses.append(_row_address(targets.v_cache, targets.v_strides, place, own))
-                    valid.append(has_page & (head + u < stop))
                 self.advance(raw)
-                write_rows(self.v_row, rows, addresses, givens, valid, place.lane)
+                self.write(self.v_row, rows, givens, targets.v_cache, targets.v_strides, place, head, stop)
                 head = head + together
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+
+    @cute.jit
+    def write(self, cache_row, rows, givens, cache, strides, place, head, stop):
+        """Quantises the rows from ``head`` on and stores those before ``stop`` in the cache."""
+        encoded = encode_rows(cache_row, rows, givens)
+        # The team's page is looked at here, where its rows are ready, and no earlier: it comes last, two latencies
+        # after the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
+        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        has_page = place.valid & (page >= 0) & (page < place.num_pages)
+        page_stride, token_stride, head_stride = strides
+        base = cache + Int64(page) * page_stride + Int64(place.row) * token_stride
+        for u in cutlass.range_constexpr(len(encoded)):
+            if has_page & (head + u < stop):
+                store_row(cache_row, encoded[u], base + Int64(head + u) * head_stride, place.lane)
 
     def unpack(self, raw, values, elements: Elements, slot: int):
         """Numbers of row ``slot`` of ``raw`` in fp32."""
@@ -449,12 +456,6 @@ def _join(low: Uint32, high: Uint32) -> Int64:
 def _byte_strides(tensor) -> Any:
     """Bytes from one index of each dimension but the last to the next."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])
-
-
-def _row_address(cache, strides, place, head) -> Int64:
-    """Address of a token's row of the cache; any address if it has no place."""
-    page_stride, token_stride, head_stride = strides
-    return cache + Int64(place.page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
 
 
 @dataclass(frozen=True)
@@ -534,10 +535,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Place:
-    """A team's token and lane; ``valid`` if the token is its own, page -1 if nothing is to be written."""
+    """A team's token and lane, and the page and row where its K and V go.
+
+    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may still be on its way.
+    """
 
     token: Int32
     valid: Any
     page: Int32
+    num_pages: Int32
     row: Int32
     lane: Int32

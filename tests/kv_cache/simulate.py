@@ -29,7 +29,7 @@ def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
     for module in (kernel, bulk):
-        monkeypatch.setattr(module, "write_rows", write_row.write_rows.__wrapped__)
+        monkeypatch.setattr(module, "encode_rows", write_row.encode_rows.__wrapped__)
     return gpu
 
 
@@ -47,7 +47,7 @@ def simulate_append(
     simulated: Any = _unwrapped(
         kernel.AppendKernel,
         *("kernel", "ask", "fetch", "fetch_rows", "locate", "find_request"),
-        *("process_q", "process_k", "process_v", "turn", "add_bias", "normalise"),
+        *("process_q", "process_k", "process_v", "write", "turn", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
