@@ -285,12 +285,14 @@ class NibbleRow(CodedRow):
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
         # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
         reciprocal = _reciprocal(step)
+        # In sixteenths, so that rounding the quotient saturates at 0 for nothing. Powers of 2 change no rounding.
+        step, reciprocal = numbers.multiply(step, Float32(16.0)), numbers.multiply(reciprocal, Float32(1.0 / 16.0))
         rounded = []
         for i in range(self.count):
-            steps = _quotient(numbers.add(values[i], -shift), step, reciprocal)
-            # Every quotient by a zero step is NaN, which loses against the 0.
-            code = numbers.fmin(ptx.fmax(steps, Float32(0.0)), Float32(MAX_CODE))
-            rounded.append(numbers.bits(numbers.add(code, Float32(numbers.ROUNDER))))
+            # Every quotient by a zero step is NaN, which saturates to 0, too.
+            part = _quotient(numbers.add(values[i], -shift), step, reciprocal, numbers.fma_in_unit)
+            part = numbers.fmin(part, Float32(MAX_CODE / 16.0))
+            rounded.append(numbers.bits(numbers.add(part, Float32(numbers.ROUNDER / 16.0))))
         return [_pack_nibbles(rounded[first : first + 8]) for first in range(0, self.count, 8)], header
 
     def decode(self, words, header, scale) -> list[Float32]:
@@ -458,11 +460,14 @@ def _reciprocal(divisor: Float32) -> Float32:
     return numbers.from_bits(numbers.bits(guess) | cutlass.select_(stubborn, Uint32(1), Uint32(0)))
 
 
-def _quotient(value: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
-    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990)."""
+def _quotient(value: Float32, divisor: Float32, reciprocal: Float32, last=None) -> Float32:
+    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990).
+
+    last: the multiply-add that rounds it, default the plain one.
+    """
     quotient = numbers.multiply(value, reciprocal)
     remainder = ptx.fma(-divisor, quotient, value)
-    return ptx.fma(remainder, reciprocal, quotient)
+    return (last or ptx.fma)(remainder, reciprocal, quotient)
 
 
 def _over_constant(value: Float32, divisor: float) -> Float32:
@@ -476,9 +481,9 @@ def _over_constant(value: Float32, divisor: float) -> Float32:
 
 
 def _pack_nibbles(rounded: list[Uint32]) -> Uint32:
-    """Up to 8 codes, each in the low bits of an fp32 above 2**23, as nibbles of a word."""
+    """Up to 8 codes, each in the low bits of an fp32 `numbers.ROUNDER` / 16 and more, as nibbles of a word."""
     word = rounded[-1]
     for code in reversed(rounded[:-1]):
         word = (word << 4) + code
-    surplus = sum(numbers.ROUNDER_BITS << (4 * i) for i in range(len(rounded)))
+    surplus = sum((numbers.ROUNDER_BITS - (4 << 23)) << (4 * i) for i in range(len(rounded)))
     return word - Uint32(surplus & 0xFFFFFFFF)
