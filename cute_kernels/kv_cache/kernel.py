@@ -127,17 +127,20 @@ class AppendKernel:
         q_rows, kv_rows = rows_per_team(
             blocks, num_q_heads, num_kv_heads, wave, config.q_rows_per_kv_row, cutlass.select_
         )
-        shares = Shares(
-            q_rows=q_rows,
-            kv_rows=kv_rows,
-            kv_chunks=cute.ceil_div(num_kv_heads, kv_rows),
-        )
-        chunks = cute.ceil_div(num_q_heads, q_rows) + 2 * shares.kv_chunks
-        grid = (chunks, cutlass.min(blocks, MAX_GRID_Y), cute.ceil_div(blocks, MAX_GRID_Y))
-        if const_expr(config.tokens_first):
-            grid = (blocks, chunks, 1)
+        kv_chunks = cute.ceil_div(num_kv_heads, kv_rows)
+        chunks = cute.ceil_div(num_q_heads, q_rows) + 2 * kv_chunks
+        # SMs are given the CTAs of one wave in turn, so those of a kind come one after the other: were a token's kinds
+        # neighbours, and their number a divisor of that of the SMs, some SMs would be given nothing but K. In a longer
+        # grid neighbours are chunks of the same tokens, which lie side by side in memory.
+        by_kind = (blocks * chunks <= wave) & cutlass.Boolean(config.tokens_first)
+        shares = Shares(q_rows, kv_rows, kv_chunks, by_kind)
+        rest = cutlass.min(blocks, MAX_GRID_Y)
         self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
-            grid=grid,
+            grid=(
+                Int32(cutlass.select_(by_kind, blocks, chunks)),
+                Int32(cutlass.select_(by_kind, chunks, rest)),
+                Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
+            ),
             block=(config.num_threads, 1, 1),
             preferred_smem_carveout=0,  # all of it for L1
             use_pdl=config.pdl,
@@ -160,9 +163,8 @@ class AppendKernel:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         block_x, block_y, block_z = cute.arch.block_idx()
-        chunk, block = block_x, block_z * MAX_GRID_Y + block_y
-        if const_expr(config.tokens_first):
-            chunk, block = block_y, block_x
+        chunk = cutlass.select_(shares.by_kind, block_y, block_x)
+        block = cutlass.select_(shares.by_kind, block_x, block_z * MAX_GRID_Y + block_y)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
@@ -518,11 +520,12 @@ class Extras:
 
 @dataclass(frozen=True)
 class Shares:
-    """q heads, and KV heads, of a team; chunks of K's heads, which V's and then q's follow."""
+    """q heads, and KV heads, of a team; chunks of K's heads, which V's and then q's follow; see the launch for by_kind."""
 
     q_rows: Int32
     kv_rows: Int32
     kv_chunks: Int32
+    by_kind: Any
 
 
 @dataclass(frozen=True)
