@@ -30,7 +30,7 @@ def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
     return lanes
 
 
-def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
+def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> int:
     """Bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of it.
 
     That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
@@ -38,7 +38,7 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
     form = format_of(kv_format)
     header = 4 * form.num_groups if isinstance(form, Int4Format) else getattr(form, "header_bytes", 0)
     row_bytes = form.row_bytes(head_dim)
-    unit = math.gcd(16, (row_bytes - header) // lanes, header, row_bytes)
+    unit = math.gcd(16, (row_bytes - header) // lanes // runs, header, row_bytes)
     return max(unit, 4) if header else unit
 
 
@@ -83,6 +83,7 @@ class AppendConfig:
     places_first: bool = True
     prefetch_table: bool = True
     pdl: bool = False
+    split: bool = True
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -92,6 +93,12 @@ class AppendConfig:
     def lanes(self) -> int:
         """Lanes of a team: those that share a row."""
         return team_lanes(self.head_dim_k, self.head_dim_v, lane_columns=self.lane_columns)
+
+    @property
+    def runs(self) -> int:
+        """Runs of columns that a lane owns of a row: 2 where one from each half makes whole pairs for RoPE."""
+        whole = self.rotary_dim == self.head_dim_k == self.head_dim_v
+        return 2 if self.split and self.rope == "half" and whole and self.head_dim_k in (64, 128, 256) else 1
 
     @property
     def tokens_per_warp(self) -> int:
@@ -114,7 +121,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}s{self.rows_together}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "t" * self.tokens_first + "p" * self.places_first
-        extras += "f" * self.prefetch_table + "d" * self.pdl
+        extras += "f" * self.prefetch_table + "d" * self.pdl + "h" * self.split
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
