@@ -1,7 +1,4 @@
-"""Writing rows of a KV cache by a team of lanes, and division by numbers that only the host knows."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Writing one row of a KV cache by a team of lanes, and division by numbers that only the host knows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,78 +7,34 @@ from cutlass import Float32, Int64, Uint64, const_expr
 from cute_kernels.device import numbers
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A run of a register tensor."""
-
-    tensor: Any
-    start: int
-
-    def __getitem__(self, i: int):
-        return self.tensor[self.start + i]
-
-    def __setitem__(self, i: int, value) -> None:
-        self.tensor[self.start + i] = value
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of ``count`` numbers each, one after the other, in a register tensor."""
-
-    tensor: Any
-    count: int
-
-    def of(self, u: int) -> Slice:
-        return Slice(self.tensor, u * self.count)
-
-
 @cute.jit
-def encode_rows(cache_row, rows, givens):
-    """Quantises some of a team's rows; all lanes of the warp take part.
+def encode_row(cache_row, values, given):
+    """What `store_row` stores of a team's row; all lanes of the warp take part.
 
-    What is done to a row is one long chain of dependent instructions: two of them side by side take little longer than
-    one.
-
-    Args:
-        cache_row: what :func:`cute_kernels.device.rows.make_row` made.
-        rows: the lane's fp32 numbers, changed where one is NaN or out of range.
-        givens: what `load_given` gave for each row.
-
-    Returns:
-        What `store_row` takes, for each row.
+    cache_row: what :func:`cute_kernels.device.rows.make_row` made; values: register tensor of the lane's fp32 numbers,
+    changed where one is NaN or out of range; given: what `load_given` gave.
     """
-    count = max(cache_row.num_statistics, 1)
-    statistics = Rows(cute.make_rmem_tensor(len(givens) * count, Float32), count)
+    statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
     if const_expr(cache_row.num_statistics > 0):
-        for u in cutlass.range_constexpr(len(givens)):
-            for i, value in enumerate(cache_row.measure(rows.of(u))):
-                statistics.of(u)[i] = value
+        for i, value in enumerate(cache_row.measure(values)):
+            statistics[i] = value
         # Once at most. As an `if` it would be predicated: 60 instructions issued for every row.
-        while cute.arch.vote_any_sync(_any_unusual(cache_row, statistics, len(givens))):
-            for u in cutlass.range_constexpr(len(givens)):
-                for i in cutlass.range_constexpr(cache_row.count):
-                    rows.of(u)[i] = cache_row.repair(rows.of(u)[i])
-                for i, value in enumerate(cache_row.measure(rows.of(u))):
-                    statistics.of(u)[i] = value
-        for u in cutlass.range_constexpr(len(givens)):
-            for i, value in enumerate(cache_row.reduce(statistics.of(u))):
-                statistics.of(u)[i] = value
-    return [cache_row.encode(rows.of(u), statistics.of(u), givens[u]) for u in range(len(givens))]
+        while cute.arch.vote_any_sync(cache_row.unusual(statistics)):
+            for i in cutlass.range_constexpr(cache_row.count):
+                values[i] = cache_row.repair(values[i])
+            for i, value in enumerate(cache_row.measure(values)):
+                statistics[i] = value
+        for i, value in enumerate(cache_row.reduce(statistics)):
+            statistics[i] = value
+    return cache_row.encode(values, statistics, given)
 
 
 def store_row(cache_row, encoded, address, team_lane) -> None:
-    """Stores one of the rows that `encode_rows` made."""
+    """Stores a row that `encode_row` made."""
     words, header = encoded
     cache_row.codes.store(address, team_lane, words)
     if cache_row.has_header:
         cache_row.store_header(address, team_lane, header)
-
-
-def _any_unusual(cache_row, statistics: Rows, together: int):
-    unusual = cache_row.unusual(statistics.of(0))
-    for u in range(1, together):
-        unusual = unusual | cache_row.unusual(statistics.of(u))
-    return unusual
 
 
 def load_given(cache_row, scale, head, team_lane):

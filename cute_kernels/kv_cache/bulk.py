@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements, make_row
-from cute_kernels.device.write_row import Rows, divide_by, encode_rows, load_given, store_row
+from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
 
 
@@ -76,9 +76,9 @@ class BulkKernel:
                     values[i] = value
                 address = rows + Int64(row) * self.row_bytes
                 given = load_given(self.cache_row, scale, head, lane)
-                encoded = encode_rows(self.cache_row, Rows(values, self.elements.count), [given])
+                encoded = encode_row(self.cache_row, values, given)
                 if row < num_rows:
-                    store_row(self.cache_row, encoded[0], address, lane)
+                    store_row(self.cache_row, encoded, address, lane)
             else:
                 self.restore(raw, numbers, row, scale, head, row < num_rows, lane)
             for i in cutlass.range_constexpr((config.rows_in_flight - 1) * self.row_words):

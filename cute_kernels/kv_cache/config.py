@@ -55,7 +55,6 @@ class AppendConfig:
         has_bias, has_norm: whether any of the biases, or of the norms of q and k, may be given.
         num_warps: warps of a CTA.
         rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
-        rows_together: KV heads that are quantised side by side, of those in flight.
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of the wider of K and V, if that makes a power of two of lanes.
         tokens_first: CTAs that follow each other take other tokens, not other heads of the same tokens.
@@ -76,7 +75,6 @@ class AppendConfig:
     num_warps: int = 4
     rows_in_flight: int = 4
     q_rows_in_flight: int = 4
-    rows_together: int = 1
     q_rows_per_kv_row: int = 1
     lane_columns: int = LANE_ELEMENTS
     tokens_first: bool = True
@@ -119,7 +117,7 @@ class AppendConfig:
         dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
-        extras += f"_w{self.num_warps}r{self.rows_in_flight}s{self.rows_together}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
+        extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "t" * self.tokens_first + "p" * self.places_first
         extras += "f" * self.prefetch_table + "d" * self.pdl + "h" * self.split
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
@@ -143,8 +141,6 @@ class AppendConfig:
             return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
         if not 1 <= self.q_rows_in_flight <= 16:
             return f"q_rows_in_flight {self.q_rows_in_flight} is not from 1 to 16"
-        if self.rows_together < 1 or self.rows_in_flight % self.rows_together:
-            return f"rows_together {self.rows_together} does not divide rows_in_flight {self.rows_in_flight}"
         return None
 
 

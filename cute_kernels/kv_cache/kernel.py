@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.rows import Elements, make_row
-from cute_kernels.device.write_row import Rows, divide_by, encode_rows, load_given, store_row
+from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
     HAS_Q,
     HAS_SEQ_LENS,
@@ -344,59 +344,49 @@ class AppendKernel:
     @cute.jit
     def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
-        elements, ahead, together = self.k_elements, self.config.rows_in_flight, self.config.rows_together
-        rows = Rows(cute.make_rmem_tensor(together * elements.count, Float32), elements.count)
+        elements, ahead = self.k_elements, self.config.rows_in_flight
+        values = cute.make_rmem_tensor(elements.count, Float32)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
-            for _ in cutlass.range(cute.ceil_div(cutlass.min(stop - head, ahead), together), unroll=1):
-                givens = []
-                for u in cutlass.range_constexpr(together):
-                    own = cutlass.min(head + u, stop - 1)
-                    givens.append(load_given(self.k_row, extras.k_scale, own, place.lane))
-                    self.unpack(raw, rows.of(u), elements, u)
-                    self.turn(
-                        rows.of(u), cos, sin, extras.k_bias, extras.k_norm, extras, own, place.lane
-                    )
+            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
+                given = load_given(self.k_row, extras.k_scale, head, place.lane)
+                self.unpack(raw, values, elements, 0)
                 self.advance(raw)
-                self.write(self.k_row, rows, givens, targets.k_cache, targets.k_strides, place, head, stop)
-                head = head + together
+                self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
+                self.write(self.k_row, values, given, targets.k_cache, targets.k_strides, place, head)
+                head = head + 1
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
 
     @cute.jit
     def process_v(self, raw, source, heads, extras, targets, place):
         """The team's v heads."""
-        elements, ahead, together = self.v_elements, self.config.rows_in_flight, self.config.rows_together
-        rows = Rows(cute.make_rmem_tensor(together * elements.count, Float32), elements.count)
+        elements, ahead = self.v_elements, self.config.rows_in_flight
+        values = cute.make_rmem_tensor(elements.count, Float32)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
-            for _ in cutlass.range(cute.ceil_div(cutlass.min(stop - head, ahead), together), unroll=1):
-                givens = []
-                for u in cutlass.range_constexpr(together):
-                    own = cutlass.min(head + u, stop - 1)
-                    givens.append(load_given(self.v_row, extras.v_scale, own, place.lane))
-                    self.unpack(raw, rows.of(u), elements, u)
-                    if const_expr(self.config.has_bias):
-                        self.add_bias(rows.of(u), elements, extras.v_bias, own, place.lane)
+            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
+                given = load_given(self.v_row, extras.v_scale, head, place.lane)
+                self.unpack(raw, values, elements, 0)
                 self.advance(raw)
-                self.write(self.v_row, rows, givens, targets.v_cache, targets.v_strides, place, head, stop)
-                head = head + together
+                if const_expr(self.config.has_bias):
+                    self.add_bias(values, elements, extras.v_bias, head, place.lane)
+                self.write(self.v_row, values, given, targets.v_cache, targets.v_strides, place, head)
+                head = head + 1
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
 
     @cute.jit
-    def write(self, cache_row, rows, givens, cache, strides, place, head, stop):
-        """Quantises the rows from ``head`` on and stores those before ``stop`` in the cache."""
-        encoded = encode_rows(cache_row, rows, givens)
-        # The team's page is looked at here, where its rows are ready, and no earlier: it comes last, two latencies
-        # after the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
+    def write(self, cache_row, values, given, cache, strides, place, head):
+        """Quantises a row and stores it where the team's token goes."""
+        encoded = encode_row(cache_row, values, given)
+        # The team's page is looked at here, where a row is ready, and no earlier: it comes last, two latencies after
+        # the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
         page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
-        has_page = place.valid & (page >= 0) & (page < place.num_pages)
-        page_stride, token_stride, head_stride = strides
-        base = cache + Int64(page) * page_stride + Int64(place.row) * token_stride
-        for u in cutlass.range_constexpr(len(encoded)):
-            if has_page & (head + u < stop):
-                store_row(cache_row, encoded[u], base + Int64(head + u) * head_stride, place.lane)
+        if place.valid & (page >= 0) & (page < place.num_pages):
+            page_stride, token_stride, head_stride = strides
+            row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
+            store_row(cache_row, encoded, cache + row, place.lane)
 
     def unpack(self, raw, values, elements: Elements, slot: int):
         """Numbers of row ``slot`` of ``raw`` in fp32."""
@@ -405,10 +395,9 @@ class AppendKernel:
             values[i] = value
 
     def advance(self, raw):
-        """Makes of ``raw`` what follows the rows that are worked on together."""
-        done = self.config.rows_together * self.row_words
-        for i in range(self.config.rows_in_flight * self.row_words - done):
-            raw[i] = raw[i + done]
+        """Makes the second row of ``raw`` its first."""
+        for i in range((self.config.rows_in_flight - 1) * self.row_words):
+            raw[i] = raw[i + self.row_words]
 
     @cute.jit
     def turn(self, values, cos, sin, bias, norm, extras, head, lane):

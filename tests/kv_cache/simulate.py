@@ -29,7 +29,7 @@ def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
     for module in (kernel, bulk):
-        monkeypatch.setattr(module, "encode_rows", write_row.encode_rows.__wrapped__)
+        monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
     return gpu
 
 
