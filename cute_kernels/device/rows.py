@@ -131,9 +131,7 @@ class Elements:
 
     @property
     def piece(self) -> Piece:
-        return Piece(
-            self.count * self.width // self.runs, 0, self.row_bytes, self.runs, self.row_bytes // self.runs
-        )
+        return Piece(self.count * self.width // self.runs, 0, self.row_bytes, self.runs, self.row_bytes // self.runs)
 
     def unpack(self, words) -> list[Float32]:
         """The lane's numbers in fp32, exactly."""
@@ -397,7 +395,9 @@ class ByteRow(CodedRow):
     def load_scale(self, scale: Int64, head: Int32, lane: Int32):
         """The given scale of a head's columns: one number, or one per column of the lane."""
         if self.given_scale == "channel":
-            return Elements("fp32", self.head_dim, self.lanes, self.runs).load(scale + Int64(head) * (4 * self.head_dim), lane)
+            return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
+                scale + Int64(head) * (4 * self.head_dim), lane
+            )
         offset = Int64(head) * 4 if self.given_scale == "head" else Int64(0)
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
@@ -426,7 +426,11 @@ class ByteRow(CodedRow):
     def _pack(self, ratios: list[Float32]) -> list[Uint32]:
         """Ratios rounded to codes, four to a word; the last word of a run may hold fewer."""
         size = self.count // self.runs
-        fours = [ratios[at : min(at + 4, end + size)] for end in range(0, len(ratios), size) for at in range(end, end + size, 4)]
+        fours = [
+            ratios[at : min(at + 4, end + size)]
+            for end in range(0, len(ratios), size)
+            for at in range(end, end + size, 4)
+        ]
         words = []
         for four in fours:
             four = four + [Float32(0.0)] * (4 - len(four))
