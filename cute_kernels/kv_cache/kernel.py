@@ -133,7 +133,7 @@ class AppendKernel:
         # neighbours, and their number a divisor of that of the SMs, some SMs would be given nothing but K. In a longer
         # grid neighbours are chunks of the same tokens, which lie side by side in memory.
         by_kind = (blocks * chunks <= wave) & cutlass.Boolean(config.tokens_first)
-        shares = Shares(q_rows, kv_rows, kv_chunks, by_kind)
+        shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind)
         rest = cutlass.min(blocks, MAX_GRID_Y)
         self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
             grid=(
@@ -266,8 +266,8 @@ class AppendKernel:
     def locate(self, where, is_q, token, lane, length, slot):
         """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
-        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of q
-        heads look for none.
+        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
+        q heads look for none.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
@@ -509,7 +509,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class Shares:
-    """q heads, and KV heads, of a team; chunks of K's heads, which V's and then q's follow; see the launch for by_kind."""
+    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind: see the launch."""
 
     q_rows: Int32
     kv_rows: Int32
@@ -529,7 +529,8 @@ class Heads:
 class Place:
     """A team's token and lane, and the page and row where its K and V go.
 
-    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may still be on its way.
+    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on
+    its way still.
     """
 
     token: Int32
