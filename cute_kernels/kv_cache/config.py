@@ -57,8 +57,6 @@ class AppendConfig:
         rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of the wider of K and V, if that makes a power of two of lanes.
-        tokens_first: CTAs that follow each other take other tokens, not other heads of the same tokens.
-        places_first: lengths, slots and frequencies are asked for before rows, not after them.
         prefetch_table: short rows of the block table are brought to L2 while the length is on its way.
         pdl: launched as a programmatic dependent, and lets its own dependents start early.
     """
@@ -77,8 +75,6 @@ class AppendConfig:
     q_rows_in_flight: int = 4
     q_rows_per_kv_row: int = 1
     lane_columns: int = LANE_ELEMENTS
-    tokens_first: bool = True
-    places_first: bool = True
     prefetch_table: bool = True
     pdl: bool = False
     split: bool = True
@@ -118,7 +114,7 @@ class AppendConfig:
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
-        extras += f"l{self.lane_columns}" + "t" * self.tokens_first + "p" * self.places_first
+        extras += f"l{self.lane_columns}"
         extras += "f" * self.prefetch_table + "d" * self.pdl + "h" * self.split
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 

@@ -132,7 +132,7 @@ class AppendKernel:
         # SMs are given the CTAs of one wave in turn, so those of a kind come one after the other: were a token's kinds
         # neighbours, and their number a divisor of that of the SMs, some SMs would be given nothing but K. In a longer
         # grid neighbours are chunks of the same tokens, which lie side by side in memory.
-        by_kind = (blocks * chunks <= wave) & cutlass.Boolean(config.tokens_first)
+        by_kind = blocks * chunks <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind)
         rest = cutlass.min(blocks, MAX_GRID_Y)
         self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
@@ -184,12 +184,9 @@ class AppendKernel:
             source = self.source_of(inputs, heads, token, is_q, is_v)
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
-            length, own, slot = Int32(0), Int32(0), Int64(0)
-            if const_expr(config.places_first):
-                length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            # Rows last: what is asked for after 6 MB of them comes after them.
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-            if const_expr(not config.places_first):
-                length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             position = cutlass.select_(where.position_ids != 0, own, position)
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)

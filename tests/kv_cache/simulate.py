@@ -34,11 +34,11 @@ def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def simulate_append(
-    call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_team: int = 2, **changes: Any
+    call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_team: int = 2, by_kind: bool = True, **changes: Any
 ) -> torch.Tensor | None:
     """Launches the kernel that `append_kv` would, every warp in turn; writes the caches, returns q_out.
 
-    Its configuration has ``changes``; teams take ``rows_per_team`` q heads.
+    Its configuration has ``changes``; teams take ``rows_per_team`` q heads; by_kind: the order of CTAs.
     """
     from cute_kernels.kv_cache import kernel
 
@@ -97,11 +97,11 @@ def simulate_append(
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
-    shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=config.tokens_first)
+    shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=by_kind)
     for block in range(-(-call.num_tokens // config.tokens_per_cta)):
         for chunk in range(q_chunks + 2 * kv_chunks):
             for warp in range(config.num_warps):
-                gpu.block, gpu.warp = (block, chunk, 0) if config.tokens_first else (chunk, block, 0), warp
+                gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
                 simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, shares)
     gpu.get(at["k_cache"], call.k_cache)
     gpu.get(at["v_cache"], call.v_cache)
