@@ -340,12 +340,6 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
 
 
 @dsl_user_op
-def prefetch_global(address: Int64, *, loc=None, ip=None) -> None:
-    """Asks for the 32-byte sector around an address of global memory to be brought to L2."""
-    _effect([Int64(address)], "prefetch.global.L2 [$0];", "l", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def store_global(address: Int64, values: Sequence, *, loc=None, ip=None) -> None:
     """1, 2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
     kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")

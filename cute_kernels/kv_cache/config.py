@@ -56,8 +56,8 @@ class AppendConfig:
         num_warps: warps of a CTA.
         rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
-        lane_columns: columns that a lane owns of the wider of K and V, if that makes a power of two of lanes.
-        prefetch_table: short rows of the block table are brought to L2 while the length is on its way.
+        lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
+        split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
         pdl: launched as a programmatic dependent, and lets its own dependents start early.
     """
 
@@ -70,12 +70,11 @@ class AppendConfig:
     rotary_dim: int = 0
     has_bias: bool = False
     has_norm: bool = False
-    num_warps: int = 4
-    rows_in_flight: int = 4
+    num_warps: int = 2
+    rows_in_flight: int = 2
     q_rows_in_flight: int = 4
-    q_rows_per_kv_row: int = 1
-    lane_columns: int = LANE_ELEMENTS
-    prefetch_table: bool = True
+    q_rows_per_kv_row: int = 2
+    lane_columns: int = 2 * LANE_ELEMENTS
     pdl: bool = False
     split: bool = True
 
@@ -86,7 +85,8 @@ class AppendConfig:
     @property
     def lanes(self) -> int:
         """Lanes of a team: those that share a row."""
-        return team_lanes(self.head_dim_k, self.head_dim_v, lane_columns=self.lane_columns)
+        columns = self.lane_columns if self.runs > 1 else LANE_ELEMENTS
+        return team_lanes(self.head_dim_k, self.head_dim_v, lane_columns=columns)
 
     @property
     def runs(self) -> int:
@@ -115,7 +115,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}"
-        extras += "f" * self.prefetch_table + "d" * self.pdl + "h" * self.split
+        extras += "d" * self.pdl + "h" * self.split
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
@@ -199,7 +199,7 @@ class BulkConfig:
         return None
 
 
-CTAS_PER_SM = 8  # that fit with the registers the append kernels need
+CTAS_PER_SM = 9  # that fit with the registers the append kernels need
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 

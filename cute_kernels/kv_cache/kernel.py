@@ -31,7 +31,6 @@ from cute_kernels.kv_cache.config import (
 from cute_kernels.kv_cache.rotate import Rotator
 
 MAX_GRID_Y = 32768
-SECTOR_PAGES = 8  # entries of a block table in what one prefetch brings
 
 
 class AppendKernel:
@@ -184,9 +183,8 @@ class AppendKernel:
             source = self.source_of(inputs, heads, token, is_q, is_v)
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
-            # Rows last: what is asked for after 6 MB of them comes after them.
-            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             position = cutlass.select_(where.position_ids != 0, own, position)
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
@@ -222,11 +220,6 @@ class AppendKernel:
         slot_words.fill(0)
         if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
             length = _load_word(where.seq_lens, token)
-            if const_expr(self.config.prefetch_table):
-                # Which page a position lies in is known a latency later; short rows of the table are brought near.
-                if ~is_q & (where.mode & HAS_TABLE != 0) & (where.max_pages <= self.config.lanes * SECTOR_PAGES):
-                    entry = Int64(token) * where.max_pages + cutlass.min(lane * SECTOR_PAGES, where.max_pages - 1)
-                    ptx.prefetch_global(where.block_table + entry * 4)
         if (where.slots | where.position_ids) != 0:
             if (where.slots != 0) & ~is_q:
                 words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)

@@ -170,9 +170,6 @@ class Gpu:
             for i in range(num_words)
         ]
 
-    def prefetch_global(self, address: Any) -> None:
-        self._places(address, 0, 4)
-
     def load_global_part(self, address: Any, offset: int, num_bytes: int) -> Lanes:
         return bytes_to_words(self.memory[self._places(address, offset, num_bytes)])
 

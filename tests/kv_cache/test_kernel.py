@@ -175,9 +175,8 @@ def test_nan_and_infinity_stay_within_their_row_and_are_stored_as_the_format_say
     "choice",
     [
         {"split": False},
-        {"lane_columns": 16},
-        {"num_warps": 2, "rows_in_flight": 2, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4},
-        {"prefetch_table": False},
+        {"lane_columns": 8},
+        {"num_warps": 4, "rows_in_flight": 4, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4},
     ],
     ids=str,
 )
