@@ -149,12 +149,12 @@ def check_alignment(call: AppendCall) -> None:
     for name in ("q", "k", "v", "q_out"):
         x = getattr(call, name)
         if x is not None:
-            _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes))
+            _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes, config.runs))
     for name, kv_format, head_dim in (
         ("k_cache", call.k_format, config.head_dim_k),
         ("v_cache", call.v_format, config.head_dim_v),
     ):
-        _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes))
+        _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes, config.runs))
     for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.data_ptr() % ALIGNMENT:
