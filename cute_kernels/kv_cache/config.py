@@ -57,7 +57,8 @@ class AppendConfig:
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
         split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
-        pdl: launched as a programmatic dependent, and lets its own dependents start early.
+        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start at
+            once, on SMs whose shared memory it leaves alone.
     """
 
     k_format: str
@@ -74,7 +75,7 @@ class AppendConfig:
     q_rows_in_flight: int = 4
     q_rows_per_kv_row: int = 2
     lane_columns: int = 2 * LANE_ELEMENTS
-    pdl: bool = False
+    leads: bool = False
     split: bool = True
 
     @property
@@ -114,7 +115,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}"
-        extras += "d" * self.pdl + "h" * self.split
+        extras += "h" * self.split + "_leads" * self.leads
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:

@@ -142,8 +142,8 @@ class AppendKernel:
                 Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
             ),
             block=(config.num_threads, 1, 1),
-            preferred_smem_carveout=0,  # all of it for L1
-            use_pdl=config.pdl,
+            # All of it for L1. Another split of the two than attention's would keep that one off the SM until this is done.
+            preferred_smem_carveout=100 if config.leads else 0,
             stream=stream,
         )
 
@@ -159,8 +159,7 @@ class AppendKernel:
         shares: "Shares",
     ):
         config = self.config
-        if const_expr(config.pdl):
-            cute.arch.griddepcontrol_wait()
+        if const_expr(config.leads):
             cute.arch.griddepcontrol_launch_dependents()
         block_x, block_y, block_z = cute.arch.block_idx()
         chunk = cutlass.select_(shares.by_kind, block_y, block_x)

@@ -57,7 +57,7 @@ def test_what_cannot_be_implemented_says_why(config, changes, reason):
 
 def test_names_tell_configurations_apart():
     changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 4}
-    changes |= {"has_bias": True, "has_norm": True, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4, "pdl": True}
+    changes |= {"has_bias": True, "has_norm": True, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4, "leads": True}
     configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
     assert len({config.name for config in configs}) == len(set(configs))
     assert all(re.fullmatch(r"\w+", config.name) for config in configs)
