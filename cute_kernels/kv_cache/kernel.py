@@ -142,7 +142,8 @@ class AppendKernel:
                 Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
             ),
             block=(config.num_threads, 1, 1),
-            # All of it for L1. Another split of the two than attention's would keep that one off the SM until this is done.
+            # All of it for L1; or the split of the two that attention needs, which else would not start on an SM before
+            # this one is done there.
             preferred_smem_carveout=100 if config.leads else 0,
             stream=stream,
         )
