@@ -326,7 +326,7 @@ def dispatch(
     """A step through the registered operator: (out, lse, asked for or not)."""
     text = None if rope is None else rope.text
     if out is not None:
-        check_out(out, tensors[0], head_dim_of_row(format_of(format_pair(kv_format)[1]), tensors[4].shape[3]))
+        check_out(out, tensors[0], tensors[2].shape[3])  # before anything is appended
     result, lse = torch.ops.cute_kernels.append_and_decode(
         *tensors,
         *format_pair(kv_format),
