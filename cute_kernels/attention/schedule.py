@@ -56,6 +56,7 @@ class Problem:
         aligned: whether caches of rows with headers start on 16 bytes and a request's part of them is a multiple of 16
             bytes.
         num_sms: SMs of the GPU.
+        after_append: whether the newest tokens are appended in the same call.
     """
 
     batch: int
@@ -72,6 +73,7 @@ class Problem:
     features: Features = PLAIN
     aligned: bool = True
     num_sms: int = NUM_SMS
+    after_append: bool = False
 
     @classmethod
     def uniform(
@@ -328,13 +330,14 @@ def _base_config(
         num_query_blocks=num_query_blocks,
         blocks_per_warp=query_blocks(problem.rows)[1],
         num_slices=1,
-        early_tiles=0 if problem.features.window else 1,
+        early_tiles=0 if problem.features.window or problem.after_append else 1,
         contiguous=contiguous,
         k_copy=k_copy,
         v_copy=v_copy,
         page_tokens=problem.page_tokens,
         units=problem.features.paged,
         features=problem.features,
+        after_append=problem.after_append,
     )
 
 

@@ -46,6 +46,14 @@ def add(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def fma_in_unit(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c rounded to nearest, then brought into [0, 1]; NaN becomes 0."""
+    return _pure(
+        Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
 def divide(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """a / b rounded to nearest as IEEE 754 has it, subnormals kept; about ten instructions."""
     return _pure(Float32, [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)

@@ -136,7 +136,7 @@ class Warp:
         self.accesses.append(Access("ld", 4 * num_words, tuple(places.tolist())))
         return self._words(self.shared_memory, places, num_words)
 
-    def load_global_words(self, address: Lanes, offset: int, num_words: int) -> list[Lanes]:
+    def load_global_words(self, address: Lanes, offset: int, num_words: int, *, constant: bool = True) -> list[Lanes]:
         return self._words(self.global_memory, np.asarray(address, np.int64) + offset, num_words)
 
     def _words(self, memory: np.ndarray, places: np.ndarray, num_words: int) -> list[Lanes]:
