@@ -10,12 +10,16 @@ READY, ATTENDING, COPYING = 1, 2, 3
 
 def announce_ready(config: DecodeConfig) -> None:
     """A copying warp says that the ring's barriers are initialised; it does not wait."""
-    cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=config.cta_threads)
+    cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
 
 
 def await_ready(config: DecodeConfig) -> None:
     """An attending warp waits for all copying warps to have said so."""
-    cute.arch.barrier(barrier_id=READY, number_of_threads=config.cta_threads)
+    cute.arch.barrier(barrier_id=READY, number_of_threads=_ready_threads(config))
+
+
+def _ready_threads(config: DecodeConfig) -> int:
+    return config.num_threads + config.copiers * WARP_THREADS
 
 
 def sync_attending(config: DecodeConfig) -> None:
@@ -25,5 +29,5 @@ def sync_attending(config: DecodeConfig) -> None:
 
 def sync_copying(config: DecodeConfig) -> None:
     """All copying warps wait for each other."""
-    if config.copy_warps > 1:
-        cute.arch.barrier(barrier_id=COPYING, number_of_threads=config.copy_warps * WARP_THREADS)
+    if config.copiers > 1:
+        cute.arch.barrier(barrier_id=COPYING, number_of_threads=config.copiers * WARP_THREADS)

@@ -18,6 +18,7 @@ MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAGE_TOKENS = (16, 32, 64, 128, 256)
+COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -27,9 +28,9 @@ SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 class DecodeConfig:
     """One compiled variant.
 
-    A CTA holds ``num_heads * num_query_blocks * num_slices`` attending warps and ``copy_warps`` copying ones. The latter
-    keep a ring of ``num_stages`` tiles of K and V full, which all of the former read; one of these takes one KV head of
-    the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads, and one slice of its tokens.
+    A CTA holds ``num_heads * num_query_blocks * num_slices`` attending warps and ``copy_warps`` copying ones. The
+    copying warps keep a ring of ``num_stages`` tiles of K and V full, which all attending warps read; each of these
+    takes one KV head of the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.
@@ -42,7 +43,8 @@ class DecodeConfig:
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring.
-        copy_warps: warps that do nothing but ask for tiles.
+        copy_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of them
+            lend registers to eight attending ones.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
             nothing. 0 with ``after_append``.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
@@ -110,6 +112,20 @@ class DecodeConfig:
     @property
     def cta_threads(self) -> int:
         return (self.num_warps + self.copy_warps) * WARP_THREADS
+
+    @property
+    def copiers(self) -> int:
+        """Copying warps that copy.
+
+        Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
+        and take one phase of a barrier for another.
+        """
+        return min(self.copy_warps, most_copy_warps(self))
+
+    @property
+    def lends_registers(self) -> bool:
+        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups."""
+        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1)
 
     @property
     def num_roles(self) -> int:
@@ -240,8 +256,8 @@ class DecodeConfig:
             return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        if not 1 <= self.copy_warps <= most_copy_warps(self):
-            return f"copy_warps {self.copy_warps} is not 1 to {most_copy_warps(self)}: each must have a part of a tile"
+        if self.copy_warps < 1:
+            return "copy_warps must be at least 1"
         if self.cta_threads > 1024:
             return f"{self.num_warps} + {self.copy_warps} warps are more than the 32 of a CTA"
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:

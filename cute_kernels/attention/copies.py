@@ -40,7 +40,7 @@ class TileCopier:
         self.words = tuple(operand for operand in self.operands if operand.copy == "word")
         self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
         self.counted = any(operand.copy != "word" for operand in self.operands)
-        self.arrivals = int(self.counted) + (WARP_THREADS * config.copy_warps if self.words else 0)
+        self.arrivals = int(self.counted) + (WARP_THREADS * config.copiers if self.words else 0)
         bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
         # Those whose copies take the same tokens are issued side by side.
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
@@ -117,12 +117,12 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, copier, lane, page, place):
-        """Bulk copies, run by run; every lane asks for its own. What lies past the end is left out, its page may be gone."""
+        """Bulk copies, run by run, every lane its own; what lies past the end is left out: its page may be gone."""
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (copier == 0)
         if const_expr(share < config.tile_tokens):
             first = lane * share
-            mine = (lane % config.copy_warps == copier) & (first < tokens)
+            mine = (lane % config.copiers == copier) & (first < tokens)
         block = None
         start = token + first
         if const_expr(config.page_tokens > 0):
@@ -145,7 +145,7 @@ class TileCopier:
         """Boxes of all tensor maps, a page's part of the tile at a time, shared among the copying warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
         pieces = (tokens + (size - 1)) // size
-        for piece in cutlass.range(copier, pieces, self.config.copy_warps, unroll=1):
+        for piece in cutlass.range(copier, pieces, self.config.copiers, unroll=1):
             holder = piece * size // self.lane_tokens
             block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
             first = cute.arch.shuffle_sync(place, holder)
@@ -157,13 +157,13 @@ class TileCopier:
         """Boxes of all tensor maps, shared among the copying warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
-                if copier == box % self.config.copy_warps:
+                if copier == box % self.config.copiers:
                     first = token + box * self.tensor_maps[index].box_tokens
                     self.tensor_maps[index].copy_box(tiles, request, first, box, stage, barrier)
 
     @cute.jit
     def _copy_words(self, tiles, request, token, tokens, stage, copier, lane):
-        for i in cutlass.range(copier, tokens, self.config.copy_warps, unroll=1):
+        for i in cutlass.range(copier, tokens, self.config.copiers, unroll=1):
             if const_expr(self.config.page_tokens > 0):
                 page, first = tiles.pager.locate(request, token + i)
                 self._copy_token(tiles, tiles.pager.existing(page), first, i, stage, lane)

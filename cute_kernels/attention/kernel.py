@@ -1,12 +1,12 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
-Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits for
-a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
+Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits
+for a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
 output in registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes
 before the softmax to :mod:`.logits`. Attending warps do not wait for each other in the loop but for the tile in which
-the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in
-a fixed order: the output is bitwise reproducible.
+the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`),
+in a fixed order: the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -20,7 +20,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import announce_ready, await_ready, sync_attending, sync_copying
-from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.config import (
+    ATTENDING_REGISTERS,
+    BLOCK_QUERIES,
+    COPYING_REGISTERS,
+    WARP_THREADS,
+    DecodeConfig,
+)
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
@@ -232,7 +238,7 @@ class DecodeKernel:
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
-        if cta.warp >= config.num_warps:
+        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
             self.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
         asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
         if const_expr(not config.after_append):
@@ -261,7 +267,10 @@ class DecodeKernel:
             if cta.warp < self.config.num_warps:
                 self.attend_unit(cta, work, q, query, stage, phase)
             else:
-                self.copy_tiles(cta, work, stage, phase, issued)
+                if const_expr(self.config.lends_registers):
+                    cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
+                if cta.warp < self.config.num_warps + self.config.copiers:
+                    self.copy_tiles(cta, work, stage, phase, issued)
 
     @cute.jit
     def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
@@ -344,7 +353,7 @@ class DecodeKernel:
     def start(self, tiles, row, part, early, copier, lane):
         """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
         config = self.config
-        alone = config.copy_warps == 1
+        alone = config.copiers == 1
         # What the first tile needs comes first.
         first = config.early_tiles if alone else 2 * config.num_stages
         self.init_barriers(tiles.full, 0, first, copier, lane)
@@ -440,6 +449,8 @@ class DecodeKernel:
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
         """One unit; ``stage`` and ``phase`` are the ring's position."""
         config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
+        if const_expr(config.lends_registers):
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
         tiles = cta.tiles
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens

@@ -24,6 +24,8 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
+FEW_ROWS = 4  # rows that differ are cut for one wave of CTAs if these leave room for so many parts of each
+CUT_STEPS = 4  # of the search for the smallest parts of one wave
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
@@ -164,14 +166,16 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
 def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
     """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
 
-    As many as let all requests be cut into as many shares as the SMs hold CTAs, of which each request may have one more
-    than divides it. Where lengths turn out to be alike they have nothing to do, but come and go: few where that would be
-    felt.
+    Few requests are cut for the CTAs that the SMs hold at a time. Many need more, since each may have one part more
+    than divides it: as many as let all requests be cut into shares of what the SMs hold. Where lengths turn out to be
+    alike these have nothing to do, but come and go: few where that would be felt.
     """
+    shares = problem.num_sms * config.ctas_per_sm // head_blocks
+    if problem.batch * FEW_ROWS <= shares:
+        return max(1, shares // parts - problem.batch)
     tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
     per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
-    shares = problem.num_sms * config.ctas_per_sm // head_blocks
     wanted = min(shares + problem.batch - problem.batch * parts, per_sm * problem.num_sms // head_blocks)
     return max(1, -(-wanted // parts))
 
@@ -191,9 +195,25 @@ def cut_rows(tiles: list[int], parts: int, more_rows: int, shares: int) -> list[
     if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
         counts = [min(count, parts) for count in tiles]
     else:
-        each = -(-total // min(shares, (len(tiles) + more_rows) * parts - len(tiles)))
+        each = _part_tiles(tiles, (len(tiles) + more_rows) * parts, shares)
         counts = [-(-count // each) for count in tiles]
     return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
+
+
+def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
+    """Tiles of a part at most where rows differ."""
+    total, batch = sum(tiles), len(tiles)
+    if batch * FEW_ROWS > shares:
+        return -(-total // min(shares, ctas - batch))
+    limit = min(shares, ctas)
+    least, most = -(-total // shares), -(-total // (limit - batch))
+    for _ in range(CUT_STEPS):
+        middle = (least + most) // 2
+        if sum(-(-count // middle) for count in tiles) <= limit:
+            most = middle
+        else:
+            least = min(middle + 1, most)
+    return most
 
 
 def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:
@@ -325,21 +345,22 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
-    shorter rings and fewer warps.
+    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a copying one leave 96 to a
+    thread, which is enough for one group.
     """
     int4 = all(isinstance(form, Int4Format) for form in base.formats)
-    roles = base.num_roles
     groups = max((form.num_groups for form in base.formats if isinstance(form, Int4Format)), default=1)
+    roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
     crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
-    elif ctas_per_sm == 2 and int4 and groups > 1:
-        # Two CTAs of 8 warps and a copying one leave 96 registers to a thread: not enough for more than one group.
-        ctas_per_sm = 4 if roles <= TARGET_WARPS // 2 else 1
-    elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
-        ctas_per_sm = 1 if base.units or groups > 1 else 2
+    elif int4 and groups > 1:
+        ctas_per_sm = min(ctas_per_sm, 2 if few_roles else 1)
+    elif ctas_per_sm == 4 and not few_roles:
+        ctas_per_sm = 1 if base.units else 2
     if int4:
-        warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
+        few_warps = ctas_per_sm == 4 or (ctas_per_sm == 2 and groups > 1)
+        warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
     return _byte_config(base, ctas_per_sm)

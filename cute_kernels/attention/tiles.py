@@ -81,11 +81,7 @@ def lane_tokens(config: DecodeConfig) -> int:
 
 
 def most_copy_warps(config: DecodeConfig) -> int:
-    """Copying warps that all have something to copy in every whole tile.
-
-    One that has not would not be waited for, fall behind by a round of the ring, and take one phase of a barrier for
-    another.
-    """
+    """Copying warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
     boxes = [

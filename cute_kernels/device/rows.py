@@ -532,7 +532,7 @@ def _over_constant(value: Float32, divisor: float) -> Float32:
     By an odd number no quotient lies halfway between two subnormals, which a rounded reciprocal could not tell.
     """
     if divisor % 2 == 0:
-        return numbers.divide(value, Float32(divisor))
+        return numbers.divide(value, divisor)
     return _quotient(value, Float32(divisor), Float32(1.0 / divisor))
 
 

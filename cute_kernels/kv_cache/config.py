@@ -199,6 +199,7 @@ class BulkConfig:
         return None
 
 
+RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 CTAS_PER_SM = 9  # that fit with the registers the append kernels need
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 

@@ -24,6 +24,7 @@ from cute_kernels.kv_cache.config import (
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
+    RESIDENT_WARPS,
     WARP_THREADS,
     WIDE_POSITIONS,
     AppendConfig,
@@ -142,6 +143,8 @@ class AppendKernel:
                 Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
             ),
             block=(config.num_threads, 1, 1),
+            # Said, or ptxas keeps some variants at 80 registers and spills.
+            min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
             # All of it for L1; or the split of the two that attention needs, which else would not start on an SM before
             # this one is done there.
             preferred_smem_carveout=100 if config.leads else 0,
