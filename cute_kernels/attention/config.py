@@ -124,8 +124,11 @@ class DecodeConfig:
 
     @property
     def lends_registers(self) -> bool:
-        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups."""
-        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1)
+        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups.
+
+        Not those that copy words: their loops need more than they would keep.
+        """
+        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
     def num_roles(self) -> int:

@@ -426,9 +426,14 @@ class DecodeKernel:
 
     @cute.jit
     def await_append(self, work, token):
-        """Before a tile with new tokens, waits until they are in the cache. Waiting again costs nothing."""
-        if const_expr(self.config.after_append):
-            if token + self.config.tile_tokens > work.length - work.place.shape.q_len:
+        """Before a tile with new tokens, waits until they are in the cache. Waiting again costs nothing.
+
+        So it does before every tile but the unit's first: whatever else is asked for delays the append's own loads, and
+        cannot be used before it is done.
+        """
+        if const_expr(self.config.after_append and "word" not in self.config.copies):
+            later = token > work.first_token(self.config)
+            if later | (token + self.config.tile_tokens > work.length - work.place.shape.q_len):
                 cute.arch.griddepcontrol_wait()
                 # Rows were written by ordinary stores and are read by bulk copies, whose order among each other only a
                 # fence makes, or a kernel's end; the PTX ISA does not say that the wait stands for the latter.

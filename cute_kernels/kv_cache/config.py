@@ -57,8 +57,8 @@ class AppendConfig:
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
         split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
-        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start at
-            once, on SMs whose shared memory it leaves alone.
+        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
+            early, on SMs whose shared memory it leaves alone.
     """
 
     k_format: str

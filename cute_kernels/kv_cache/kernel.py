@@ -21,6 +21,7 @@ from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
+    CTAS_PER_SM,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
@@ -134,7 +135,9 @@ class AppendKernel:
         # neighbours, and their number a divisor of that of the SMs, some SMs would be given nothing but K. In a longer
         # grid neighbours are chunks of the same tokens, which lie side by side in memory.
         by_kind = blocks * chunks <= wave
-        shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind)
+        # Attention's copies hold up the loads of CTAs on the same SMs, and so itself, unless these are few.
+        few = blocks * chunks * CTAS_PER_SM <= wave
+        shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
         self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
             grid=(
@@ -164,7 +167,8 @@ class AppendKernel:
     ):
         config = self.config
         if const_expr(config.leads):
-            cute.arch.griddepcontrol_launch_dependents()
+            if shares.few:
+                cute.arch.griddepcontrol_launch_dependents()
         block_x, block_y, block_z = cute.arch.block_idx()
         chunk = cutlass.select_(shares.by_kind, block_y, block_x)
         block = cutlass.select_(shares.by_kind, block_x, block_z * MAX_GRID_Y + block_y)
@@ -191,6 +195,9 @@ class AppendKernel:
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             position = cutlass.select_(where.position_ids != 0, own, position)
+            if const_expr(config.leads):
+                position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
+                cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
             if is_v:
                 self.process_v(raw, source, heads, extras, targets, place)
@@ -500,12 +507,13 @@ class Extras:
 
 @dataclass(frozen=True)
 class Shares:
-    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind: see the launch."""
+    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind, few: see the launch."""
 
     q_rows: Int32
     kv_rows: Int32
     kv_chunks: Int32
     by_kind: Any
+    few: Any
 
 
 @dataclass(frozen=True)

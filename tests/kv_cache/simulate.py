@@ -97,7 +97,7 @@ def simulate_append(
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
     kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
     q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
-    shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=by_kind)
+    shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=by_kind, few=True)
     for block in range(-(-call.num_tokens // config.tokens_per_cta)):
         for chunk in range(q_chunks + 2 * kv_chunks):
             for warp in range(config.num_warps):
