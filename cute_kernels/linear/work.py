@@ -1,0 +1,107 @@
+"""Which part of the weights a CTA takes, as the device computes it; :mod:`.schedule` says the same in plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Addresses of a launch. bias, residual, zeros and workspace are 0 where there is none."""
+
+    x: Any  # [m, k] of the configuration's dtype
+    codes: Any
+    scales: Any
+    zeros: Any
+    bias: Any  # [n] of x's dtype
+    residual: Any  # as out, of x's dtype
+    out: Any
+    workspace: Any  # [blocks, max_parts, m * block_rows] fp32, EMPTY
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a launch; run-time integers."""
+
+    m: Any
+    n: Any
+    k: Any
+    num_tiles: Any  # tiles of 64 output features
+    units: Any  # of the padded K
+    slice_units: Any  # of a slice of K; the last slice may have fewer
+    num_slices: Any  # CTAs of a group: each takes a slice of K
+    base: Any  # units of a slice, over all blocks, that a group takes;
+    rest: Any  # the first ``rest`` groups take one more
+    max_parts: Any  # partial results of a block, at most
+    activation: Any
+    out_kind: Any
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A CTA's units of one block: [begin, end) of its slice; run-time integers.
+
+    ``last``: whether its group is the last of those that share the block, and so puts the result together.
+    """
+
+    block: Any
+    begin: Any
+    end: Any
+    last: Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """A CTA's part: the ``slice_index``-th slice of units [first, first + count) of all blocks; run-time integers.
+
+    Its blocks are taken from the last to the first: so what it shares with the next group is ready long before that
+    group, which takes it last, adds it up.
+    """
+
+    shape: Shape
+    group: Any
+    slice_index: Any
+    first: Any
+    count: Any
+    first_block: Any
+    num_segments: Any
+    own_units: Any  # of the slice
+
+    @staticmethod
+    def of(shape: Shape, group, slice_index) -> Work:
+        first = group * shape.base + cutlass.min(group, shape.rest)
+        count = shape.base + cutlass.select_(group < shape.rest, Int32(1), Int32(0))
+        first_block = first // shape.slice_units
+        num_segments = (first + count - 1) // shape.slice_units - first_block + 1
+        own_units = cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units)
+        return Work(shape, group, slice_index, first, count, first_block, num_segments, own_units)
+
+    def segment(self, index) -> Segment:
+        block = self.first_block + (self.num_segments - 1) - index
+        start = block * self.shape.slice_units
+        begin = cutlass.max(self.first - start, 0)
+        stop = cutlass.min(self.first + self.count - start, self.shape.slice_units)
+        return Segment(block, begin, cutlass.min(stop, self.own_units), stop == self.shape.slice_units)
+
+    def first_group(self, block):
+        """The first of the groups that share a block of this one."""
+        shape = self.shape
+        start = block * shape.slice_units
+        longer = shape.rest * (shape.base + 1)
+        before = cutlass.select_(
+            start < longer, start // (shape.base + 1), shape.rest + (start - longer) // shape.base
+        )
+        return cutlass.select_(start < self.first, before, self.group)
+
+    @property
+    def first_unit(self):
+        """First unit of the slice."""
+        return self.slice_index * self.shape.slice_units
+
+    def unit_of_tile(self, tile, unit):
+        """A slice's unit among all units of all tiles."""
+        return Int64(tile) * self.shape.units + (self.first_unit + unit)
