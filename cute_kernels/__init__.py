@@ -13,6 +13,7 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
+from cute_kernels.linear import PackedWeight, linear, quantize_weight
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "NtkScaling",
+    "PackedWeight",
     "Rope",
     "UnsupportedGPUError",
     "YarnScaling",
@@ -27,6 +29,8 @@ __all__ = [
     "append_kv",
     "decode_attention",
     "dequantize_kv",
+    "linear",
     "merge_states",
     "quantize_kv",
+    "quantize_weight",
 ]

@@ -1,0 +1,98 @@
+"""Calling a weight-only linear layer, and its registered operator."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.arguments import needs_dispatch
+from cute_kernels.linear import checks
+from cute_kernels.linear.launch import launch
+from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
+from cute_kernels.linear.weight import PackedWeight
+
+
+def apply(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    perm: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    *,
+    bits: int,
+    group_size: int | None,
+    shape: tuple[int, int],
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one."""
+    dispatch = needs_dispatch(x=x, codes=codes)
+    n, k = shape
+    checks.check_input(x, k, scales.dtype, codes.device)
+    checks.check_activation(activation, n)
+    if out_dtype is None:
+        out_dtype = x.dtype if out is None else out.dtype
+    checks.check_out_dtype(out_dtype)
+    if bias is not None:
+        checks.check_bias(bias, x, n)
+    columns = out_features(n, activation)
+    if residual is not None:
+        checks.check_result("residual", residual, x, n, activation, out_dtype)
+        residual = residual.reshape(-1, columns).contiguous()
+    if out is not None:
+        checks.check_result("out", out, x, n, activation, out_dtype)
+        checks.check_out(out)
+    rows = prepare_input(x, perm, input_scale).reshape(-1, k).contiguous()
+    size = group_size or 0
+    if dispatch:
+        result = torch.ops.cute_kernels.weight_only_linear(
+            rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype
+        )
+    else:
+        work = _on_cuda if rows.is_cuda else _on_cpu
+        target = None if out is None else out.view(-1, columns)
+        result = work(rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, target)
+        if out is not None:
+            return out
+    result = result.view(*x.shape[:-1], columns)
+    return result if out is None else out.copy_(result)
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "weight_only_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, "
+    "int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _on_cpu(
+    x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out=None
+) -> torch.Tensor:
+    weight = PackedWeight(codes, scales, zeros, bits=bits, group_size=group_size or None, shape=(n, k))
+    result = linear_reference(x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _on_cuda(
+    x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out=None
+) -> torch.Tensor:
+    if x.shape[0] == 0:
+        return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
+    return launch(x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out)
+
+
+def _on_meta(
+    x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out=None
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], out_features(n, activation)), dtype=out_dtype)
+
+
+_library.impl("weight_only_linear", _on_cpu, "CPU")
+_library.impl("weight_only_linear", _on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::weight_only_linear", _on_meta, lib=_library)
