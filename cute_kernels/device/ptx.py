@@ -393,6 +393,17 @@ def load_relaxed(address: Int64, num_words: int, *, loc=None, ip=None) -> list[U
 
 
 @dsl_user_op
+def load_relaxed_part(address: Int64, num_bytes: int, *, loc=None, ip=None) -> Uint32:
+    """2 or 4 bytes of global memory as some CTA of the GPU has last written them, zero-extended."""
+    load = f"ld.relaxed.gpu.global.u{8 * num_bytes}"
+    asm = f"{load} $0, [$1];" if num_bytes == 4 else f"{{ .reg .b16 t; {load} t, [$1]; cvt.u32.u16 $0, t; }}"
+    value = Int64(address).ir_value(loc=loc, ip=ip)
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,l,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def load_bf16(address: Int64, *, loc=None, ip=None) -> Float32:
     """One bf16 of read-only global memory as fp32."""
     asm = "{ .reg .b16 h; .reg .b32 t; ld.global.nc.u16 h, [$1]; mov.b32 t, {0, h}; mov.b32 $0, t; }"

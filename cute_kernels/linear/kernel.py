@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import ROW_WARPS, SCALE_BYTES, WARP_THREADS, X_PAD, ZERO_BYTES, LinearConfig
 from cute_kernels.linear.decode import Decoder
 from cute_kernels.linear.epilogue import Epilogue
@@ -372,10 +372,10 @@ class LinearKernel:
             for i in range(config.n_tiles):
                 tile = cutlass.min(block * config.n_tiles + i, work.shape.num_tiles - 1)
                 row = Int64(tile) * TILE_N + place.scale_offset
-                words = [ptx.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
+                words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
                 zeros = [Uint32(decoder.symmetric_zero)] * 2
                 if config.zero_point:
-                    zeros = [ptx.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
+                    zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([self.to_float(word) for word in words], decoder.offsets(zeros)))
         return channel
 

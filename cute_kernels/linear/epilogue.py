@@ -1,0 +1,206 @@
+"""From the multiplying warps' sums to the output: added up in shared memory, combined through memory, stored.
+
+Warps of their own do this beside the stream. A block of which a CTA has all of K is stored at once. Otherwise every
+CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
+*combiners*, each wait for one share of its outputs from all, add them up in a fixed order, and store.
+
+As in decode attention, partial results announce themselves: the workspace holds EMPTY, a NaN that no arithmetic
+yields, in every word between launches, and combiners poll until none is left, then put EMPTY back (the idea is that of
+NCCL's LL protocol). A CTA stores its part of a block before it waits for another's; what it waits for comes from its
+group or from groups before it, of blocks that those take first. So no two wait for each other, if the CTAs of a group
+run together: they are neighbours in the grid, whose CTAs start in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.linear.config import WARP_THREADS, LinearConfig
+from cute_kernels.linear.work import Operands, Segment, Work
+
+EMPTY_WORD = 0xFFFFFFFF
+VECTOR = 4  # neighbouring output features of a token that a thread takes
+COMBINE_BATCH = 4  # partial results that a thread loads at a time
+NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
+BF16, FP16, FP32 = range(3)
+ROOT_HALF = 0.7071067811865476
+
+
+class Epilogue:
+    """The storing warps' role."""
+
+    def __init__(self, config: LinearConfig):
+        self.config = config
+        self.num_threads = config.epilogue_warps * WARP_THREADS
+        self.row_vectors = config.block_rows // VECTOR
+
+    @cute.jit
+    def run(self, operands, memory, work, tid, lane):
+        """All of a CTA's segments."""
+        shape = work.shape
+        buffer, phase = Int32(0), Int32(0)
+        vectors = shape.m * self.row_vectors
+        for index in cutlass.range(work.num_segments, unroll=1):
+            segment = work.segment(index)
+            groups_before = work.group - work.first_group(segment.block)
+            parts = (groups_before + 1) * shape.num_slices
+            alone = segment.last & (parts == 1)
+            part = groups_before * shape.num_slices + work.slice_index
+            partials = operands.workspace + Int64(segment.block * shape.max_parts) * (vectors * (4 * VECTOR))
+            cute.arch.mbarrier_wait(memory.staged + buffer, phase)
+            source = memory.staging + buffer * self.config.buffer_bytes
+            for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
+                values = self.staged_sum(source, vector)
+                if alone:
+                    self.store(operands, work, segment.block, vector, values)
+                else:
+                    target = partials + Int64(part * vectors + vector) * (4 * VECTOR)
+                    ptx.store_global(target, values)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.drained + buffer)
+            buffer = buffer + 1
+            if buffer == self.config.num_buffers:
+                buffer = Int32(0)
+                phase = phase ^ 1
+            if segment.last & (parts > 1):
+                self.combine(operands, work, segment.block, partials, parts, vectors, tid)
+
+    def staged_sum(self, source, vector):
+        """Four results of the block, added up over the warps that took different units."""
+        config = self.config
+        address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
+        slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
+        total = [word.bitcast(Float32) for word in slices[0]]
+        for words in slices[1:]:
+            total = [value + word.bitcast(Float32) for value, word in zip(total, words, strict=True)]
+        return total
+
+    @cute.jit
+    def combine(self, operands, work, block, partials, parts, vectors, tid):
+        """Adds up this CTA's share of a block over all parts, in their order, and stores it."""
+        shape = work.shape
+        first = vectors * work.slice_index // shape.num_slices
+        end = vectors * (work.slice_index + 1) // shape.num_slices
+        sums = cute.make_rmem_tensor(VECTOR, Float32)
+        words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
+        stride = Int64(vectors) * (4 * VECTOR)
+        for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
+            source = partials + Int64(vector) * (4 * VECTOR)
+            sums.fill(0.0)
+            for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
+                self.wait_for(words, source + stride * begin, stride, parts - begin)
+                for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
+                    sums[i % VECTOR] = sums[i % VECTOR] + words[i].bitcast(Float32)
+            self.store(operands, work, block, vector, [sums[i] for i in range(VECTOR)])
+            for part in cutlass.range(parts, unroll=1):
+                ptx.store_global(source + stride * part, [Uint32(EMPTY_WORD)] * VECTOR)
+
+    @cute.jit
+    def wait_for(self, words, source, stride, left):
+        """Loads the vector of up to COMBINE_BATCH parts until all have come; zeros beyond the last."""
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                if i < left:
+                    loaded = ptx.load_relaxed(source + stride * i, VECTOR)
+                    for w in cutlass.range_constexpr(VECTOR):
+                        words[VECTOR * i + w] = loaded[w]
+                else:
+                    for w in cutlass.range_constexpr(VECTOR):
+                        words[VECTOR * i + w] = Uint32(0)
+            for w in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
+                missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, operands, work, block, vector, values):
+        """Bias, activation and residual of four neighbouring results of a token, and their output."""
+        shape = work.shape
+        token = vector // self.row_vectors
+        row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
+        results = cute.make_rmem_tensor(VECTOR, Float32)
+        for i in cutlass.range_constexpr(VECTOR):
+            results[i] = values[i]
+        if operands.bias != 0:
+            for i in cutlass.range_constexpr(VECTOR):
+                if row + i < shape.n:
+                    results[i] = results[i] + self.load_bias(operands.bias + Int64(row + i) * 2)
+        columns, column, count = shape.n, row, cutlass.min(shape.n - row, VECTOR)
+        if shape.activation == SWIGLU:
+            for i in cutlass.range_constexpr(VECTOR // 2):
+                results[i] = silu(results[2 * i]) * results[2 * i + 1]
+            columns, column, count = columns // 2, column // 2, count // 2
+        elif shape.activation == SILU:
+            for i in cutlass.range_constexpr(VECTOR):
+                results[i] = silu(results[i])
+        elif shape.activation == GELU:
+            for i in cutlass.range_constexpr(VECTOR):
+                results[i] = gelu(results[i])
+        place = Int64(token) * columns + column
+        if operands.residual != 0:
+            for i in cutlass.range_constexpr(VECTOR):
+                if i < count:
+                    results[i] = results[i] + self.load_element(operands.residual, place + i, shape.out_kind)
+        self.store_elements(operands.out, place, results, count, shape.out_kind)
+
+    def load_bias(self, address):
+        word = numbers.load_global_part(address, 0, 2)
+        return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
+
+    @cute.jit
+    def load_element(self, base, index, kind):
+        """An element of a tensor that an earlier kernel, or this thread, may have written."""
+        result = Float32(0.0)
+        if kind == FP32:
+            result = ptx.load_relaxed_part(base + index * 4, 4).bitcast(Float32)
+        else:
+            word = ptx.load_relaxed_part(base + index * 2, 2)
+            result = ptx.half2_low_to_float(word)
+            if kind == BF16:
+                result = ptx.bf16x2_low_to_float(word)
+        return result
+
+    @cute.jit
+    def store_elements(self, base, index, results, count, kind):
+        """The first ``count`` of four results, two or four of them in one access where that is aligned."""
+        if kind == FP32:
+            if (count == VECTOR) & (index % 4 == 0):
+                ptx.store_global(base + index * 4, [results[i] for i in range(VECTOR)])
+            else:
+                for i in cutlass.range_constexpr(VECTOR):
+                    if i < count:
+                        ptx.store_global(base + (index + i) * 4, [results[i]])
+        else:
+            pairs = [[results[0], results[1]], [results[2], results[3]]]
+            words = cute.make_rmem_tensor(2, Uint32)
+            for i in cutlass.range_constexpr(2):
+                words[i] = ptx.pack_f16x2(*pairs[i])
+                if kind == BF16:
+                    words[i] = ptx.pack_bf16x2(*pairs[i])
+            if (count == VECTOR) & (index % 4 == 0):
+                ptx.store_global(base + index * 2, [words[0], words[1]])
+            elif (count == 2) & (index % 2 == 0):
+                ptx.store_global(base + index * 2, [words[0]])
+            else:
+                for i in cutlass.range_constexpr(VECTOR):
+                    if i < count:
+                        half = words[i // 2] >> (16 * (i % 2))
+                        numbers.store_global_part(base + (index + i) * 2, 0, half, 2)
+
+
+def silu(x: Float32) -> Any:
+    """x / (1 + exp(-x))."""
+    return x * ptx.reciprocal(Float32(1.0) + ptx.exp2(x * -ptx.LOG2_E))
+
+
+def gelu(x: Float32) -> Any:
+    """x (1 + erf(x / sqrt 2)) / 2."""
+    return x * 0.5 * (Float32(1.0) + cute.math.erf(x * ROOT_HALF))
