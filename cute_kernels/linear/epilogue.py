@@ -21,7 +21,6 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import WARP_THREADS, LinearConfig
-from cute_kernels.linear.work import Operands, Segment, Work
 
 EMPTY_WORD = 0xFFFFFFFF
 VECTOR = 4  # neighbouring output features of a token that a thread takes
@@ -203,4 +202,5 @@ def silu(x: Float32) -> Any:
 
 def gelu(x: Float32) -> Any:
     """x (1 + erf(x / sqrt 2)) / 2."""
-    return x * 0.5 * (Float32(1.0) + cute.math.erf(x * ROOT_HALF))
+    erf = cute.math.erf(x * ROOT_HALF)  # pyright: ignore[reportAttributeAccessIssue]
+    return x * 0.5 * (Float32(1.0) + erf)

@@ -97,14 +97,15 @@ class LinearKernel:
         every word EMPTY before and after. units: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
         """
         config = self.config
+        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_units = cute.ceil_div(units, num_slices)
         total = num_blocks * slice_units
         base = total // num_groups
         shape = Shape(
-            m=x.shape[0],
+            m=m,
             n=n,
-            k=x.shape[1],
+            k=k,
             num_tiles=num_tiles,
             units=units,
             slice_units=slice_units,
@@ -115,7 +116,7 @@ class LinearKernel:
             activation=activation,
             out_kind=out_kind,
         )
-        operands = Operands(x.iterator.toint(), codes, scales, zeros, bias, residual, out, workspace)
+        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape).launch(
             grid=(num_slices, num_groups, 1),
             block=(config.num_threads, 1, 1),
@@ -214,9 +215,7 @@ class LinearKernel:
         cute.arch.sync_warp()
         if (lane < m) & (present > 0):
             source = operands.x + (Int64(lane) * work.shape.k + work.first_unit * self.config.unit_k) * 2
-            ptx.bulk_copy_to_shared(
-                memory.x + lane * memory.x_pitch, source, present, Int32(memory.x_full.toint())
-            )
+            ptx.bulk_copy_to_shared(memory.x + lane * memory.x_pitch, source, present, Int32(memory.x_full.toint()))
 
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):

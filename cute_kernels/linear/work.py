@@ -92,9 +92,7 @@ class Work:
         shape = self.shape
         start = block * shape.slice_units
         longer = shape.rest * (shape.base + 1)
-        before = cutlass.select_(
-            start < longer, start // (shape.base + 1), shape.rest + (start - longer) // shape.base
-        )
+        before = cutlass.select_(start < longer, start // (shape.base + 1), shape.rest + (start - longer) // shape.base)
         return cutlass.select_(start < self.first, before, self.group)
 
     @property
