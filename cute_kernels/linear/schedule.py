@@ -114,13 +114,21 @@ class Schedule:
 
 @lru_cache(maxsize=4096)
 def make_schedule(problem: Problem) -> Schedule:
-    """The fastest schedule by the model."""
+    """The fastest schedule by the model.
+
+    Raises ValueError if K is too long for the shared memory of all SMs together.
+    """
     options = [
         (estimate_us(problem, schedule), index, schedule)
         for index, schedule in enumerate(
             schedule for config in candidate_configs(problem) for schedule in schedules(problem, config)
         )
     ]
+    if not options:
+        raise ValueError(
+            f"k: got {problem.k}, want {problem.m} rows of activations to fit in {X_BYTES[-1]} bytes on each of "
+            f"{problem.num_sms} SMs"
+        )
     return min(options)[2]
 
 
