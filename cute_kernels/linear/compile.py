@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
+KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 
 
@@ -25,6 +27,11 @@ class LinearSpec(KernelSpec):
     @property
     def symbol(self) -> str:  # type: ignore[override]
         return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
 
     def compile(self, arch: str) -> Any:
         return compile_linear(self.config, arch)

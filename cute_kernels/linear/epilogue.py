@@ -13,6 +13,7 @@ run together: they are neighbours in the grid, whose CTAs start in order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -24,10 +25,20 @@ from cute_kernels.linear.config import WARP_THREADS, LinearConfig
 
 EMPTY_WORD = 0xFFFFFFFF
 VECTOR = 4  # neighbouring output features of a token that a thread takes
+VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
 NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
 BF16, FP16, FP32 = range(3)
 ROOT_HALF = 0.7071067811865476
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a vector of results belongs; run-time integers."""
+
+    row: Any  # of W
+    place: Any  # of the first in the output, elements
+    count: Any  # outputs, 0 or less behind the last row
 
 
 class Epilogue:
@@ -50,25 +61,29 @@ class Epilogue:
             parts = (groups_before + 1) * shape.num_slices
             alone = segment.last & (parts == 1)
             part = groups_before * shape.num_slices + work.slice_index
-            partials = operands.workspace + Int64(segment.block * shape.max_parts) * (vectors * (4 * VECTOR))
+            partials = operands.workspace + Int64(segment.block * shape.max_parts) * (vectors * VECTOR_BYTES)
             cute.arch.mbarrier_wait(memory.staged + buffer, phase)
             source = memory.staging + buffer * self.config.buffer_bytes
-            for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
-                values = self.staged_sum(source, vector)
-                if alone:
-                    self.store(operands, work, segment.block, vector, values)
-                else:
-                    target = partials + Int64(part * vectors + vector) * (4 * VECTOR)
-                    ptx.store_global(target, values)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(memory.drained + buffer)
+            if not alone:
+                for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
+                    target = partials + Int64(part * vectors + vector) * VECTOR_BYTES
+                    ptx.store_global(target, self.staged_sum(source, vector))
+                self.release(memory, buffer, lane)
+            if segment.last:
+                self.finish(operands, work, segment.block, source, partials, parts, vectors, tid)
+            if alone:
+                self.release(memory, buffer, lane)
             buffer = buffer + 1
             if buffer == self.config.num_buffers:
                 buffer = Int32(0)
                 phase = phase ^ 1
-            if segment.last & (parts > 1):
-                self.combine(operands, work, segment.block, partials, parts, vectors, tid)
+
+    @cute.jit
+    def release(self, memory, buffer, lane):
+        """Gives a staging buffer back to the multiplying warps."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.drained + buffer)
 
     def staged_sum(self, source, vector):
         """Four results of the block, added up over the warps that took different units."""
@@ -81,24 +96,39 @@ class Epilogue:
         return total
 
     @cute.jit
-    def combine(self, operands, work, block, partials, parts, vectors, tid):
-        """Adds up this CTA's share of a block over all parts, in their order, and stores it."""
-        shape = work.shape
-        first = vectors * work.slice_index // shape.num_slices
-        end = vectors * (work.slice_index + 1) // shape.num_slices
+    def finish(self, operands, work, block, source, partials, parts, vectors, tid):
+        """Stores this CTA's share of a block's outputs: of the sums at ``source``, or of all parts in their order."""
+        num_slices = work.shape.num_slices
+        first = vectors * work.slice_index // num_slices
+        end = vectors * (work.slice_index + 1) // num_slices
         sums = cute.make_rmem_tensor(VECTOR, Float32)
-        words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
-        stride = Int64(vectors) * (4 * VECTOR)
+        extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
+        stride = Int64(vectors) * VECTOR_BYTES
         for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
-            source = partials + Int64(vector) * (4 * VECTOR)
-            sums.fill(0.0)
-            for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
-                self.wait_for(words, source + stride * begin, stride, parts - begin)
-                for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
-                    sums[i % VECTOR] = sums[i % VECTOR] + words[i].bitcast(Float32)
-            self.store(operands, work, block, vector, [sums[i] for i in range(VECTOR)])
-            for part in cutlass.range(parts, unroll=1):
-                ptx.store_global(source + stride * part, [Uint32(EMPTY_WORD)] * VECTOR)
+            target = self.target_of(work.shape, block, vector)
+            # Before the wait for the parts, so that there is one wait for all.
+            self.load_extras(operands, work.shape, target, extras)
+            place = partials + Int64(vector) * VECTOR_BYTES
+            if parts == 1:
+                values = self.staged_sum(source, vector)
+                for i in cutlass.range_constexpr(VECTOR):
+                    sums[i] = values[i]
+            else:
+                self.gather(sums, place, stride, parts)
+            self.store(operands, work.shape, target, sums, extras)
+            if parts > 1:
+                for part in cutlass.range(parts, unroll=1):
+                    ptx.store_global(place + stride * part, [Uint32(EMPTY_WORD)] * VECTOR)
+
+    @cute.jit
+    def gather(self, sums, place, stride, parts):
+        """Adds up a vector over all parts, as they come."""
+        words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
+        sums.fill(0.0)
+        for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
+            self.wait_for(words, place + stride * begin, stride, parts - begin)
+            for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
+                sums[i % VECTOR] = sums[i % VECTOR] + words[i].bitcast(Float32)
 
     @cute.jit
     def wait_for(self, words, source, stride, left):
@@ -119,36 +149,46 @@ class Epilogue:
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def store(self, operands, work, block, vector, values):
-        """Bias, activation and residual of four neighbouring results of a token, and their output."""
-        shape = work.shape
+    def target_of(self, shape, block, vector):
+        """Where four neighbouring results of a token belong."""
         token = vector // self.row_vectors
         row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
-        results = cute.make_rmem_tensor(VECTOR, Float32)
-        for i in cutlass.range_constexpr(VECTOR):
-            results[i] = values[i]
+        gated = shape.activation == SWIGLU
+        halves = cutlass.select_(gated, Int32(1), Int32(0))
+        columns, column = shape.n >> halves, row >> halves
+        count = cutlass.min(shape.n - row, VECTOR) >> halves
+        return Target(row, Int64(token) * columns + column, count)
+
+    @cute.jit
+    def load_extras(self, operands, shape, target, extras):
+        """Bias and residual of four neighbouring results; zeros where there is none."""
+        extras.fill(0.0)
         if operands.bias != 0:
             for i in cutlass.range_constexpr(VECTOR):
-                if row + i < shape.n:
-                    results[i] = results[i] + self.load_bias(operands.bias + Int64(row + i) * 2)
-        columns, column, count = shape.n, row, cutlass.min(shape.n - row, VECTOR)
+                if target.row + i < shape.n:
+                    extras[i] = self.load_bias(operands.bias + Int64(target.row + i) * 2)
+        if operands.residual != 0:
+            for i in cutlass.range_constexpr(VECTOR):
+                if i < target.count:
+                    extras[VECTOR + i] = self.load_element(operands.residual, target.place + i, shape.out_kind)
+
+    @cute.jit
+    def store(self, operands, shape, target, results, extras):
+        """Activation and residual of four neighbouring results of a token, and their output."""
+        for i in cutlass.range_constexpr(VECTOR):
+            results[i] = results[i] + extras[i]
         if shape.activation == SWIGLU:
             for i in cutlass.range_constexpr(VECTOR // 2):
                 results[i] = silu(results[2 * i]) * results[2 * i + 1]
-            columns, column, count = columns // 2, column // 2, count // 2
         elif shape.activation == SILU:
             for i in cutlass.range_constexpr(VECTOR):
                 results[i] = silu(results[i])
         elif shape.activation == GELU:
             for i in cutlass.range_constexpr(VECTOR):
                 results[i] = gelu(results[i])
-        place = Int64(token) * columns + column
-        if operands.residual != 0:
-            for i in cutlass.range_constexpr(VECTOR):
-                if i < count:
-                    results[i] = results[i] + self.load_element(operands.residual, place + i, shape.out_kind)
-        self.store_elements(operands.out, place, results, count, shape.out_kind)
+        for i in cutlass.range_constexpr(VECTOR):
+            results[i] = results[i] + extras[VECTOR + i]
+        self.store_elements(operands.out, target.place, results, target.count, shape.out_kind)
 
     def load_bias(self, address):
         word = numbers.load_global_part(address, 0, 2)

@@ -21,7 +21,7 @@ L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.8  # a store, a load that sees it, another store
 STAGE_BYTES = 16 * 1024
 MAX_STAGES = 8
-X_BYTES = tuple(1024 * size for size in (32, 64, 96, 128))
+X_BYTES = (32 * 1024, 80 * 1024)  # what the activations of a CTA may take; few, as each is a kernel of its own
 
 
 @dataclass(frozen=True)
