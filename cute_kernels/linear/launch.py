@@ -53,7 +53,7 @@ def launch(
     k_pad = codes.shape[1] * tile_k(bits)
     numbers = n, ACTIVATIONS[activation], OUT_KINDS[out_dtype]
     for first in range(0, x.shape[0], MAX_TOKENS):
-        rows = x[first : first + MAX_TOKENS]
+        rows = x if x.shape[0] <= MAX_TOKENS else x[first : first + MAX_TOKENS]
         plan = plan_of(rows.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index)
         offset = first * row_bytes
         results = residual.data_ptr() + offset if residual is not None else 0, out.data_ptr() + offset

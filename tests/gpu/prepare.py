@@ -9,14 +9,14 @@ import sys
 
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.runtime import default_cache
-from tests.gpu import test_decode_features, test_decode_formats
+from tests.gpu import test_decode_features, test_decode_formats, test_linear
 
 ARCH = "sm_90a"
 
 
 def main() -> int:
     formats = [DecodeSpec(config) for case in test_decode_formats.CASES for config in case.configs()]
-    specs = dict.fromkeys((*test_decode_features.specs(), *formats))
+    specs = dict.fromkeys((*test_decode_features.specs(), *formats, *test_linear.specs()))
     default_cache().artifacts(
         specs, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s")
     )

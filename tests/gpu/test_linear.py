@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
+from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.ops import apply
-from cute_kernels.linear.plan import make_plan
+from cute_kernels.linear.plan import DTYPES, make_plan
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import Problem, make_schedule, schedules
-from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.weight import PackedWeight, padded_shape
 from tests.linear.cases import known
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,33 @@ FORMATS = [
 ]
 every_format = pytest.mark.parametrize("bits, dtype, group, zero", FORMATS)
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 6e-4, torch.float32: 2e-5}
+
+
+SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
+    *((m, 192, 640, 128) for m in (*range(1, 17),)),
+    *((m, n, k, 32) for m in (3, 16) for n in (1, 257) for k in (1, 65, 129, 2056)),
+    *((m, n, k, 32) for m in (7, 8, 16) for n, k in ((130, 320), (1000, 2048), (1024, 512))),
+    *((m, 640, 4096, 128) for m in (1, 8, 16)),
+    *((m, 1000, 2048, 128) for m in (3, 16)),
+    *((m, n, k, 32) for m in (4, 5) for n, k in ((256, 512), (128, 264))),
+    (3, 128, 72, 64),
+    (2, 140_032, 16_384, 128),
+]
+
+
+def specs() -> list[LinearSpec]:
+    """The kernels of this module."""
+
+    def problem(m, n, k, bits, dtype, group, zero):
+        k_pad = padded_shape((n, k), group)[1]
+        return Problem(m, n, k, k_pad, bits, DTYPES[dtype], group or 0, zero)
+
+    formats = [(bits, dtype, group, zero) for bits, dtype, group, zero in (param.values for param in FORMATS)]
+    found = [problem(m, n, k, *form) for form in formats for n, k in ((200, 520), (1000, 2048)) for m in (1, 8, 16)]
+    found += [problem(16, 130, 576, *form) for form in formats]
+    for m, n, k, group in SHAPES:
+        found += [problem(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
+    return [LinearSpec(config) for config in dict.fromkeys(make_schedule(one).config for one in found)]
 
 
 def run(weight: PackedWeight, x: torch.Tensor, **options) -> torch.Tensor:
