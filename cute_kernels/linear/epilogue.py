@@ -26,7 +26,7 @@ from cute_kernels.linear.config import WARP_THREADS, LinearConfig
 EMPTY_WORD = 0xFFFFFFFF
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
-COMBINE_BATCH = 4  # partial results that a thread loads at a time
+COMBINE_BATCH = 8  # partial results that a thread loads at a time
 NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
 BF16, FP16, FP32 = range(3)
 ROOT_HALF = 0.7071067811865476
