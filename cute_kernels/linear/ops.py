@@ -29,7 +29,8 @@ def apply(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one."""
-    dispatch = needs_dispatch(x=x, codes=codes)
+    # The operator also serves inputs with a gradient: it says on the way back that there is none.
+    dispatch = needs_dispatch(x=x, codes=codes) or (x.requires_grad and torch.is_grad_enabled())
     n, k = shape
     checks.check_input(x, k, scales.dtype, codes.device)
     checks.check_activation(activation, n)
