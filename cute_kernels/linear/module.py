@@ -39,12 +39,15 @@ class QuantizedLinear(nn.Module):
     perm: torch.Tensor | None
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
+    shape: tuple[int, int]
+    bits: int
+    group_size: int | None
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
-        self.out_features, self.in_features = weight.shape
+        self.shape = weight.shape
         for name in (*TENSOR_NAMES, "bias"):
             self.register_buffer(name, None)
         self._set(weight, self._checked_bias(bias, weight))
@@ -74,22 +77,29 @@ class QuantizedLinear(nn.Module):
         return PackedWeight(**tensors, bits=self.bits, group_size=self.group_size, shape=self.shape)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
+        tensors = self._buffers  # nn.Module takes a detour to them as attributes
+        codes, scales = tensors["codes"], tensors["scales"]
+        assert codes is not None and scales is not None
         return ops.apply(
             x,
-            self.codes,
-            self.scales,
-            self.zeros,
-            self.perm,
-            self.input_scale,
+            codes,
+            scales,
+            tensors["zeros"],
+            tensors["perm"],
+            tensors["input_scale"],
             bits=self.bits,
             group_size=self.group_size,
-            shape=(self.out_features, self.in_features),
-            bias=self.bias,
+            shape=self.shape,
+            bias=tensors["bias"],
         )
 
     def extra_repr(self) -> str:
