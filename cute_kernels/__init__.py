@@ -13,7 +13,7 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
-from cute_kernels.linear import PackedWeight, linear, quantize_weight
+from cute_kernels.linear import PackedWeight, QuantizedLinear, linear, quantize_model, quantize_weight
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Llama3Scaling",
     "NtkScaling",
     "PackedWeight",
+    "QuantizedLinear",
     "Rope",
     "UnsupportedGPUError",
     "YarnScaling",
@@ -32,5 +33,6 @@ __all__ = [
     "linear",
     "merge_states",
     "quantize_kv",
+    "quantize_model",
     "quantize_weight",
 ]

@@ -8,12 +8,15 @@ import torch
 
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear.reference import ACTIVATIONS, out_features
+from cute_kernels.linear.weight import SCALE_DTYPES
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises TypeError or ValueError unless x is ``dtype`` [..., k] where the weight is."""
+    if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
+        raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")
     if x.dtype != dtype:
         raise TypeError(f"x: got dtype {x.dtype}, want {dtype}, that of the weight's scales")
     if x.dim() == 0 or x.shape[-1] != k:

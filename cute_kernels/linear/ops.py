@@ -29,7 +29,8 @@ def apply(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one."""
-    dispatch = needs_dispatch(x=x, codes=codes)
+    # The operator also serves inputs with a gradient: it says on the way back that there is none.
+    dispatch = needs_dispatch(x=x, codes=codes) or (x.requires_grad and torch.is_grad_enabled())
     n, k = shape
     checks.check_input(x, k, scales.dtype, codes.device)
     checks.check_activation(activation, n)
@@ -41,11 +42,11 @@ def apply(
     columns = out_features(n, activation)
     if residual is not None:
         checks.check_result("residual", residual, x, n, activation, out_dtype)
-        residual = residual.reshape(-1, columns).contiguous()
+        residual = _rows(residual, columns)
     if out is not None:
         checks.check_result("out", out, x, n, activation, out_dtype)
         checks.check_out(out)
-    rows = prepare_input(x, perm, input_scale).reshape(-1, k).contiguous()
+    rows = _rows(x if perm is input_scale is None else prepare_input(x, perm, input_scale), k)
     size = group_size or 0
     if dispatch:
         result = torch.ops.cute_kernels.weight_only_linear(
@@ -53,12 +54,20 @@ def apply(
         )
     else:
         work = _on_cuda if rows.is_cuda else _on_cpu
-        target = None if out is None else out.view(-1, columns)
+        target = out if out is None or out.dim() == 2 else out.view(-1, columns)
         result = work(rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, target)
         if out is not None:
             return out
-    result = result.view(*x.shape[:-1], columns)
+    if x.dim() != 2:
+        result = result.view(*x.shape[:-1], columns)
     return result if out is None else out.copy_(result)
+
+
+def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """The tensor [..., columns] as a contiguous [rows, columns]; itself if it is one."""
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(-1, columns)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

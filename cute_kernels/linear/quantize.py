@@ -60,6 +60,8 @@ def quantize_weight(
     check_tensors(w=w)
     if not w.is_floating_point():
         raise TypeError(f"w: got dtype {w.dtype}, want a floating one")
+    if w.is_meta:
+        raise ValueError("w: got a tensor without data (meta), want one on a CPU or CUDA device")
     if w.dim() != 2:
         raise ValueError(f"w: got shape {list(w.shape)}, want [N, K]")
     shape = (w.shape[0], w.shape[1])

@@ -166,6 +166,66 @@ class PackedWeight:
             return w
         return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # The importers stand above this package, so they are looked up when they are called.
+
+    @classmethod
+    def from_awq(
+        cls, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, **options: Any
+    ) -> PackedWeight:
+        """The weight of an AWQ layer; see `cute_kernels.integrations.checkpoints.awq.from_awq`."""
+        from cute_kernels.integrations.checkpoints import awq
+
+        return awq.from_awq(qweight, qzeros, scales, **options)
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: torch.Tensor,
+        qzeros: torch.Tensor,
+        scales: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        **options: Any,
+    ) -> PackedWeight:
+        """The weight of a GPTQ layer; see `cute_kernels.integrations.checkpoints.gptq.from_gptq`."""
+        from cute_kernels.integrations.checkpoints import gptq
+
+        return gptq.from_gptq(qweight, qzeros, scales, g_idx, **options)
+
+    @classmethod
+    def from_compressed_tensors(
+        cls, weight_packed: torch.Tensor, weight_scale: torch.Tensor, **options: Any
+    ) -> PackedWeight:
+        """The weight of a "pack-quantized" layer; see
+        `cute_kernels.integrations.checkpoints.compressed_tensors.from_compressed_tensors`.
+        """
+        from cute_kernels.integrations.checkpoints import compressed_tensors
+
+        return compressed_tensors.from_compressed_tensors(weight_packed, weight_scale, **options)
+
+    @classmethod
+    def from_hqq(cls, W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, **options: Any) -> PackedWeight:
+        """The weight of an HQQ layer; see `cute_kernels.integrations.checkpoints.hqq.from_hqq`."""
+        from cute_kernels.integrations.checkpoints import hqq
+
+        return hqq.from_hqq(W_q, scale, zero, **options)
+
+    @classmethod
+    def from_torchao(cls, **tensors: Any) -> PackedWeight:
+        """The weight of a torchao layer; see `cute_kernels.integrations.checkpoints.torchao.from_torchao`."""
+        from cute_kernels.integrations.checkpoints import torchao
+
+        return torchao.from_torchao(**tensors)
+
+    @classmethod
+    def from_fastertransformer(cls, weight: torch.Tensor, scales: torch.Tensor, **options: Any) -> PackedWeight:
+        """A weight preprocessed for FasterTransformer or TensorRT-LLM; see
+        `cute_kernels.integrations.checkpoints.fastertransformer.from_fastertransformer`.
+        """
+        from cute_kernels.integrations.checkpoints import fastertransformer
+
+        return fastertransformer.from_fastertransformer(weight, scales, **options)
+
     # -- places ------------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedWeight:

@@ -102,7 +102,7 @@ def test_it_is_exported():
     assert public_linear is linear and cute_kernels.quantize_weight is quantize_weight
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "x a list": ({"x": [1.0]}, "x: got list, want a torch.Tensor"),
@@ -143,7 +143,7 @@ def test_swiglu_wants_an_even_number_of_rows():
         linear(numbers(5, 64), known(71, 64).pack(), activation="swiglu")
 
 
-# -- the operator ----------------------------------------------------------------------------------------------------
+# -- the operator ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [0, 5])

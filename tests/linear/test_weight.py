@@ -99,7 +99,7 @@ def test_act_order_takes_inputs_by_perm_and_gives_weights_in_their_own_order():
         case.pack(perm=torch.zeros(96, dtype=torch.int64))
 
 
-# -- shards -----------------------------------------------------------------------------------------------------------
+# -- shards ------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
@@ -146,7 +146,7 @@ def test_input_scale_and_perm_are_sharded_with_their_inputs():
         mixed.shard_k(0, 2)
 
 
-# -- state dicts ------------------------------------------------------------------------------------------------------
+# -- state dicts -------------------------------------------------------------------------------------------------------
 
 
 def test_a_state_dict_comes_back_through_a_file(tmp_path):
