@@ -34,7 +34,7 @@ class LinearConfig:
         dtype: "bf16" or "fp16", of activations and scales.
         group_size: inputs that share a scale; 0 for one scale per output feature.
         zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
-        max_tokens: rows of x that it has room for, 8 or 16.
+        max_tokens: rows of x that it has room for, 8, 16 or 32.
         n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
         k_warps: warps that share the units of a chunk.
         unit_k: inputs of a unit: a multiple of the group size that divides the padded K.
@@ -176,7 +176,7 @@ class LinearConfig:
             "bits": (4, 8),
             "dtype": ("bf16", "fp16"),
             "group_size": GROUP_SIZES,
-            "max_tokens": (8, 16),
+            "max_tokens": (8, 16, 32),
             "n_tiles": (1, 2),
             "unit_k": UNIT_K,
             "num_buffers": (1, 2),

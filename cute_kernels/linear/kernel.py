@@ -29,7 +29,7 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
-CHAINS = 2  # sums that successive k16 steps of a group take turns in: an MMA takes some 30 cycles to come back
+FEW_SUMS = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two sums each
 
 
 @dataclass(frozen=True)
@@ -315,6 +315,8 @@ class LinearKernel:
         group_size = config.group_size or config.unit_k
         steps = group_size // STEP_K
         groups = config.unit_k // group_size
+        # An MMA takes some 30 cycles to come back.
+        num_chains = 2 if config.n_tiles * config.token_blocks <= FEW_SUMS else 1
         codes = base + (unit * config.unit_bytes + place.code_offset)
         words = [
             [
@@ -324,29 +326,26 @@ class LinearKernel:
             for i in range(config.n_tiles)
         ]
         x_rows = [row + x_offset for row in place.x_rows]
-        numbers = [
-            [self.load_group(base, i, unit, group, place, channel) for group in range(groups)]
-            for i in range(config.n_tiles)
-        ]
         for group in range(groups):
+            numbers = [self.load_group(base, i, unit, group, place, channel) for i in range(config.n_tiles)]
             parts = [[[] for _ in range(config.token_blocks)] for _ in range(config.n_tiles)]
             pair: list[Any] = []
             for step in range(group * steps, (group + 1) * steps):
                 if step % 2 == 0:
                     pair = [ptx.load_matrix_x4(row, step * STEP_K * 2, transpose=False) for row in x_rows]
                 for i in range(config.n_tiles):
-                    offsets = numbers[i][group][1]
-                    a = decoder.fragment(words[i][step // decoder.steps], step % decoder.steps, offsets)
+                    load = words[i][step // decoder.steps]
+                    a = decoder.fragment(load, step % decoder.steps, numbers[i][1])
                     for block in range(config.token_blocks):
                         b = pair[block][2 * (step % 2) : 2 * (step % 2) + 2]
                         chains = parts[i][block]
-                        chain = (step - group * steps) % CHAINS
+                        chain = (step - group * steps) % num_chains
                         if chain == len(chains):
                             chains.append([Float32(0.0)] * 4)
                         chains[chain] = ptx.mma_m16n8k16(chains[chain], a, b, dtype=MMA_DTYPE[config.dtype])
             for i in range(config.n_tiles):
                 for block in range(config.token_blocks):
-                    self.add_group(sums, i, block, parts[i][block], numbers[i][group][0])
+                    self.add_group(sums, i, block, parts[i][block], numbers[i][0])
 
     def load_group(self, base, tile: int, unit, group: int, place: Lane, channel):
         """(scales, offsets) of the thread's two rows in a group of a unit; scales are None if applied at the end."""

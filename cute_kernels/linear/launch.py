@@ -36,7 +36,7 @@ def launch(
         group_size: 0 for one scale per row.
         out: contiguous, in out_dtype, or None.
 
-    Rows beyond 16 are taken 16 at a time.
+    Rows beyond 32 are taken 32 at a time.
     """
     index = x.get_device()
     if index != torch._C._cuda_getDevice():

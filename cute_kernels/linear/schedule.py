@@ -15,7 +15,7 @@ from cute_kernels.linear.config import MAX_SHARED_BYTES, X_PAD, LinearConfig
 from layouts.weights.hopper import TILE_N
 
 NUM_SMS = 132  # where no GPU says otherwise
-MAX_TOKENS = 16  # of a launch
+MAX_TOKENS = 32  # of a launch
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.8  # a store, a load that sees it, another store
@@ -175,7 +175,7 @@ def candidate_configs(problem: Problem) -> list[LinearConfig]:
 
 def base_config(problem: Problem) -> LinearConfig:
     """What follows from the format and the number of rows."""
-    max_tokens = 8 if problem.m <= 8 else MAX_TOKENS
+    max_tokens = next(tokens for tokens in (8, 16, 32) if problem.m <= tokens)
     unit_k = 256 if problem.group_size == 256 else 128
     if problem.k_pad % unit_k:
         unit_k = 64
@@ -185,9 +185,12 @@ def base_config(problem: Problem) -> LinearConfig:
         group_size=problem.group_size,
         zero_point=problem.zero_point,
         max_tokens=max_tokens,
-        # Two tiles share what ldmatrix reads of 16 tokens; else that would take all of the shared memory's rate.
-        n_tiles=2 if problem.bits == 4 and max_tokens == MAX_TOKENS else 1,
+        # Two tiles share what ldmatrix reads of many tokens; else that would take all of the shared memory's rate.
+        n_tiles=2 if problem.bits == 4 and max_tokens > 8 else 1,
         k_warps=2,
+        # The products of 32 tokens take so many registers that an SM has room for 12 warps.
+        epilogue_warps=2 if max_tokens == 32 else 4,
+        num_buffers=1 if max_tokens == 32 else 2,
         unit_k=unit_k,
         use_pdl=problem.use_pdl,
     )
@@ -202,13 +205,13 @@ def with_ring(base: LinearConfig, x_bytes: int, max_stages: int = MAX_STAGES) ->
 
 
 def shipped_configs() -> list[LinearConfig]:
-    """Configurations that ship: every format for up to 8 rows, and the common ones for up to 16."""
+    """Configurations that ship: every format for up to 8, 16 and 32 rows."""
     configs: dict[LinearConfig, None] = {}
     for bits in (4, 8):
         for dtype in ("bf16", "fp16"):
             for group_size in (0, 32, 64, 128, 256):
                 for zero_point in (False, True):
-                    for m in (8, 16):
+                    for m in (8, 16, 32):
                         problem = Problem(m, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
                         configs[make_schedule(problem).config] = None
     return list(configs)

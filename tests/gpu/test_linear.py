@@ -30,10 +30,10 @@ TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 6e-4, torch.float32: 2e-5}
 
 
 SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
-    *((m, 192, 640, 128) for m in (*range(1, 17),)),
+    *((m, 192, 640, 128) for m in (*range(1, 33),)),
     *((m, n, k, 32) for m in (3, 16) for n in (1, 257) for k in (1, 65, 129, 2056)),
-    *((m, n, k, 32) for m in (7, 8, 16) for n, k in ((130, 320), (1000, 2048), (1024, 512))),
-    *((m, 640, 4096, 128) for m in (1, 8, 16)),
+    *((m, n, k, 32) for m in (7, 8, 16, 32) for n, k in ((130, 320), (1000, 2048), (1024, 512))),
+    *((m, 640, 4096, 128) for m in (1, 8, 16, 32)),
     *((m, 1000, 2048, 128) for m in (3, 16)),
     *((m, n, k, 32) for m in (4, 5) for n, k in ((256, 512), (128, 264))),
     (3, 128, 72, 64),
@@ -49,8 +49,8 @@ def specs() -> list[LinearSpec]:
         return Problem(m, n, k, k_pad, bits, DTYPES[dtype], group or 0, zero)
 
     formats = [(bits, dtype, group, zero) for bits, dtype, group, zero in (param.values for param in FORMATS)]
-    found = [problem(m, n, k, *form) for form in formats for n, k in ((200, 520), (1000, 2048)) for m in (1, 8, 16)]
-    found += [problem(16, 130, 576, *form) for form in formats]
+    found = [problem(m, n, k, *form) for form in formats for n, k in ((200, 520), (1000, 2048)) for m in (1, 8, 16, 31)]
+    found += [problem(32, 130, 576, *form) for form in formats]
     for m, n, k, group in SHAPES:
         found += [problem(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
     return [LinearSpec(config) for config in dict.fromkeys(make_schedule(one).config for one in found)]
@@ -85,7 +85,7 @@ def assert_near(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> N
 def test_products_are_those_of_fp64(bits, dtype, group, zero, n, k):
     reference = known(n, k, bits, group, zero, dtype)
     weight, dense = reference.pack().to(CUDA), reference.dense.to(CUDA)
-    for m in (1, 5, 8, 13, 16):
+    for m in (1, 5, 8, 13, 16, 31):
         x = activations(m, k, dtype, m)
         exact = x.double() @ dense.T
         assert_near(run(weight, x, out_dtype=torch.float32), exact, TOLERANCE[torch.float32])
@@ -164,7 +164,7 @@ def test_misaligned_activations():
     assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, 3e-3)
 
 
-@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("m", [1, 8, 16, 32])
 def test_every_cut_gives_the_same_numbers_each_time(m):
     """Whatever slices and groups: right, the same bits in every run, and a workspace left as it was."""
     reference = known(640, 4096, group_size=128)

@@ -32,6 +32,7 @@ CONFIGS = [
 ] + [
     LinearConfig(4, "bf16", 128, True, max_tokens=16, n_tiles=2, chunk_units=2),
     LinearConfig(4, "fp16", 32, True, max_tokens=16, n_tiles=2, chunk_units=2),
+    LinearConfig(4, "fp16", 64, False, max_tokens=32, n_tiles=2, chunk_units=2, num_buffers=1, epilogue_warps=2),
     LinearConfig(8, "bf16", 64, False, max_tokens=16, chunk_units=2),
 ]
 
@@ -122,7 +123,7 @@ def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, monkey
 
 
 @pytest.mark.parametrize("m", [1, 7])
-@pytest.mark.parametrize("config", [CONFIGS[6], CONFIGS[-3], CONFIGS[-1]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[6], *CONFIGS[-3:]], ids=lambda config: config.name)
 def test_shared_memory_is_read_and_written_without_conflicts(config: LinearConfig, m: int, monkeypatch):
     config = replace(config, chunk_units=2)
     weight = make_weight(config, 2)
