@@ -82,8 +82,8 @@ class LinearConfig:
 
     @property
     def num_threads(self) -> int:
-        """Multiplying warps, one that copies, and those of the epilogue."""
-        return (self.math_warps + 1 + self.epilogue_warps) * WARP_THREADS
+        """Multiplying warps, one that copies weights, one that copies activations, and those of the epilogue."""
+        return (self.math_warps + 2 + self.epilogue_warps) * WARP_THREADS
 
     @property
     def unit_tiles(self) -> int:
@@ -147,8 +147,8 @@ class LinearConfig:
 
     @property
     def num_barriers(self) -> int:
-        """Full and empty stages, full and empty staging buffers, and the activations."""
-        return 2 * self.num_stages + 2 * self.num_buffers + 1
+        """Of full and of empty stages and staging buffers."""
+        return 2 * self.num_stages + 2 * self.num_buffers
 
     @property
     def smem_bytes(self) -> int:

@@ -18,12 +18,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import WARP_THREADS, LinearConfig
 
 EMPTY_WORD = 0xFFFFFFFF
+FEW_SEGMENTS = 3
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 8  # partial results that a thread loads at a time
@@ -55,28 +56,42 @@ class Epilogue:
         shape = work.shape
         buffer, phase = Int32(0), Int32(0)
         vectors = shape.m * self.row_vectors
-        for index in cutlass.range(work.num_segments, unroll=1):
-            segment = work.segment(index)
-            groups_before = work.group - work.first_group(segment.block)
-            parts = (groups_before + 1) * shape.num_slices
-            alone = segment.last & (parts == 1)
-            part = groups_before * shape.num_slices + work.slice_index
-            partials = operands.workspace + Int64(segment.block * shape.max_parts) * (vectors * VECTOR_BYTES)
-            cute.arch.mbarrier_wait(memory.staged + buffer, phase)
+        # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
+        lag = Int32(0)
+        if const_expr(self.config.num_buffers > 1):
+            lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
+        for index in cutlass.range(work.num_segments + lag, unroll=1):
             source = memory.staging + buffer * self.config.buffer_bytes
-            if not alone:
-                for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
-                    target = partials + Int64(part * vectors + vector) * VECTOR_BYTES
-                    ptx.store_global(target, self.staged_sum(source, vector))
-                self.release(memory, buffer, lane)
-            if segment.last:
-                self.finish(operands, work, segment.block, source, partials, parts, vectors, tid)
-            if alone:
-                self.release(memory, buffer, lane)
+            if index < work.num_segments:
+                segment = work.segment(index)
+                parts, part = self.parts_of(work, segment)
+                cute.arch.mbarrier_wait(memory.staged + buffer, phase)
+                if (not segment.last) | (parts > 1):
+                    target = self.partials_of(operands, work, segment, vectors) + Int64(part * vectors) * VECTOR_BYTES
+                    for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
+                        ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
+                    self.release(memory, buffer, lane)
+            if index >= lag:
+                segment = work.segment(index - lag)
+                parts, part = self.parts_of(work, segment)
+                if segment.last:
+                    partials = self.partials_of(operands, work, segment, vectors)
+                    self.finish(operands, work, segment.block, source, partials, parts, vectors, tid)
+                    if parts == 1:
+                        self.release(memory, buffer, lane)
             buffer = buffer + 1
             if buffer == self.config.num_buffers:
                 buffer = Int32(0)
                 phase = phase ^ 1
+
+    def parts_of(self, work, segment):
+        """(parts of a block up to those of this group, the number of this CTA's)."""
+        before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
+        return before + work.shape.num_slices, before + work.slice_index
+
+    def partials_of(self, operands, work, segment, vectors):
+        """Address of the first part of a block."""
+        return operands.workspace + Int64(segment.block * work.shape.max_parts) * (vectors * VECTOR_BYTES)
 
     @cute.jit
     def release(self, memory, buffer, lane):

@@ -4,7 +4,8 @@ Shape of the work: K is cut into slices, one for each CTA of a group, and the bl
 equal ranges of units as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
 thread of a persistent CTA keeps a ring of bulk copies full; the multiplying warps wait for a stage, decode the 16
 bytes of each thread into the A operand of mma.m16n8k16 (:mod:`.decode`), and meet the activations of their slice of K,
-which stay in shared memory. Scales are applied to the fp32 sums of a group. What a block sums up to goes through a
+which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 sums of a
+group. What a block sums up to goes through a
 staging buffer to warps of its own (:mod:`.epilogue`), so that neither adding up nor storing holds up the stream. There
 is no CTA barrier after the first one.
 
@@ -44,7 +45,6 @@ class Memory:
     empty: Any
     staged: Any
     drained: Any
-    x_full: Any
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,9 @@ class LinearKernel:
                 cute.arch.griddepcontrol_wait()
             if warp == config.math_warps + 1:
                 self.copy_activations(operands, memory, work, lane)
-            tid = (warp - (config.math_warps + 1)) * WARP_THREADS + lane
-            self.epilogue.run(operands, memory, work, tid, lane)
+            else:
+                tid = (warp - (config.math_warps + 2)) * WARP_THREADS + lane
+                self.epilogue.run(operands, memory, work, tid, lane)
 
     def allocate(self, shape) -> Memory:
         config = self.config
@@ -170,7 +171,6 @@ class LinearKernel:
             empty=empty,
             staged=staged,
             drained=drained,
-            x_full=drained + config.num_buffers,
         )
 
     def init_barriers(self, memory: Memory):
@@ -181,41 +181,49 @@ class LinearKernel:
         for i in range(config.num_buffers):
             cute.arch.mbarrier_init(memory.staged + i, config.math_warps)
             cute.arch.mbarrier_init(memory.drained + i, config.epilogue_warps)
-        cute.arch.mbarrier_init(memory.x_full, 1)
         cute.arch.mbarrier_init_fence()
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
-    def x_bytes(self, work: Work):
-        """Bytes of a token's activations of the slice: those that x has, and all up to the padded K."""
-        unit = 2 * self.config.unit_k
-        present = (work.shape.k * 2) - work.first_unit * unit
-        wanted = work.own_units * unit
-        return cutlass.max(cutlass.min(present, wanted), 0), wanted
-
     @cute.jit
     def clear_tail(self, memory, work, tid):
         """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
-        present, wanted = self.x_bytes(work)
-        if present < wanted:
+        unit_bytes = 2 * self.config.unit_k
+        wanted = work.own_units * unit_bytes
+        present = cutlass.max(work.shape.k * 2 - work.first_unit * unit_bytes, 0)
+        if (present < wanted) & (tid < self.config.math_warps * WARP_THREADS):
             for token in cutlass.range(work.shape.m, unroll=1):
                 start = memory.x + token * memory.x_pitch
                 step = self.config.math_warps * WARP_THREADS * 16
-                if tid < self.config.math_warps * WARP_THREADS:
-                    for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
-                        ptx.store_shared_zero16(start + place, 0)
+                for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
+                    ptx.store_shared_zero16(start + place, 0)
 
     @cute.jit
     def copy_activations(self, operands, memory, work, lane):
-        """Asks for the slice of all tokens, a lane for each."""
-        present, _ = self.x_bytes(work)
-        m = work.shape.m
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(memory.x_full, present * m)
-        cute.arch.sync_warp()
-        if (lane < m) & (present > 0):
-            source = operands.x + (Int64(lane) * work.shape.k + work.first_unit * self.config.unit_k) * 2
-            ptx.bulk_copy_to_shared(memory.x + lane * memory.x_pitch, source, present, Int32(memory.x_full.toint()))
+        """Brings the slice of all tokens, a lane for each, along with the first weights that meet it.
+
+        All of it ahead would wait behind, or hold up, a ring full of weights. The barrier of a stage counts these
+        bytes, too; they may land before it is told so.
+        """
+        config = self.config
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(cutlass.min(work.num_segments, 2), unroll=1):
+            segment = work.segment(index)
+            for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+                end = cutlass.min(unit + config.chunk_units, segment.end)
+                first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
+                if size > 0:
+                    # Of stages that wait for nothing here, some may have come round by now.
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                    if lane < work.shape.m:
+                        start = Int64(lane) * work.shape.k + work.first_unit * config.unit_k
+                        ptx.bulk_copy_to_shared(
+                            memory.x + lane * memory.x_pitch + first,
+                            operands.x + start * 2 + first,
+                            size,
+                            Int32((memory.full + stage).toint()),
+                        )
+                stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):
@@ -227,17 +235,21 @@ class LinearKernel:
                 segment = work.segment(index)
                 for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    count = cutlass.min(segment.end - unit, config.chunk_units)
-                    self.copy_chunk(operands, memory, work, segment.block, unit, count, stage)
+                    end = cutlass.min(unit + config.chunk_units, segment.end)
+                    x_bytes = work.missing_x(index, unit, end, 2 * config.unit_k)[1] * work.shape.m
+                    self.copy_chunk(operands, memory, work, segment.block, unit, end - unit, stage, x_bytes)
                     stage, phase = advance(stage, phase, config.num_stages)
             if const_expr(config.use_pdl):
                 cute.arch.griddepcontrol_launch_dependents()
 
-    def copy_chunk(self, operands, memory, work, block, unit, count, stage):
-        """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points."""
+    def copy_chunk(self, operands, memory, work, block, unit, count, stage, x_bytes):
+        """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points.
+
+        x_bytes: of activations that the stage waits for as well.
+        """
         config = self.config
         barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.unit_stage_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.unit_stage_bytes + x_bytes)
         address = Int32(barrier.toint())
         target = memory.ring + stage * config.stage_bytes
         parts = [
@@ -284,7 +296,6 @@ class LinearKernel:
         stage, phase = Int32(0), Int32(0)
         buffer, drained_phase = Int32(0), Int32(1)
         sums = cute.make_rmem_tensor(config.n_tiles * config.token_blocks * 4, Float32)
-        cute.arch.mbarrier_wait(memory.x_full, 0)
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             sums.fill(0.0)

@@ -179,6 +179,8 @@ def base_config(problem: Problem) -> LinearConfig:
     unit_k = 256 if problem.group_size == 256 else 128
     if problem.k_pad % unit_k:
         unit_k = 64
+    # With 20, 16 and 12 warps a thread has 96, 128 and 168 registers.
+    k_warps = {8: 4, 16: 3, 32: 2}[max_tokens]
     return LinearConfig(
         bits=problem.bits,
         dtype=problem.dtype,
@@ -186,12 +188,11 @@ def base_config(problem: Problem) -> LinearConfig:
         zero_point=problem.zero_point,
         max_tokens=max_tokens,
         # Two tiles share what ldmatrix reads of many tokens; else that would take all of the shared memory's rate.
-        n_tiles=2 if problem.bits == 4 and max_tokens > 8 else 1,
-        k_warps=2,
-        # The products of 32 tokens take so many registers that an SM has room for 12 warps.
-        epilogue_warps=2 if max_tokens == 32 else 4,
-        num_buffers=1 if max_tokens == 32 else 2,
+        n_tiles=2 if problem.bits == 4 and max_tokens > 8 and problem.num_tiles > 1 else 1,
+        k_warps=k_warps,
         unit_k=unit_k,
+        epilogue_warps=2,
+        num_buffers=2 if max_tokens == 8 else 1,
         use_pdl=problem.use_pdl,
     )
 

@@ -100,6 +100,17 @@ class Work:
         """First unit of the slice."""
         return self.slice_index * self.shape.slice_units
 
+    def missing_x(self, index, unit, end, unit_bytes: int):
+        """(first byte in the slice, bytes) of a token's activations that units [unit, end) of a segment want first.
+
+        The first segment brings those of its units, the second one the rest of the slice: any further ones are whole.
+        """
+        seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
+        first = cutlass.max(unit, seen) * unit_bytes
+        # x ends before the padded K does.
+        stop = cutlass.min(end * unit_bytes, self.shape.k * 2 - self.first_unit * unit_bytes)
+        return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
+
     def unit_of_tile(self, tile, unit):
         """A slice's unit among all units of all tiles."""
         return Int64(tile) * self.shape.units + (self.first_unit + unit)

@@ -26,7 +26,8 @@ FORMATS = [
     for zero in (False, True)
 ]
 every_format = pytest.mark.parametrize("bits, dtype, group, zero", FORMATS)
-TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 6e-4, torch.float32: 2e-5}
+# Of the largest result; a bf16 is off by up to half of 2**-7 of itself.
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}
 
 
 SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
@@ -137,7 +138,7 @@ def test_epilogues(activation, out_dtype, n, k, m):
         options = {**options, "activation": activation, "out_dtype": out_dtype}
         exact = linear_reference(x, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
         out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
-        assert_near(run(weight, x, out=out, **options), exact, max(TOLERANCE[out_dtype], 3e-3))
+        assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
 
 
 def test_a_residual_may_be_the_output():
@@ -153,7 +154,7 @@ def test_padding_does_not_see_nan_behind_the_activations():
     memory = torch.full((3, 200), math.nan, device=CUDA, dtype=torch.bfloat16)
     memory.view(-1)[: 3 * 72] = activations(3, 72, torch.bfloat16).view(-1)
     x = memory.view(-1)[: 3 * 72].view(3, 72)
-    assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, 3e-3)
+    assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
 
 
 def test_misaligned_activations():
@@ -161,7 +162,7 @@ def test_misaligned_activations():
     memory = torch.empty(1 + 5 * 264, device=CUDA, dtype=torch.bfloat16)
     x = memory[1:].view(5, 264)
     x.copy_(activations(5, 264, torch.bfloat16))
-    assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, 3e-3)
+    assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 32])
@@ -239,5 +240,5 @@ def test_weights_beyond_two_to_the_31_elements():
     weight = PackedWeight(codes, scales, None, 4, 128, (n, k))
     x = activations(2, k, torch.bfloat16)
     found = run(weight, x)
-    assert_near(found[:, -64:], x.double() @ last.dense.to(CUDA).T, 3e-3)
+    assert_near(found[:, -64:], x.double() @ last.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
     assert not found[:, :-64].any()
