@@ -187,14 +187,23 @@ def base_config(problem: Problem) -> LinearConfig:
         group_size=problem.group_size,
         zero_point=problem.zero_point,
         max_tokens=max_tokens,
-        # Two tiles share what ldmatrix reads of many tokens; else that would take all of the shared memory's rate.
-        n_tiles=2 if problem.bits == 4 and max_tokens > 8 and problem.num_tiles > 1 else 1,
+        n_tiles=2 if shares_activations(problem, max_tokens) else 1,
         k_warps=k_warps,
         unit_k=unit_k,
         epilogue_warps=2,
         num_buffers=2 if max_tokens == 8 else 1,
         use_pdl=problem.use_pdl,
     )
+
+
+def shares_activations(problem: Problem, max_tokens: int) -> bool:
+    """Whether a warp takes two tiles, which share what ldmatrix reads: with many tokens one would ask too much of it.
+
+    With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
+    """
+    if problem.bits == 8 or max_tokens == 8 or problem.num_tiles == 1:
+        return False
+    return max_tokens < 32 or problem.group_size not in (32, 64)
 
 
 def with_ring(base: LinearConfig, x_bytes: int, max_stages: int = MAX_STAGES) -> LinearConfig:
