@@ -54,35 +54,54 @@ class Epilogue:
     def run(self, operands, memory, work, tid, lane):
         """All of a CTA's segments."""
         shape = work.shape
-        buffer, phase = Int32(0), Int32(0)
         vectors = shape.m * self.row_vectors
         # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
         lag = Int32(0)
         if const_expr(self.config.num_buffers > 1):
             lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
         for index in cutlass.range(work.num_segments + lag, unroll=1):
-            source = memory.staging + buffer * self.config.buffer_bytes
             if index < work.num_segments:
                 segment = work.segment(index)
-                parts, part = self.parts_of(work, segment)
-                cute.arch.mbarrier_wait(memory.staged + buffer, phase)
-                if (not segment.last) | (parts > 1):
-                    target = self.partials_of(operands, work, segment, vectors) + Int64(part * vectors) * VECTOR_BYTES
-                    for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
-                        ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
-                    self.release(memory, buffer, lane)
+                cute.arch.mbarrier_wait(memory.staged + self.buffer(index), self.phase(index))
+                held = segment.last & self.is_held(work, index, lag)
+                self.store_partials(operands, memory, work, segment, index, held, vectors, tid)
+                if not held:
+                    self.release(memory, self.buffer(index), lane)
             if index >= lag:
                 segment = work.segment(index - lag)
-                parts, part = self.parts_of(work, segment)
                 if segment.last:
-                    partials = self.partials_of(operands, work, segment, vectors)
-                    self.finish(operands, work, segment.block, source, partials, parts, vectors, tid)
-                    if parts == 1:
-                        self.release(memory, buffer, lane)
-            buffer = buffer + 1
-            if buffer == self.config.num_buffers:
-                buffer = Int32(0)
-                phase = phase ^ 1
+                    held = self.is_held(work, index - lag, lag)
+                    self.finish(operands, memory, work, segment, index - lag, held, vectors, tid)
+                    if held:
+                        self.release(memory, self.buffer(index - lag), lane)
+
+    def buffer(self, index):
+        """Staging buffer of a segment."""
+        return index % self.config.num_buffers
+
+    def phase(self, index):
+        """Parity of its barrier."""
+        return index // self.config.num_buffers % 2
+
+    def is_held(self, work, index, lag):
+        """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace."""
+        return (lag == 0) | (index == work.num_segments - 1)
+
+    def share(self, work, vectors):
+        """[first, end) of a block's vectors that a CTA finishes."""
+        num_slices = work.shape.num_slices
+        return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
+
+    @cute.jit
+    def store_partials(self, operands, memory, work, segment, index, held, vectors, tid):
+        """Stores a CTA's part of a block for those who finish it; what it finishes itself it may hold back."""
+        first, end = self.share(work, vectors)
+        source = memory.staging + self.buffer(index) * self.config.buffer_bytes
+        target = self.partials_of(operands, work, segment, vectors)
+        target = target + Int64(self.parts_of(work, segment)[1] * vectors) * VECTOR_BYTES
+        for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
+            if (not held) | (vector < first) | (vector >= end):
+                ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
         """(parts of a block up to those of this group, the number of this CTA's)."""
@@ -111,48 +130,50 @@ class Epilogue:
         return total
 
     @cute.jit
-    def finish(self, operands, work, block, source, partials, parts, vectors, tid):
-        """Stores this CTA's share of a block's outputs: of the sums at ``source``, or of all parts in their order."""
-        num_slices = work.shape.num_slices
-        first = vectors * work.slice_index // num_slices
-        end = vectors * (work.slice_index + 1) // num_slices
+    def finish(self, operands, memory, work, segment, index, held, vectors, tid):
+        """Adds up all parts of this CTA's share of a block, in their order, and stores the outputs."""
+        first, end = self.share(work, vectors)
+        parts, part = self.parts_of(work, segment)
+        own = cutlass.select_(held, part, Int32(-1))
+        source = memory.staging + self.buffer(index) * self.config.buffer_bytes
+        partials = self.partials_of(operands, work, segment, vectors)
         sums = cute.make_rmem_tensor(VECTOR, Float32)
         extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
         stride = Int64(vectors) * VECTOR_BYTES
         for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
-            target = self.target_of(work.shape, block, vector)
+            target = self.target_of(work.shape, segment.block, vector)
             # Before the wait for the parts, so that there is one wait for all.
             self.load_extras(operands, work.shape, target, extras)
-            place = partials + Int64(vector) * VECTOR_BYTES
-            if parts == 1:
+            sums.fill(0.0)
+            if held:
                 values = self.staged_sum(source, vector)
                 for i in cutlass.range_constexpr(VECTOR):
                     sums[i] = values[i]
-            else:
-                self.gather(sums, place, stride, parts)
+            place = partials + Int64(vector) * VECTOR_BYTES
+            if (parts > 1) | (not held):
+                self.gather(sums, place, stride, parts, own)
             self.store(operands, work.shape, target, sums, extras)
-            if parts > 1:
-                for part in cutlass.range(parts, unroll=1):
-                    ptx.store_global(place + stride * part, [Uint32(EMPTY_WORD)] * VECTOR)
+            for other in cutlass.range(parts, unroll=1):
+                if other != own:
+                    ptx.store_global(place + stride * other, [Uint32(EMPTY_WORD)] * VECTOR)
 
     @cute.jit
-    def gather(self, sums, place, stride, parts):
-        """Adds up a vector over all parts, as they come."""
+    def gather(self, sums, place, stride, parts, own):
+        """Adds a vector's parts, as they come, but for part ``own``."""
         words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
-        sums.fill(0.0)
         for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
-            self.wait_for(words, place + stride * begin, stride, parts - begin)
+            self.wait_for(words, place + stride * begin, stride, parts - begin, own - begin)
             for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
                 sums[i % VECTOR] = sums[i % VECTOR] + words[i].bitcast(Float32)
 
     @cute.jit
-    def wait_for(self, words, source, stride, left):
-        """Loads the vector of up to COMBINE_BATCH parts until all have come; zeros beyond the last."""
+    def wait_for(self, words, source, stride, left, own):
+        """Loads a vector of up to COMBINE_BATCH parts until all have come; zeros beyond the last and for ``own``."""
         missing = Int32(1)
         while missing != 0:
             missing = Int32(0)
             for i in cutlass.range_constexpr(COMBINE_BATCH):
-                if i < left:
+                if (i < left) & (i != own):
                     loaded = ptx.load_relaxed(source + stride * i, VECTOR)
                     for w in cutlass.range_constexpr(VECTOR):
                         words[VECTOR * i + w] = loaded[w]
