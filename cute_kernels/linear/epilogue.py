@@ -62,9 +62,10 @@ class Epilogue:
         for index in cutlass.range(work.num_segments + lag, unroll=1):
             if index < work.num_segments:
                 segment = work.segment(index)
-                cute.arch.mbarrier_wait(memory.staged + self.buffer(index), self.phase(index))
                 held = segment.last & self.is_held(work, index, lag)
-                self.store_partials(operands, memory, work, segment, index, held, vectors, tid)
+                if (shape.num_slices > 1) | (not held):
+                    self.wait_staged(memory, index)
+                    self.store_partials(operands, memory, work, segment, index, held, vectors, tid)
                 if not held:
                     self.release(memory, self.buffer(index), lane)
             if index >= lag:
@@ -82,6 +83,9 @@ class Epilogue:
     def phase(self, index):
         """Parity of its barrier."""
         return index // self.config.num_buffers % 2
+
+    def wait_staged(self, memory, index):
+        cute.arch.mbarrier_wait(memory.staged + self.buffer(index), self.phase(index))
 
     def is_held(self, work, index, lag):
         """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace."""
@@ -131,7 +135,7 @@ class Epilogue:
 
     @cute.jit
     def finish(self, operands, memory, work, segment, index, held, vectors, tid):
-        """Adds up all parts of this CTA's share of a block, in their order, and stores the outputs."""
+        """Adds up all parts of this CTA's share of a block, in their order and its own last; stores the outputs."""
         first, end = self.share(work, vectors)
         parts, part = self.parts_of(work, segment)
         own = cutlass.select_(held, part, Int32(-1))
@@ -142,16 +146,17 @@ class Epilogue:
         stride = Int64(vectors) * VECTOR_BYTES
         for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
             target = self.target_of(work.shape, segment.block, vector)
-            # Before the wait for the parts, so that there is one wait for all.
+            # What lies in memory is on its way before the CTA's own sums are complete.
             self.load_extras(operands, work.shape, target, extras)
             sums.fill(0.0)
-            if held:
-                values = self.staged_sum(source, vector)
-                for i in cutlass.range_constexpr(VECTOR):
-                    sums[i] = values[i]
             place = partials + Int64(vector) * VECTOR_BYTES
             if (parts > 1) | (not held):
                 self.gather(sums, place, stride, parts, own)
+            if held:
+                self.wait_staged(memory, index)
+                values = self.staged_sum(source, vector)
+                for i in cutlass.range_constexpr(VECTOR):
+                    sums[i] = sums[i] + values[i]
             self.store(operands, work.shape, target, sums, extras)
             for other in cutlass.range(parts, unroll=1):
                 if other != own:
