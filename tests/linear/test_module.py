@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cute_kernels import PackedWeight, QuantizedLinear, linear, quantize_model, quantize_weight
+from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight
+from cute_kernels.linear import linear
 from tests.linear.cases import known
 
 BF16, FP16 = torch.bfloat16, torch.float16
