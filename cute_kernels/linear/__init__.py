@@ -11,11 +11,19 @@ import torch
 
 from cute_kernels.linear import ops
 from cute_kernels.linear.module import QuantizedLinear, quantize_model
-from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.weight import PackedWeight
 
-__all__ = ["PackedWeight", "QuantizedLinear", "linear", "linear_reference", "quantize_model", "quantize_weight"]
+__all__ = [
+    "PackedWeight",
+    "QuantizedLinear",
+    "interleave_weights",
+    "linear",
+    "linear_reference",
+    "quantize_model",
+    "quantize_weight",
+]
 
 
 def linear(

@@ -6,6 +6,7 @@ Both go through the weight by blocks of rows, so that what lies unpacked at a ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from cute_kernels.linear.weight import (
     num_groups,
     padded_shape,
     row_blocks,
+    rows_of,
     symmetric_zero,
 )
 from layouts import transform
@@ -180,6 +182,50 @@ def pack_codes(
     return PackedWeight(codes, tile_scales, bits=bits, group_size=group_size, shape=shape, **fields)
 
 
+def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+    """One weight [2 N, K]: even rows are gate's and odd rows are up's, as the activation "swiglu" wants them.
+
+    For checkpoints that have the two apart. Codes are moved, never changed.
+
+    Raises:
+        ValueError: the two differ in shape, bits, group size, dtype, device, perm or input_scale.
+    """
+    for name in ("shape", "bits", "group_size", "dtype", "device"):
+        ours, theirs = getattr(gate, name), getattr(up, name)
+        if ours != theirs:
+            raise ValueError(f"up: got {name} {theirs}, want {ours}, that of gate")
+    for name in ("perm", "input_scale"):
+        ours, theirs = getattr(gate, name), getattr(up, name)
+        if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+            raise ValueError(f"up: got another {name} than gate has, want the same: they share their inputs")
+    n, k = gate.shape
+    groups = -(-k // gate.group_size) if gate.group_size else 1
+
+    def in_turn(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.stack((one, other), dim=1).flatten(0, 1)
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        first, last = start // 2, stop // 2
+        tile = first // TILE_N
+        rows = slice(first - tile * TILE_N, last - tile * TILE_N)
+        return in_turn(*(each.unpack_tiles(tile, -(-last // TILE_N))[rows, :k] for each in (gate, up)))
+
+    zeros = None
+    if gate.zeros is not None or up.zeros is not None:
+        middle = torch.full_like(gate.scales, symmetric_zero(gate.bits), dtype=torch.uint8)
+        tiled = (middle if each.zeros is None else each.zeros for each in (gate, up))
+        zeros = in_turn(*(rows_of(each)[:n, :groups] for each in tiled))
+    packed = pack_codes(
+        codes_of,
+        in_turn(rows_of(gate.scales)[:n, :groups], rows_of(up.scales)[:n, :groups]),
+        zeros,
+        bits=gate.bits,
+        group_size=gate.group_size,
+        shape=(2 * n, k),
+    )
+    return replace(packed, perm=gate.perm, input_scale=gate.input_scale)  # the codes are in packed order already
+
+
 def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None, filling: int) -> torch.Tensor:
     """[N_pad / 64, G, 64] of [N, groups], new rows and groups filled."""
     n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
@@ -194,5 +240,5 @@ def _zero_codes(
     rows = (last - first) * TILE_N
     if zeros is None:
         return torch.full((rows, k_pad), middle, dtype=torch.uint8, device=device)
-    by_row = zeros[first:last].transpose(1, 2).flatten(0, 1).to(device)
+    by_row = rows_of(zeros[first:last]).to(device)
     return by_row.repeat_interleave(k_pad // by_row.shape[1], dim=1)

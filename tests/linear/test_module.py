@@ -58,6 +58,17 @@ def test_loading_takes_on_the_format_that_is_loaded():
     assert torch.equal(layer(numbers(3, 100)), loaded(numbers(3, 100)))
 
 
+def test_loading_copies_into_the_tensors_that_are_there_unless_it_is_told_to_assign():
+    loaded, layer = (QuantizedLinear.from_linear(dense_layer(seed=seed)) for seed in (1, 2))
+    codes = layer.codes
+    layer.load_state_dict(loaded.state_dict())
+    assert layer.codes is codes and torch.equal(codes, loaded.codes)
+    layer.load_state_dict(QuantizedLinear.from_linear(dense_layer(seed=1), 8).state_dict())
+    assert layer.codes is not codes and torch.equal(codes, loaded.codes)
+    layer.load_state_dict(loaded.state_dict(), assign=True)
+    assert layer.codes.data_ptr() == loaded.codes.data_ptr()
+
+
 def test_a_model_loads_as_a_whole_onto_meta_or_real_layers():
     model = quantize_model(nn.Sequential(dense_layer(), nn.ReLU(), dense_layer(100, 70)), group_size=32)
     x = numbers(3, 100)
