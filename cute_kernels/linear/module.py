@@ -23,8 +23,8 @@ class QuantizedLinear(nn.Module):
 
     Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, and "bias". Loading one takes on
     the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are copied,
-    into those that are there where they fit. What does not fit is reported by `load_state_dict`, and the layer is then
-    as it was.
+    into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
+    `load_state_dict`, and the layer is then as it was.
 
     Args:
         weight: [out_features, in_features].
@@ -145,15 +145,16 @@ class QuantizedLinear(nn.Module):
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         unexpected = sorted(own.keys() - {*TENSOR_NAMES, "format", "bias"})
-        unexpected_keys.extend(prefix + name for name in unexpected if strict)
+        unexpected_keys.extend(prefix + name for name in unexpected)
         missing = [name for name in ("codes", "scales", "format") if name not in own]
-        missing += ["bias"] if self.bias is not None and "bias" not in own else []
-        missing_keys.extend(prefix + name for name in missing)
-        if missing or unexpected:
+        no_bias = self.bias is not None and "bias" not in own
+        missing_keys.extend(prefix + name for name in [*missing, *(["bias"] if no_bias else [])])
+        if missing:
             return
         try:
-            bias = own.pop("bias", None)
-            weight = PackedWeight.from_state_dict(own)
+            bias = self.bias if no_bias else own.get("bias")
+            names = (*TENSOR_NAMES, "format")
+            weight = PackedWeight.from_state_dict({name: own[name] for name in names if name in own})
             if weight.shape != self.shape:
                 raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
             bias = self._checked_bias(bias, weight)
