@@ -13,7 +13,7 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
-from cute_kernels.linear import PackedWeight, QuantizedLinear, linear, quantize_model, quantize_weight
+from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "append_kv",
     "decode_attention",
     "dequantize_kv",
-    "linear",
+    "interleave_weights",
     "merge_states",
     "quantize_kv",
     "quantize_model",

@@ -11,11 +11,19 @@ import torch
 
 from cute_kernels.linear import ops
 from cute_kernels.linear.module import QuantizedLinear, quantize_model
-from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.weight import PackedWeight
 
-__all__ = ["PackedWeight", "QuantizedLinear", "linear", "linear_reference", "quantize_model", "quantize_weight"]
+__all__ = [
+    "PackedWeight",
+    "QuantizedLinear",
+    "interleave_weights",
+    "linear",
+    "linear_reference",
+    "quantize_model",
+    "quantize_weight",
+]
 
 
 def linear(
@@ -31,7 +39,8 @@ def linear(
     """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
     Sums are in fp32, bias, activation and residual too; the result is rounded once. Works under
-    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``; it has no gradient.
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient:
+    the result does not require one, whatever its operands do.
 
     Args:
         x: bf16 or fp16 [..., K], in the dtype of the weight's scales and on its device; any strides, any of the leading

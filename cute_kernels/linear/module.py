@@ -22,8 +22,9 @@ class QuantizedLinear(nn.Module):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
 
     Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, and "bias". Loading one takes on
-    the number of bits, group size and options of what is loaded; only N and K must be the layer's. What does not fit is
-    reported by `load_state_dict`, and the layer is then as it was.
+    the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are copied,
+    into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
+    `load_state_dict`, and the layer is then as it was.
 
     Args:
         weight: [out_features, in_features].
@@ -140,25 +141,40 @@ class QuantizedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         unexpected = sorted(own.keys() - {*TENSOR_NAMES, "format", "bias"})
-        unexpected_keys.extend(prefix + name for name in unexpected if strict)
+        unexpected_keys.extend(prefix + name for name in unexpected)
         missing = [name for name in ("codes", "scales", "format") if name not in own]
-        missing += ["bias"] if self.bias is not None and "bias" not in own else []
-        missing_keys.extend(prefix + name for name in missing)
-        if missing or unexpected:
+        no_bias = self.bias is not None and "bias" not in own
+        missing_keys.extend(prefix + name for name in [*missing, *(["bias"] if no_bias else [])])
+        if missing:
             return
         try:
-            bias = own.pop("bias", None)
-            weight = PackedWeight.from_state_dict(own)
+            bias = self.bias if no_bias else own.get("bias")
+            names = (*TENSOR_NAMES, "format")
+            weight = PackedWeight.from_state_dict({name: own[name] for name in names if name in own})
             if weight.shape != self.shape:
                 raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
             bias = self._checked_bias(bias, weight)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix}{error}")
             return
+        self._take(weight, bias, copy=not local_metadata.get("assign_to_params_buffers", False))
+
+    def _take(self, weight: PackedWeight, bias: torch.Tensor | None, copy: bool) -> None:
+        """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
         device = weight.device if self.codes.is_meta else self.codes.device
-        self._set(weight.to(device), None if bias is None else bias.to(device))
+        for name, new in [*((name, getattr(weight, name)) for name in TENSOR_NAMES), ("bias", bias)]:
+            here = self._buffers[name]
+            if new is None or not copy:
+                setattr(self, name, new)
+            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+                here.copy_(new)
+            else:
+                setattr(self, name, new.to(device, copy=True))
+        self.bits, self.group_size = weight.bits, weight.group_size
 
 
 def quantize_model(

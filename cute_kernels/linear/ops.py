@@ -29,8 +29,7 @@ def apply(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one."""
-    # The operator also serves inputs with a gradient: it says on the way back that there is none.
-    dispatch = needs_dispatch(x=x, codes=codes) or (x.requires_grad and torch.is_grad_enabled())
+    dispatch = needs_dispatch(x=x, codes=codes)
     n, k = shape
     checks.check_input(x, k, scales.dtype, codes.device)
     checks.check_activation(activation, n)
@@ -46,6 +45,9 @@ def apply(
     if out is not None:
         checks.check_result("out", out, x, n, activation, out_dtype)
         checks.check_out(out)
+    if torch.is_grad_enabled():  # there is no way back, so nothing may look as if there were
+        x = x.detach() if x.requires_grad else x
+        bias, residual = (t.detach() if t is not None and t.requires_grad else t for t in (bias, residual))
     rows = _rows(x if perm is input_scale is None else prepare_input(x, perm, input_scale), k)
     size = group_size or 0
     if dispatch:

@@ -6,6 +6,7 @@ Both go through the weight by blocks of rows, so that what lies unpacked at a ti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from cute_kernels.linear.weight import (
     num_groups,
     padded_shape,
     row_blocks,
+    rows_of,
     symmetric_zero,
 )
 from layouts import transform
@@ -43,8 +45,8 @@ def quantize_weight(
 
     The range of a group always contains 0. Without a zero point the scale is the smallest that covers it with codes
     -8..7 (-128..127 for 8 bits); with one, 15 (255) steps span it and the zero point is the nearest code to 0. Scales
-    are rounded to ``dtype`` before the codes are computed, so |W - w| is at most half a scale, plus what rounding the
-    scale moved the ends of the range. Groups of zeros, and those whose scale is below ``dtype``'s range, give zeros.
+    are rounded up to ``dtype`` before the codes are computed, so the range still fits and |W - w| is at most half a
+    scale. Groups of zeros give exact zeros.
 
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
@@ -103,13 +105,19 @@ def _choose_scales(
         raise ValueError("w: got NaN or infinite values (in fp32), want finite ones")
     # Divided before they are subtracted: high - low may be beyond fp32.
     exact = high / top - low / top if zero_point else torch.maximum(high / (middle - 1), low / -middle)
-    scales = exact.to(dtype)
+    scales = _round_up(exact, dtype)
     if bool(scales.isinf().any()):
         raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, beyond {dtype}: want a wider dtype")
     if not zero_point:
         return scales, None
     zeros = torch.where(scales > 0, (-low / scales.float()).round().clamp(0, top), float(middle))
     return scales, zeros.to(torch.uint8)
+
+
+def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The smallest numbers in a 16-bit ``dtype`` that are not below ``values``, fp32 and not negative."""
+    rounded = values.to(dtype)
+    return (rounded.view(torch.int16) + (rounded.float() < values)).view(dtype)
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
@@ -157,8 +165,8 @@ def pack_codes(
     if perm is not None:
         check_permutation("perm", perm)
     where = torch.device(device) if device is not None else scales.device
-    tile_scales = _tiled(scales, shape, group_size, 0).to(where)
-    tile_zeros = None if zeros is None else _tiled(zeros, shape, group_size, middle)
+    tile_scales = _tiled(scales, shape, group_size).to(where)
+    tile_zeros = None if zeros is None else _tiled(zeros, shape, group_size)
     n_pad, k_pad = padded_shape(shape, group_size)
     tiles = n_pad // TILE_N
     codes = torch.empty(tiles, k_pad // hopper.tile_k(bits), TILE_BYTES, dtype=torch.uint8, device=where)
@@ -180,11 +188,55 @@ def pack_codes(
     return PackedWeight(codes, tile_scales, bits=bits, group_size=group_size, shape=shape, **fields)
 
 
-def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None, filling: int) -> torch.Tensor:
-    """[N_pad / 64, G, 64] of [N, groups], new rows and groups filled."""
+def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+    """One weight [2 N, K]: even rows are gate's and odd rows are up's, as the activation "swiglu" wants them.
+
+    For checkpoints that have the two apart. Codes are moved, never changed.
+
+    Raises:
+        ValueError: the two differ in shape, bits, group size, dtype, device, perm or input_scale.
+    """
+    for name in ("shape", "bits", "group_size", "dtype", "device"):
+        ours, theirs = getattr(gate, name), getattr(up, name)
+        if ours != theirs:
+            raise ValueError(f"up: got {name} {theirs}, want {ours}, that of gate")
+    for name in ("perm", "input_scale"):
+        ours, theirs = getattr(gate, name), getattr(up, name)
+        if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+            raise ValueError(f"up: got another {name} than gate has, want the same: they share their inputs")
+    n, k = gate.shape
+    groups = -(-k // gate.group_size) if gate.group_size else 1
+
+    def in_turn(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.stack((one, other), dim=1).flatten(0, 1)
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        first, last = start // 2, stop // 2
+        tile = first // TILE_N
+        rows = slice(first - tile * TILE_N, last - tile * TILE_N)
+        return in_turn(*(each.unpack_tiles(tile, -(-last // TILE_N))[rows, :k] for each in (gate, up)))
+
+    zeros = None
+    if gate.zeros is not None or up.zeros is not None:
+        middle = torch.full_like(gate.scales, symmetric_zero(gate.bits), dtype=torch.uint8)
+        tiled = (middle if each.zeros is None else each.zeros for each in (gate, up))
+        zeros = in_turn(*(rows_of(each)[:n, :groups] for each in tiled))
+    packed = pack_codes(
+        codes_of,
+        in_turn(rows_of(gate.scales)[:n, :groups], rows_of(up.scales)[:n, :groups]),
+        zeros,
+        bits=gate.bits,
+        group_size=gate.group_size,
+        shape=(2 * n, k),
+    )
+    return replace(packed, perm=gate.perm, input_scale=gate.input_scale)  # the codes are in packed order already
+
+
+def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None) -> torch.Tensor:
+    """[N_pad / 64, G, 64] of [N, groups], new rows and groups 0."""
     n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
     more = (0, groups - values.shape[1], 0, n_pad - values.shape[0])
-    return pad(values, more, value=filling).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
+    return pad(values, more).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
 def _zero_codes(
@@ -194,5 +246,5 @@ def _zero_codes(
     rows = (last - first) * TILE_N
     if zeros is None:
         return torch.full((rows, k_pad), middle, dtype=torch.uint8, device=device)
-    by_row = zeros[first:last].transpose(1, 2).flatten(0, 1).to(device)
+    by_row = rows_of(zeros[first:last]).to(device)
     return by_row.repeat_interleave(k_pad // by_row.shape[1], dim=1)

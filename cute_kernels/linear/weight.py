@@ -19,7 +19,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
 FORMAT_VERSION = 1
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
-BLOCK_ELEMENTS = 1 << 24  # of a weight that is unpacked at a time: 64 MB in fp32
+BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
 _FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size")
 
 
@@ -156,15 +156,19 @@ class PackedWeight:
 
     def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
         """Rows 64 * first to 64 * last of W as exact fp32 products [rows, K]; the rows that pad N are left out."""
-        codes = unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
+        codes = self.unpack_tiles(first, last)
         rows, groups = codes.shape[0], self.scales.shape[1]
         w = codes.view(rows, groups, -1).float()
-        w -= symmetric_zero(self.bits) if self.zeros is None else _per_row(self.zeros[first:last])
-        w *= _per_row(self.scales[first:last])
+        w -= symmetric_zero(self.bits) if self.zeros is None else rows_of(self.zeros[first:last]).unsqueeze(-1).float()
+        w *= rows_of(self.scales[first:last]).unsqueeze(-1).float()
         w = w.view(rows, -1)[: self.shape[0] - first * TILE_N, : self.shape[1]]
         if self.perm is None:
             return w
         return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
+
+    def unpack_tiles(self, first: int, last: int) -> torch.Tensor:
+        """Codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
+        return unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
     # The importers stand above this package, so they are looked up when they are called.
@@ -322,9 +326,9 @@ class PackedWeight:
         return weight
 
 
-def _per_row(tiled: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, G, 1] of a tensor [tiles, G, 64]."""
-    return tiled.transpose(1, 2).flatten(0, 1).unsqueeze(-1).float()
+def rows_of(tiled: torch.Tensor) -> torch.Tensor:
+    """Scales or zeros [64 * tiles, G] of their tiles [tiles, G, 64]."""
+    return tiled.transpose(1, 2).flatten(0, 1)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -46,3 +46,15 @@ def test_a_weight_beyond_two_to_the_31_elements():
         assert torch.equal(
             packed.dequantize_tiles(first // 64, first // 64 + 2), quantize_weight(w[rows]).dequantize(torch.float32)
         )
+
+
+@pytest.mark.parametrize("inner_k_tiles", [2, 4, 8])
+def test_tinygemm_tiles_are_those_of_pytorch(inner_k_tiles):
+    golden = goldens.layer(72, 256, 64, dtype=torch.bfloat16)
+    codes = torch.tensor(golden.codes, dtype=torch.uint8, device="cuda")
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs, inner_k_tiles)
+    tensors = goldens.tinygemm(golden, inner_k_tiles)
+    assert torch.equal(packed.cpu(), tensors["packed_weight"])
+    weight = PackedWeight.from_torchao(packed_weight=packed, scale_and_zero=tensors["scale_and_zero"].cuda())
+    assert torch.equal(weight.dequantize(torch.float64).cpu(), golden.dense)

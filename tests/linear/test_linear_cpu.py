@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from cute_kernels import linear as public_linear
+import cute_kernels
+import cute_kernels.linear as package
 from cute_kernels.linear import linear, linear_reference, quantize_weight
 from tests.linear.cases import GROUPS, known
 
@@ -96,10 +98,9 @@ def test_out_is_written_and_returned_and_may_be_the_residual():
     assert torch.equal(linear(x, packed, residual=hidden, out=hidden), want)
 
 
-def test_it_is_exported():
-    import cute_kernels
-
-    assert public_linear is linear and cute_kernels.quantize_weight is quantize_weight
+def test_the_package_exports_what_does_not_have_its_own_name():
+    assert cute_kernels.quantize_weight is quantize_weight
+    assert package.linear is linear and isinstance(package, ModuleType)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

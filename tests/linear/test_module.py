@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cute_kernels import PackedWeight, QuantizedLinear, linear, quantize_model, quantize_weight
+from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight
+from cute_kernels.linear import linear
 from tests.linear.cases import known
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -57,6 +58,17 @@ def test_loading_takes_on_the_format_that_is_loaded():
     assert torch.equal(layer(numbers(3, 100)), loaded(numbers(3, 100)))
 
 
+def test_loading_copies_into_the_tensors_that_are_there_unless_it_is_told_to_assign():
+    loaded, layer = (QuantizedLinear.from_linear(dense_layer(seed=seed)) for seed in (1, 2))
+    codes = layer.codes
+    layer.load_state_dict(loaded.state_dict())
+    assert layer.codes is codes and torch.equal(codes, loaded.codes)
+    layer.load_state_dict(QuantizedLinear.from_linear(dense_layer(seed=1), 8).state_dict())
+    assert layer.codes is not codes and torch.equal(codes, loaded.codes)
+    layer.load_state_dict(loaded.state_dict(), assign=True)
+    assert layer.codes.data_ptr() == loaded.codes.data_ptr()
+
+
 def test_a_model_loads_as_a_whole_onto_meta_or_real_layers():
     model = quantize_model(nn.Sequential(dense_layer(), nn.ReLU(), dense_layer(100, 70)), group_size=32)
     x = numbers(3, 100)
@@ -64,6 +76,20 @@ def test_a_model_loads_as_a_whole_onto_meta_or_real_layers():
         other = quantize_model(nn.Sequential(dense_layer(seed=2), nn.ReLU(), dense_layer(100, 70, seed=3))).to(place)
         other.load_state_dict(model.state_dict())
         assert torch.equal(other(x), model(x))
+
+
+def test_loading_that_is_not_strict_takes_what_is_there():
+    layer = QuantizedLinear.from_linear(dense_layer(seed=5), 8)
+    kept = layer.bias
+    state = bad_state(bias=None, qweight=torch.zeros(1))
+    result = layer.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["bias"], ["qweight"])
+    assert layer.bits == 4 and torch.equal(layer.codes, state["codes"]) and layer.bias is kept
+    assert layer.load_state_dict({"bias": kept}, strict=False).missing_keys == ["codes", "scales", "format"]
+    with pytest.raises(RuntimeError, match='Missing key.*"bias"'):
+        layer.load_state_dict(bad_state(bias=None))
+    with pytest.raises(RuntimeError, match='Unexpected key.*"qweight"'):
+        layer.load_state_dict(bad_state(qweight=torch.zeros(1)))
 
 
 def bad_state(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -75,8 +101,6 @@ def bad_state(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
     ("state", "message"),
     [
         (bad_state(scales=None), 'Missing key.*"scales"'),
-        (bad_state(bias=None), 'Missing key.*"bias"'),
-        (bad_state(qweight=torch.zeros(1)), 'Unexpected key.*"qweight"'),
         (bad_state(scales=torch.zeros(2, 3, 64).half()), r"scales: got shape \[2, 3, 64\], want \[2, 2, 64\]"),
         (bad_state(bias=torch.zeros(71)), r"bias: got torch.float32 \[71\], want a floating \[70\]"),
         (
@@ -107,12 +131,15 @@ def test_it_says_what_it_is():
     assert "in_features=100, out_features=70, bias=True, bits=4, group_size=None, torch.bfloat16, with zeros" in text
 
 
-def test_inputs_with_a_gradient_are_served_and_get_none():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_never_require_a_gradient(compiled):
+    torch.compiler.reset()
     layer = QuantizedLinear.from_linear(dense_layer())
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     x = numbers(2, 100).requires_grad_()
-    assert torch.equal(layer(x).detach(), layer(x.detach()))
-    with torch.no_grad():
-        assert not layer(x).requires_grad
+    assert not call(x).requires_grad and torch.equal(call(x), layer(x.detach()))
+    bias, residual = (numbers(*shape).requires_grad_() for shape in ((70,), (2, 70)))
+    assert not linear(x, layer.weight, bias, residual=residual).requires_grad
 
 
 def test_it_compiles_without_graph_breaks():

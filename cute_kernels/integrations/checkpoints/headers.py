@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 
@@ -25,14 +26,17 @@ class Entry:
 
 
 def read_headers(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, or of all files of a directory, by name.
+    """The tensors of a file, or of a directory's files, by name: those that its index names, or else all.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the directory.
         ValueError: a file is no safetensors file or is cut off, a tensor is in two files, or one that the directory's
             index promises is in none; the message names file and tensor.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
+    files = [path]
+    if path.is_dir():
+        files = [path / name for name in sorted(set(promised.values()))] or sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"path: got the directory {path} without *.safetensors, want at least one")
     entries: dict[str, Entry] = {}
@@ -41,11 +45,19 @@ def read_headers(path: Path) -> dict[str, Entry]:
             if name in entries:
                 raise ValueError(f"{name}: got it in {entries[name].file.name} and in {file.name}, want it once")
             entries[name] = entry
-    for index in sorted(path.glob("*.safetensors.index.json")) if path.is_dir() else []:
-        for name, where in json.loads(index.read_text())["weight_map"].items():
-            if name not in entries:
-                raise ValueError(f"{name}: got no such tensor, want it in {where}, as {index.name} says")
+    for name, where in promised.items():
+        if name not in entries:
+            raise ValueError(f"{name}: got no such tensor, want it in {where}, as {INDEX} says")
     return entries
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, all of which exist."""
+    promised: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    for name, where in promised.items():
+        if not (index.parent / where).exists():
+            raise FileNotFoundError(f"{name}: got no file {where}, want it beside {INDEX}, which says so")
+    return promised
 
 
 def _read_header(file: Path) -> dict[str, Entry]:

@@ -95,9 +95,13 @@ def test_shards_are_read_through_their_index(tmp_path):
         weight_map |= dict.fromkeys(tensors, f"model-{i}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"other.qweight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # not in the index
     assert [name for name, _ in load_safetensors(tmp_path)] == sorted(NAMES)
+    index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "model-1.safetensors"}}))
+    with pytest.raises(ValueError, match="^norm.weight: got no such tensor, want it in model-1.safetensors, as model"):
+        load_safetensors(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "model-7.safetensors"}}))
-    with pytest.raises(ValueError, match="^norm.weight: got no such tensor, want it in model-7.safetensors, as model"):
+    with pytest.raises(FileNotFoundError, match="^norm.weight: got no file model-7.safetensors, want it beside model"):
         load_safetensors(tmp_path)
 
 

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from cute_kernels import PackedWeight, linear
+from cute_kernels import PackedWeight
 from cute_kernels.integrations.checkpoints import hqq, torchao
+from cute_kernels.linear import linear
 from tests.integrations.checkpoints import goldens
 from tests.layouts.test_fastertransformer import CASES, naive_preprocess
 
