@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import WARP_THREADS, LinearConfig
@@ -56,9 +56,7 @@ class Epilogue:
         shape = work.shape
         vectors = shape.m * self.row_vectors
         # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
-        lag = Int32(0)
-        if const_expr(self.config.num_buffers > 1):
-            lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
+        lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
         for index in cutlass.range(work.num_segments + lag, unroll=1):
             if index < work.num_segments:
                 segment = work.segment(index)
@@ -88,8 +86,12 @@ class Epilogue:
         cute.arch.mbarrier_wait(memory.staged + self.buffer(index), self.phase(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace."""
-        return (lag == 0) | (index == work.num_segments - 1)
+        """Whether a CTA takes its own part of its share from the staging buffer, not through the workspace.
+
+        A buffer is not held back for other slices if the next block wants it.
+        """
+        held = (lag == 0) & (work.shape.num_slices == 1) if self.config.num_buffers == 1 else lag == 0
+        return held | (index == work.num_segments - 1)
 
     def share(self, work, vectors):
         """[first, end) of a block's vectors that a CTA finishes."""
