@@ -61,9 +61,10 @@ class Epilogue:
             if index < work.num_segments:
                 segment = work.segment(index)
                 held = segment.last & self.is_held(work, index, lag)
+                part = self.parts_of(work, segment)[1]
                 if (shape.num_slices > 1) | (not held):
                     self.wait_staged(memory, index)
-                    self.store_partials(operands, memory, work, segment, index, held, vectors, tid)
+                    self.store_partials(operands, memory, work, segment, index, part, held, vectors, tid)
                 if not held:
                     self.release(memory, self.buffer(index), lane)
             if index >= lag:
@@ -99,12 +100,11 @@ class Epilogue:
         return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
 
     @cute.jit
-    def store_partials(self, operands, memory, work, segment, index, held, vectors, tid):
+    def store_partials(self, operands, memory, work, segment, index, part, held, vectors, tid):
         """Stores a CTA's part of a block for those who finish it; what it finishes itself it may hold back."""
         first, end = self.share(work, vectors)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
-        target = self.partials_of(operands, work, segment, vectors)
-        target = target + Int64(self.parts_of(work, segment)[1] * vectors) * VECTOR_BYTES
+        target = self.partials_of(operands, work, segment, vectors) + Int64(part * vectors) * VECTOR_BYTES
         for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
             if (not held) | (vector < first) | (vector >= end):
                 ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))

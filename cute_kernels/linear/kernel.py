@@ -25,7 +25,7 @@ from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.config import ROW_WARPS, SCALE_BYTES, WARP_THREADS, X_PAD, ZERO_BYTES, LinearConfig
 from cute_kernels.linear.decode import Decoder
 from cute_kernels.linear.epilogue import Epilogue
-from cute_kernels.linear.work import Operands, Shape, Work
+from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, Shape, Work
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -109,6 +109,7 @@ class LinearKernel:
             num_tiles=num_tiles,
             units=units,
             slice_units=slice_units,
+            slice_reciprocal=((Int64(1) << RECIPROCAL_BITS) + slice_units - 1) // slice_units,
             num_slices=num_slices,
             base=base,
             rest=total - base * num_groups,
@@ -176,7 +177,7 @@ class LinearKernel:
     def init_barriers(self, memory: Memory):
         config = self.config
         for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 1)
+            cute.arch.mbarrier_init(memory.full + i, 2)  # weights, activations
             cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
         for i in range(config.num_buffers):
             cute.arch.mbarrier_init(memory.staged + i, config.math_warps)
@@ -202,27 +203,29 @@ class LinearKernel:
     def copy_activations(self, operands, memory, work, lane):
         """Brings the slice of all tokens, a lane for each, along with the first weights that meet it.
 
-        All of it ahead would wait behind, or hold up, a ring full of weights. The barrier of a stage counts these
-        bytes, too; they may land before it is told so.
+        All of it ahead would wait behind, or hold up, a ring full of weights. This warp takes part in every stage, also
+        where it has nothing to bring: else it could be a round of the ring ahead, and take one parity for another.
         """
         config = self.config
         stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(cutlass.min(work.num_segments, 2), unroll=1):
+        for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
                 end = cutlass.min(unit + config.chunk_units, segment.end)
                 first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
-                if size > 0:
-                    # Of stages that wait for nothing here, some may have come round by now.
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    if lane < work.shape.m:
-                        start = Int64(lane) * work.shape.k + work.first_unit * config.unit_k
-                        ptx.bulk_copy_to_shared(
-                            memory.x + lane * memory.x_pitch + first,
-                            operands.x + start * 2 + first,
-                            size,
-                            Int32((memory.full + stage).toint()),
-                        )
+                barrier = memory.full + stage
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
+                cute.arch.sync_warp()
+                if (lane < work.shape.m) & (size > 0):
+                    start = Int64(lane) * work.shape.k + work.first_unit * config.unit_k
+                    ptx.bulk_copy_to_shared(
+                        memory.x + lane * memory.x_pitch + first,
+                        operands.x + start * 2 + first,
+                        size,
+                        Int32(barrier.toint()),
+                    )
                 stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit
@@ -236,20 +239,16 @@ class LinearKernel:
                 for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     end = cutlass.min(unit + config.chunk_units, segment.end)
-                    x_bytes = work.missing_x(index, unit, end, 2 * config.unit_k)[1] * work.shape.m
-                    self.copy_chunk(operands, memory, work, segment.block, unit, end - unit, stage, x_bytes)
+                    self.copy_chunk(operands, memory, work, segment.block, unit, end - unit, stage)
                     stage, phase = advance(stage, phase, config.num_stages)
             if const_expr(config.use_pdl):
                 cute.arch.griddepcontrol_launch_dependents()
 
-    def copy_chunk(self, operands, memory, work, block, unit, count, stage, x_bytes):
-        """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points.
-
-        x_bytes: of activations that the stage waits for as well.
-        """
+    def copy_chunk(self, operands, memory, work, block, unit, count, stage):
+        """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.unit_stage_bytes + x_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.unit_stage_bytes)
         address = Int32(barrier.toint())
         target = memory.ring + stage * config.stage_bytes
         parts = [

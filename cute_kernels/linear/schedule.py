@@ -18,10 +18,17 @@ NUM_SMS = 132  # where no GPU says otherwise
 MAX_TOKENS = 32  # of a launch
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
-COMBINE_US = 0.8  # a store, a load that sees it, another store
+COMBINE_US = 0.4  # to add parts that lie in memory
+SLICES_US = (
+    2.0  # to exchange parts that come at the same time: a store, a load that sees it, and waiting for the slowest
+)
+ACTIVATIONS_SHARE = 0.5  # of the time that activations take from L2 shows; the rest is hidden behind the weights
 STAGE_BYTES = 16 * 1024
-MAX_STAGES = 8
-X_BYTES = (32 * 1024, 80 * 1024)  # what the activations of a CTA may take; few, as each is a kernel of its own
+# What the activations of a CTA may take; few, as each is a kernel of its own. The least leaves an SM room for two CTAs.
+X_BYTES = (30 * 1024, 80 * 1024, 132 * 1024)
+IN_FLIGHT_BYTES = 32 * 1024  # an SM's share of the memory's rate times its latency
+MAX_STAGES = 6
+FEW_STAGES = 4  # enough for the memory's latency
 
 
 @dataclass(frozen=True)
@@ -159,9 +166,11 @@ def estimate_us(problem: Problem, schedule: Schedule) -> float:
     busiest = -(-schedule.total // schedule.num_groups) * unit_bytes * problem.num_sms
     streaming = max(total_bytes, busiest) / MEMORY_BYTES_PER_US
     activations = ctas * x_bytes_of(problem, schedule.slice_units * config.unit_k) / L2_BYTES_PER_US
-    parts = 4 * problem.m * problem.num_tiles * TILE_N * (schedule.num_slices if schedule.num_slices > 1 else 0)
-    combining = (COMBINE_US if schedule.workspace_words(problem.m) else 0) + 2 * parts / L2_BYTES_PER_US
-    return streaming + 0.5 * (activations + combining) + 0.5 * COMBINE_US * (schedule.num_slices > 1)
+    combining = COMBINE_US if schedule.workspace_words(problem.m) else 0.0
+    if schedule.num_slices > 1:
+        parts = 4 * problem.m * problem.num_tiles * TILE_N * schedule.num_slices
+        combining = SLICES_US + 2 * parts / L2_BYTES_PER_US
+    return streaming + ACTIVATIONS_SHARE * activations + combining
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -170,7 +179,13 @@ def estimate_us(problem: Problem, schedule: Schedule) -> float:
 def candidate_configs(problem: Problem) -> list[LinearConfig]:
     """The configurations worth considering: one for each amount of shared memory that the activations may take."""
     base = base_config(problem)
-    return [with_ring(base, x_bytes) for x_bytes in X_BYTES]
+    configs = [with_ring(base, x_bytes) for x_bytes in X_BYTES]
+    return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
+
+
+def in_flight(config: LinearConfig) -> int:
+    """Bytes of codes that are asked for while a stage is consumed."""
+    return (config.num_stages - 1) * config.chunk_units * config.n_tiles * config.unit_bytes
 
 
 def base_config(problem: Problem) -> LinearConfig:
@@ -179,8 +194,6 @@ def base_config(problem: Problem) -> LinearConfig:
     unit_k = 256 if problem.group_size == 256 else 128
     if problem.k_pad % unit_k:
         unit_k = 64
-    # With 20, 16 and 12 warps a thread has 96, 128 and 168 registers.
-    k_warps = {8: 4, 16: 3, 32: 2}[max_tokens]
     return LinearConfig(
         bits=problem.bits,
         dtype=problem.dtype,
@@ -188,7 +201,7 @@ def base_config(problem: Problem) -> LinearConfig:
         zero_point=problem.zero_point,
         max_tokens=max_tokens,
         n_tiles=2 if shares_activations(problem, max_tokens) else 1,
-        k_warps=k_warps,
+        k_warps=2,  # 12 warps: a thread has up to 168 registers, or, with up to 80, an SM room for two CTAs
         unit_k=unit_k,
         epilogue_warps=2,
         num_buffers=2 if max_tokens == 8 else 1,
@@ -197,21 +210,21 @@ def base_config(problem: Problem) -> LinearConfig:
 
 
 def shares_activations(problem: Problem, max_tokens: int) -> bool:
-    """Whether a warp takes two tiles, which share what ldmatrix reads: with many tokens one would ask too much of it.
+    """Whether a warp takes two tiles, which share what ldmatrix reads, and are twice as much to do between two waits.
 
     With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
     """
-    if problem.bits == 8 or max_tokens == 8 or problem.num_tiles == 1:
+    if problem.bits == 8 or problem.num_tiles == 1:
         return False
     return max_tokens < 32 or problem.group_size not in (32, 64)
 
 
-def with_ring(base: LinearConfig, x_bytes: int, max_stages: int = MAX_STAGES) -> LinearConfig:
+def with_ring(base: LinearConfig, x_bytes: int) -> LinearConfig:
     """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
     chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.unit_bytes))
     config = replace(base, chunk_units=chunk // base.k_warps * base.k_warps, x_bytes=x_bytes, num_stages=2)
     room = (MAX_SHARED_BYTES - config.smem_bytes) // (config.stage_bytes + 16)
-    return replace(config, num_stages=min(max_stages, 2 + room))
+    return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
 
 
 def shipped_configs() -> list[LinearConfig]:

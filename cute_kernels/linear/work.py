@@ -8,6 +8,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64
 
+RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -33,12 +35,17 @@ class Shape:
     num_tiles: Any  # tiles of 64 output features
     units: Any  # of the padded K
     slice_units: Any  # of a slice of K; the last slice may have fewer
+    slice_reciprocal: Any  # 2**RECIPROCAL_BITS over slice_units, rounded up
     num_slices: Any  # CTAs of a group: each takes a slice of K
     base: Any  # units of a slice, over all blocks, that a group takes;
     rest: Any  # the first ``rest`` groups take one more
     max_parts: Any  # partial results of a block, at most
     activation: Any
     out_kind: Any
+
+    def block_of(self, unit):
+        """The block of a unit, counted over all blocks of a slice."""
+        return Int32((Int64(unit) * self.slice_reciprocal) >> RECIPROCAL_BITS)
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,9 @@ class Work:
     def of(shape: Shape, group, slice_index) -> Work:
         first = group * shape.base + cutlass.min(group, shape.rest)
         count = shape.base + cutlass.select_(group < shape.rest, Int32(1), Int32(0))
-        first_block = first // shape.slice_units
-        num_segments = (first + count - 1) // shape.slice_units - first_block + 1
+        # A division would take over 100 cycles on the way to the first copy.
+        first_block = shape.block_of(first)
+        num_segments = shape.block_of(first + count - 1) - first_block + 1
         own_units = cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units)
         return Work(shape, group, slice_index, first, count, first_block, num_segments, own_units)
 

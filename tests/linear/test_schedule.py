@@ -134,11 +134,13 @@ def test_the_device_computes_the_same_segments(schedule: Schedule):
     base, rest = divmod(schedule.total, schedule.num_groups)
     shape = work.Shape(
         m=1, n=0, k=0, num_tiles=schedule.num_tiles, units=schedule.units, slice_units=schedule.slice_units,
+        slice_reciprocal=-(-(1 << work.RECIPROCAL_BITS) // schedule.slice_units),
         num_slices=schedule.num_slices, base=base, rest=rest, max_parts=schedule.max_parts, activation=0, out_kind=0,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "cutlass", SimpleNamespace(min=min, max=max, select_=lambda c, a, b: a if c else b))
         patch.setattr(work, "Int32", int)
+        patch.setattr(work, "Int64", int)
         first_groups: dict[int, int] = {}
         for group in range(schedule.num_groups):
             for index in range(schedule.num_slices):
@@ -157,14 +159,13 @@ def test_all_sms_of_an_h200_get_nearly_equal_bytes(m: int, n: int, k: int):
     schedule = make_schedule(Problem(m, n, k, k, 4, "bf16", 128))
     each = max(end - first for first, end in map(schedule.group_range, range(schedule.num_groups)))
     mean = schedule.num_blocks * schedule.units / 132
-    assert each <= 1.05 * mean
+    assert each <= 1.06 * mean
 
 
 def test_ring_keeps_enough_bytes_in_flight():
     """32 KB to an SM, by Little's law at 4.6 TB/s and 900 ns."""
     for config in schedules.shipped_configs():
-        in_flight = (config.num_stages - 1) * config.chunk_units * config.n_tiles * config.unit_bytes
-        assert in_flight >= 32 * 1024, config.name
+        assert schedules.in_flight(config) >= 32 * 1024, config.name
 
 
 def test_shipped_configurations_have_names_of_their_own():
