@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.schedule import shipped_configs
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
@@ -39,8 +40,6 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
-    from cute_kernels.linear.schedule import shipped_configs
-
     return [LinearSpec(config) for config in shipped_configs()]
 
 
