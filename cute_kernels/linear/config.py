@@ -16,6 +16,7 @@ SCALE_BYTES, ZERO_BYTES = 2 * TILE_N, TILE_N  # of one group of a tile's rows
 STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
 X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
 BARRIER_BYTES = 8
+FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
 MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
 MAX_THREADS = 1024
 ALIGNMENT = 128  # bytes, of what bulk copies fill

@@ -21,10 +21,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.config import WARP_THREADS, LinearConfig
+from cute_kernels.linear.config import FEW_SEGMENTS, WARP_THREADS, LinearConfig
 
 EMPTY_WORD = 0xFFFFFFFF
-FEW_SEGMENTS = 3
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 4  # partial results that a thread loads at a time

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.linear import schedule as schedules
-from cute_kernels.linear.config import MAX_SHARED_BYTES, LinearConfig
+from cute_kernels.linear.config import FEW_SEGMENTS, MAX_SHARED_BYTES, LinearConfig
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, make_schedule
 
 FORMATS = st.tuples(
@@ -95,36 +95,71 @@ def test_a_block_has_one_last_group_and_its_parts_have_places(schedule: Schedule
         assert len(groups[block]) * schedule.num_slices <= schedule.max_parts
 
 
-@given(cuts())
-@settings(max_examples=100, deadline=None)
-def test_no_two_ctas_wait_for_each_other(schedule: Schedule):
-    """Every CTA stores its parts in its order and waits after the last part of a block; all get to their ends."""
+def epilogue_steps(segments: list[tuple[int, int, int, bool]], num_slices: int, num_buffers: int) -> list[tuple]:
+    """What `cute_kernels.linear.epilogue.Epilogue.run` waits for and tells others, in its order."""
+    count = len(segments)
+    lag = int(num_slices > 1 and count > FEW_SEGMENTS)
+
+    def is_held(index: int) -> bool:
+        held = lag == 0 and (num_slices == 1 or num_buffers > 1)
+        return held or index == count - 1
+
+    steps: list[tuple] = []
+    for index in range(count + lag):
+        if index < count:
+            block, _, _, last = segments[index]
+            held = last and is_held(index)
+            if num_slices > 1 or not held:
+                steps += [("staged", index), ("store", block)]
+            if not held:
+                steps.append(("release", index))
+        done = index - lag
+        if done >= 0 and segments[done][3]:
+            steps.append(("parts", segments[done][0]))
+            if is_held(done):
+                steps += [("staged", done), ("release", done)]
+    return steps
+
+
+@given(cuts(), st.sampled_from([1, 2]))
+@settings(max_examples=200, deadline=None)
+def test_no_two_ctas_wait_for_each_other(schedule: Schedule, num_buffers: int):
+    """Multiplying warps want a buffer, storing warps want sums and others' parts: all of them come to their ends."""
     ctas = [(group, index) for group in range(schedule.num_groups) for index in range(schedule.num_slices)]
-    programs = {}
-    members = defaultdict(set)
-    for group, index in ctas:
-        steps = []
-        for block, _, _, last in schedule.segments(group, index):
-            members[block].add((group, index))
-            steps.append(("store", block))
-            if last:
-                steps.append(("wait", block))
-        programs[group, index] = steps
-    stored: set[tuple[int, tuple[int, int]]] = set()
-    places = dict.fromkeys(ctas, 0)
-    moved = True
-    while moved:
-        moved = False
-        for cta in ctas:
-            while places[cta] < len(programs[cta]):
-                kind, block = programs[cta][places[cta]]
-                if kind == "wait" and any((block, other) not in stored for other in members[block]):
-                    break
-                if kind == "store":
-                    stored.add((block, cta))
-                places[cta] += 1
-                moved = True
-    assert all(places[cta] == len(programs[cta]) for cta in ctas)
+    segments = {cta: list(schedule.segments(*cta)) for cta in ctas}
+    steps = {cta: epilogue_steps(segments[cta], schedule.num_slices, num_buffers) for cta in ctas}
+    parts = {
+        block: {cta for cta in ctas if any(s[0] == block for s in segments[cta])}
+        for block in range(schedule.num_blocks)
+    }
+    staged, released, place = dict.fromkeys(ctas, 0), {cta: set() for cta in ctas}, dict.fromkeys(ctas, 0)
+    stored: set[tuple] = set()
+
+    def advance(cta: tuple[int, int]) -> bool:
+        index = staged[cta]
+        if index < len(segments[cta]) and (index < num_buffers or index - num_buffers in released[cta]):
+            staged[cta] += 1
+            return True
+        if place[cta] == len(steps[cta]):
+            return False
+        kind, what = steps[cta][place[cta]]
+        if kind == "staged" and staged[cta] <= what:
+            return False
+        # A CTA's own part may be missing: it has kept it.
+        if kind == "parts" and any((what, other) not in stored for other in parts[what] - {cta}):
+            return False
+        if kind == "release":
+            assert what not in released[cta]
+            released[cta].add(what)
+        if kind == "store":
+            stored.add((what, cta))
+        place[cta] += 1
+        return True
+
+    while any(advance(cta) for cta in ctas):
+        pass
+    assert all(place[cta] == len(steps[cta]) for cta in ctas)
+    assert all(released[cta] == set(range(len(segments[cta]))) for cta in ctas)
 
 
 @given(cuts())
