@@ -72,6 +72,8 @@ class Epilogue:
                     held = self.is_held(work, index - lag, lag)
                     self.finish(operands, memory, work, segment, index - lag, held, vectors, tid)
                     if held:
+                        # Also for warps that had nothing to store: else they would be ahead by a round of the buffers.
+                        self.wait_staged(memory, index - lag)
                         self.release(memory, self.buffer(index - lag), lane)
 
     def buffer(self, index):
