@@ -30,6 +30,7 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
+X_CHUNKS = 4  # chunks whose activations come together
 FEW_SUMS = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two sums each
 
 
@@ -211,7 +212,13 @@ class LinearKernel:
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
-                end = cutlass.min(unit + config.chunk_units, segment.end)
+                # Several chunks' worth with the first of them: short copies would be many.
+                reach = cutlass.select_(
+                    (unit - segment.begin) % (X_CHUNKS * config.chunk_units) == 0,
+                    Int32(X_CHUNKS * config.chunk_units),
+                    Int32(0),
+                )
+                end = cutlass.min(unit + reach, segment.end)
                 first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
                 barrier = memory.full + stage
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)

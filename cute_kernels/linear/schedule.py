@@ -23,9 +23,9 @@ COMBINE_US = 0.4  # to add parts that lie in memory
 SLICES_US = (
     2.0  # to exchange parts that come at the same time: a store, a load that sees it, and waiting for the slowest
 )
-ACTIVATIONS_SHARE = 0.5  # of the time that activations take from L2 shows; the rest is hidden behind the weights
+ACTIVATIONS_SHARE = 1.0  # of the time that activations take from L2 shows
 STAGE_BYTES = 16 * 1024
-# What the activations of a CTA may take; few, as each is a kernel of its own. The least leaves an SM room for two CTAs.
+# What the activations of a CTA may take; few, as each is a kernel of its own.
 X_BYTES = (30 * 1024, 80 * 1024, 132 * 1024)
 IN_FLIGHT_BYTES = 32 * 1024  # an SM's share of the memory's rate times its latency
 MAX_STAGES = 6
@@ -180,7 +180,9 @@ def estimate_us(problem: Problem, schedule: Schedule) -> float:
 def candidate_configs(problem: Problem) -> list[LinearConfig]:
     """The configurations worth considering: one for each amount of shared memory that the activations may take."""
     base = base_config(problem)
-    configs = [with_ring(base, x_bytes) for x_bytes in X_BYTES]
+    # Three warps for the units of a chunk keep pace with the memory better, where their longer stages leave a ring.
+    more = replace(base, k_warps=3) if base.n_tiles == 2 and base.max_tokens == 8 and base.unit_k <= 128 else base
+    configs = [with_ring(base if x_bytes == X_BYTES[-1] else more, x_bytes) for x_bytes in X_BYTES]
     return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
 
 
@@ -202,9 +204,9 @@ def base_config(problem: Problem) -> LinearConfig:
         zero_point=problem.zero_point,
         max_tokens=max_tokens,
         n_tiles=2 if shares_activations(problem, max_tokens) else 1,
-        k_warps=2,  # 12 warps: a thread has up to 168 registers, or, with up to 80, an SM room for two CTAs
+        k_warps=2,
         unit_k=unit_k,
-        epilogue_warps=2,
+        epilogue_warps=2 if max_tokens == 32 else 4,
         num_buffers=2 if max_tokens == 8 else 1,
         use_pdl=problem.use_pdl,
     )
