@@ -20,9 +20,8 @@ MAX_TOKENS = 32  # of a launch
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.4  # to add parts that lie in memory
-SLICES_US = (
-    2.0  # to exchange parts that come at the same time: a store, a load that sees it, and waiting for the slowest
-)
+SLICES_US = 0.5  # to exchange parts that come at the same time: a store, a load that sees it,
+EACH_SLICE_US = 0.7  # and waiting for the slowest
 ACTIVATIONS_SHARE = 1.0  # of the time that activations take from L2 shows
 STAGE_BYTES = 16 * 1024
 # What the activations of a CTA may take; few, as each is a kernel of its own.
@@ -170,7 +169,7 @@ def estimate_us(problem: Problem, schedule: Schedule) -> float:
     combining = COMBINE_US if schedule.workspace_words(problem.m) else 0.0
     if schedule.num_slices > 1:
         parts = 4 * problem.m * problem.num_tiles * TILE_N * schedule.num_slices
-        combining = SLICES_US + 2 * parts / L2_BYTES_PER_US
+        combining = SLICES_US + EACH_SLICE_US * (schedule.num_slices - 1) + 2 * parts / L2_BYTES_PER_US
     return streaming + ACTIVATIONS_SHARE * activations + combining
 
 

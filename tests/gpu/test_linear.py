@@ -34,7 +34,7 @@ SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
     *((m, 192, 640, 128) for m in (*range(1, 33),)),
     *((m, n, k, 32) for m in (3, 16) for n in (1, 257) for k in (1, 65, 129, 2056)),
     *((m, n, k, 32) for m in (7, 8, 16, 32) for n, k in ((130, 320), (1000, 2048), (1024, 512))),
-    *((m, 640, 4096, 128) for m in (1, 8, 16, 32)),
+    *((m, n, k, 128) for m in (1, 8, 16, 32) for n, k in ((640, 4096), (4224, 2048), (20_000, 512))),
     *((m, 1000, 2048, 128) for m in (3, 16)),
     *((m, n, k, 32) for m in (4, 5) for n, k in ((256, 512), (128, 264))),
     (3, 128, 72, 64),
@@ -165,14 +165,18 @@ def test_misaligned_activations():
     assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("n, k", [(640, 4096), (4224, 2048), (20_000, 512)])
 @pytest.mark.parametrize("m", [1, 8, 16, 32])
-def test_every_cut_gives_the_same_numbers_each_time(m):
-    """Whatever slices and groups: right, the same bits in every run, and a workspace left as it was."""
-    reference = known(640, 4096, group_size=128)
+def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
+    """Whatever slices and groups: right, the same bits in every run, and a workspace left as it was.
+
+    Among them CTAs with whole blocks, with many blocks of a slice, and with a part of one.
+    """
+    reference = known(n, k, group_size=128)
     weight = reference.pack().to(CUDA)
-    x = activations(m, 4096, torch.bfloat16)
+    x = activations(m, k, torch.bfloat16)
     exact = x.double() @ reference.dense.to(CUDA).T
-    problem = Problem(m, 640, 4096, 4096, 4, "bf16", 128)
+    problem = Problem(m, n, k, k, 4, "bf16", 128)
     config = make_schedule(problem).config
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0)
     for schedule in schedules(problem, config):
@@ -180,8 +184,8 @@ def test_every_cut_gives_the_same_numbers_each_time(m):
         words = torch.full((max(1, plan.num_words),), -1, dtype=torch.int32, device=CUDA)
         results = []
         for _ in range(3):
-            out = torch.full((m, 640), math.nan, device=CUDA, dtype=torch.float32)
-            plan.launch(x, (*addresses, out.data_ptr()), words.data_ptr(), 640, 0, 2)
+            out = torch.full((m, n), math.nan, device=CUDA, dtype=torch.float32)
+            plan.launch(x, (*addresses, out.data_ptr()), words.data_ptr(), n, 0, 2)
             results.append(out)
         assert_near(results[0], exact, TOLERANCE[torch.float32])
         assert all(torch.equal(results[0], other) for other in results[1:])
