@@ -8,6 +8,11 @@ import torch
 from torch.compiler import is_compiling
 
 
+def shape_of(tensor: torch.Tensor) -> list[int]:
+    """A shape as messages print it."""
+    return list(tensor.shape)
+
+
 def check_tensors(**tensors: object) -> None:
     """Raises TypeError naming the first argument that is no tensor."""
     for name, tensor in tensors.items():

@@ -17,6 +17,9 @@ from layouts.kv.e5m2 import Fp8E5M2
 from layouts.kv.int4 import Int4Row
 from layouts.kv.scaled import IN_ROW, Fp8E4M3, Int8, ScaledRow
 
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""Columns of the rows that the kernels are made for."""
+
 
 class KvFormat(Protocol):
     """What everybody needs to know of a cache format."""

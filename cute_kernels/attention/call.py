@@ -7,9 +7,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention import checks
-from cute_kernels.attention.checks import shape_of
 from cute_kernels.attention.features import Features
 from cute_kernels.kv_formats import KvFormat
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
+from cute_kernels.arguments import shape_of
+from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIAS_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CACHE_LAYOUTS = ("NHD", "HND")
@@ -23,11 +23,6 @@ MAX_BATCH = 65535  # the grid's third dimension
 MAX_SPLITS = 65535  # times the tokens of a tile, they fit 32 bits
 MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 32 bits
 PAGE_SIZES = range(16, 257, 16)
-
-
-def shape_of(tensor: torch.Tensor) -> list[int]:
-    """A shape as messages print it."""
-    return list(tensor.shape)
 
 
 # -- any tensor --------------------------------------------------------------------------------------------------------

@@ -67,18 +67,36 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.attention.kernel import DecodeKernel
 
     reason = config.can_implement()
     if reason is not None:
         raise ValueError(f"config: {reason} ({config})")
+    kernel = DecodeKernel(config)
+    return cute.compile(
+        kernel.with_features if config.has_features else kernel,
+        *fake_arguments(config, cutlass.AddressSpace.gmem),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
+    """What stands for the arguments of a launch but the stream; a compiled function takes only what fits them.
+
+    memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
     float_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
     def tensor(dtype, shape, align):
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
 
     batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [
@@ -90,15 +108,10 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
         for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
     ]
     q, out = (tensor(float_type[config.q_dtype], (batch, q_len, q_heads, d), 16) for d in config.head_dims)
-    kernel = DecodeKernel(config)
     arguments = [q, *caches, tensor(cutlass.Int32, (batch,), 4), out]
-    arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 3
+    arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 2
     if config.has_features:
+        arguments += [cutlass.Int32(0)] * 2
         arguments += [cutlass.Int64(0), cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
         arguments += [cutlass.Int64(0)] * 7
-    return cute.compile(
-        kernel.with_features if config.has_features else kernel,
-        *arguments,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    return arguments

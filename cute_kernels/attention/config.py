@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, tiles_of
+from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, most_copy_warps, tiles_of
 from cute_kernels.kv_formats import KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -18,6 +18,7 @@ MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAGE_TOKENS = (16, 32, 64, 128, 256)
+COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -27,9 +28,9 @@ SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
 class DecodeConfig:
     """One compiled variant.
 
-    A CTA holds ``num_heads * num_query_blocks * num_slices`` warps. All of them read the same ring of ``num_stages``
-    tiles of K and V; a warp takes one KV head of the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads,
-    and one slice of its tokens.
+    A CTA holds ``num_heads * num_query_blocks * num_slices`` attending warps and ``copy_warps`` copying ones. The
+    copying warps keep a ring of ``num_stages`` tiles of K and V full, which all attending warps read; each of these
+    takes one KV head of the tile, ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
 
     Attributes:
         k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`.
@@ -41,9 +42,11 @@ class DecodeConfig:
         blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
-        num_stages: tiles of the ring; all but one are in flight.
+        num_stages: tiles of the ring.
+        copy_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of them
+            lend registers to eight attending ones.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
-            nothing.
+            nothing. 0 with ``after_append``.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
         k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
@@ -52,6 +55,8 @@ class DecodeConfig:
         units: whether rows are cut by their lengths where those differ (see
             :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
         features: what of attention it computes beyond softmax(q K^T) V.
+        after_append: launched as a programmatic dependent of the kernel that appends each request's last q_len tokens
+            and rotates q: runs while that one does, and waits for it before it reads any of these.
     """
 
     k_format: str
@@ -65,6 +70,7 @@ class DecodeConfig:
     num_slices: int = 4
     blocks_per_slice: int = 1
     num_stages: int = 3
+    copy_warps: int = 1
     ctas_per_sm: int = 4
     early_tiles: int = 1
     contiguous: bool = True
@@ -73,6 +79,7 @@ class DecodeConfig:
     page_tokens: int = 0
     units: bool = False
     features: Features = PLAIN
+    after_append: bool = False
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -94,11 +101,31 @@ class DecodeConfig:
 
     @property
     def num_warps(self) -> int:
+        """Attending warps; the copying ones come after them."""
         return self.num_heads * self.num_query_blocks * self.num_slices
 
     @property
     def num_threads(self) -> int:
+        """Of the attending warps."""
         return self.num_warps * WARP_THREADS
+
+    @property
+    def cta_threads(self) -> int:
+        return (self.num_warps + self.copy_warps) * WARP_THREADS
+
+    @property
+    def copiers(self) -> int:
+        """Copying warps that copy.
+
+        Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
+        and take one phase of a barrier for another.
+        """
+        return min(self.copy_warps, most_copy_warps(self))
+
+    @property
+    def lends_registers(self) -> bool:
+        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups."""
+        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1)
 
     @property
     def num_roles(self) -> int:
@@ -166,8 +193,17 @@ class DecodeConfig:
         return self.v_head_dim + self.v_head_dim // 2
 
     @property
+    def pool_bytes(self) -> int:
+        """Shared memory of the ring, and then of the merge: so much that no more than ``ctas_per_sm`` CTAs fit an SM.
+
+        With more of them the SMs would have unequal shares.
+        """
+        too_little = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (self.ctas_per_sm + 1) - RESERVED_SHARED_BYTES
+        return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
+
+    @property
     def smem_bytes(self) -> int:
-        return max(self.ring_bytes, self.merge_bytes) + (2 * self.num_stages + 1) * BARRIER_BYTES
+        return self.pool_bytes + 2 * self.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -176,10 +212,12 @@ class DecodeConfig:
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
-        ring = f"r{self.num_stages}c{self.ctas_per_sm}e{self.early_tiles}"
+        copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
+        ring = f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
         layout += f"_{self.features.name}" if self.features.name else ""
+        layout += "_after_append" if self.after_append else ""
         return f"decode_{formats}_{self.q_dtype}_{dims}_{shape}_{ring}_{_joined(self.k_copy, self.v_copy)}{layout}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,10 +252,14 @@ class DecodeConfig:
             return "num_stages must be at least 2"
         if self.early_tiles not in (0, 1):
             return f"early_tiles {self.early_tiles} is not 0 or 1"
+        if self.early_tiles and self.after_append:
+            return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        if self.num_threads > 1024:
-            return f"{self.num_warps} warps are more than the 32 of a CTA"
+        if self.copy_warps < 1:
+            return "copy_warps must be at least 1"
+        if self.cta_threads > 1024:
+            return f"{self.num_warps} + {self.copy_warps} warps are more than the 32 of a CTA"
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
         return None

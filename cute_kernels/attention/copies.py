@@ -15,15 +15,12 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
-from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.attention.tiles import lane_tokens, tiles_of, tokens_per_copy
 from cute_kernels.device import ptx
 from layouts.kv.swizzled_tile import PANEL_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
 
 VECTOR_BYTES = 16
-MAX_BOX = 256  # tokens of one tensor-map copy
-PIECES_PER_WARP = 2  # of a paged tile
-FEW_BOXES = 2  # of a tile, that one warp asks for beside its other work
 PAGE_UNIT = 16  # tokens that page sizes are multiples of
 
 
@@ -33,26 +30,22 @@ class TileCopier:
     Attributes:
         operands: what brings K and what brings V.
         arrivals: arrivals that a stage's barrier waits for, besides bytes.
-        num_issuers: warps that take part in copying a tile.
+        lane_tokens: tokens of a tile whose bulk copies one lane asks for; they lie in one page.
     """
 
     def __init__(self, config: DecodeConfig):
         self.config = config
         kinds = {"bulk": BulkOperand, "word": WordOperand, "tma": TensorMapOperand}
         self.operands = tuple(kinds[copy](config, index) for index, copy in enumerate(config.copies))
-        # A lane issues a copy in some 30 cycles: where a tile takes many, all warps share them.
-        self.num_issuers = config.num_warps if any(operand.many for operand in self.operands) else 1
-        if config.page_tokens and "word" not in config.copies:
-            pieces = -(-config.tile_tokens // config.page_tokens)
-            self.num_issuers = min(config.num_warps, -(-pieces // PIECES_PER_WARP))
         self.words = tuple(operand for operand in self.operands if operand.copy == "word")
         self.tensor_maps = tuple(operand for operand in self.operands if operand.copy == "tma")
         self.counted = any(operand.copy != "word" for operand in self.operands)
-        self.arrivals = int(self.counted) + (WARP_THREADS * config.num_warps if self.words else 0)
+        self.arrivals = int(self.counted) + (WARP_THREADS * config.copiers if self.words else 0)
         bulk = [operand for operand in self.operands if isinstance(operand, BulkOperand)]
         # Those whose copies take the same tokens are issued side by side.
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
         self.bulk = tuple((step, [op for op in bulk if op.run_tokens == step]) for step in steps)
+        self.lane_tokens = lane_tokens(config)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """What the kernel takes instead of the caches."""
@@ -76,36 +69,34 @@ class TileCopier:
 
     @cute.jit
     def copy_tile(
-        self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, warp: Int32, lane: Int32, page, place
+        self, tiles, request: Int32, token: Int32, length: Int32, stage: Int32, copier: Int32, lane: Int32, page, place
     ):
         """Asks for the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
 
-        page, place: as :meth:`find_pages` has them for this tile.
+        copier: which of the copying warps this is; they share the copies. page, place: as :meth:`find_pages` has them
+        for this tile.
         """
         config = self.config
         barrier = tiles.full + stage
         # Whole 16-byte pieces: rows past the request's length may come along, rows past the cache may not.
         tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
         tokens = cutlass.min(tokens, config.tile_tokens)
-        if lane == 0:
-            if const_expr(self.counted):
-                if warp == 0:
-                    # Bytes of other warps' copies may land before: the count may run below zero until this arrival.
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
-            if const_expr(not config.page_tokens):
-                for kind in cutlass.range_constexpr(len(self.bulk)):
-                    run = self.bulk[kind][0]
-                    for i in cutlass.range(warp * run, tokens, self.num_issuers * run, unroll=1):
-                        size = cutlass.min(tokens - i, run)
-                        self._copy_runs(kind, tiles, None, token + i, i, size, stage, barrier)
-        if const_expr(config.page_tokens > 0):
+        if const_expr(self.counted):
+            if (copier == 0) & (lane == 0):
+                # Bytes may land before: the count may run below zero until this arrival.
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
+        if const_expr(len(self.bulk) > 0):
+            self._copy_runs(tiles, token, tokens, stage, barrier, copier, lane, page, place)
+        if const_expr(len(self.tensor_maps) > 0):
             cute.arch.sync_warp()
-            self._copy_pages(tiles, tokens, stage, barrier, warp, lane, page, place)
-        elif const_expr(len(self.tensor_maps) > 0):
-            cute.arch.sync_warp()
-            self._copy_boxes(tiles, request, token, stage, barrier, warp)
+            if const_expr(config.page_tokens > 0):
+                self._copy_pages(tiles, tokens, stage, barrier, copier, page, place)
+            else:
+                self._copy_boxes(tiles, request, token, stage, barrier, copier)
         if const_expr(len(self.words) > 0):
-            self._copy_words(tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, warp, lane)
+            self._copy_words(
+                tiles, request, token, cutlass.min(length - token, config.tile_tokens), stage, copier, lane
+            )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _arriving_bytes(self, tokens):
@@ -116,51 +107,63 @@ class TileCopier:
         return total
 
     def find_pages(self, tiles, request, token, lane):
-        """(page, place in it) of the lane-th piece of ``page_tokens`` tokens of the tile that begins with ``token``.
+        """(page, place in it) of a lane's share of the tile that begins with ``token``.
 
         To be asked for a tile ahead: the table is in memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
-        token = cutlass.min(token + lane * self.config.page_tokens, tiles.max_seq_len - 1)
-        return tiles.pager.locate(request, token)
+        return tiles.pager.locate(request, cutlass.min(token + lane * self.lane_tokens, tiles.max_seq_len - 1))
 
     @cute.jit
-    def _copy_pages(self, tiles, tokens, stage, barrier, warp, lane, page, place):
-        """Piece by piece, shared among the issuing warps; pieces past the end are left out, their pages may be gone."""
+    def _copy_runs(self, tiles, token, tokens, stage, barrier, copier, lane, page, place):
+        """Bulk copies, run by run, every lane its own; what lies past the end is left out: its page may be gone."""
+        share, config = self.lane_tokens, self.config
+        first, mine = Int32(0), (lane == 0) & (copier == 0)
+        if const_expr(share < config.tile_tokens):
+            first = lane * share
+            mine = (lane % config.copiers == copier) & (first < tokens)
+        block = None
+        start = token + first
+        if const_expr(config.page_tokens > 0):
+            block = tiles.pager.existing(page)
+            start = place
+        if mine:
+            for kind in cutlass.range_constexpr(len(self.bulk)):
+                run, operands = self.bulk[kind]
+                begins = True if run <= share else first % run == 0
+                if begins:
+                    for i in cutlass.range_constexpr(0, share, run):
+                        left = tokens - (first + i)
+                        if left > 0:
+                            size = cutlass.min(left, run)
+                            for operand in operands:
+                                operand.copy_run(tiles, block, start + i, first + i, size, stage, barrier)
+
+    @cute.jit
+    def _copy_pages(self, tiles, tokens, stage, barrier, copier, page, place):
+        """Boxes of all tensor maps, a page's part of the tile at a time, shared among the copying warps."""
         size = min(self.config.page_tokens, self.config.tile_tokens)
-        for piece in cutlass.range_constexpr(self.config.tile_tokens // size):
-            if (warp == piece % self.num_issuers) & (piece * size < tokens):
-                block = tiles.pager.existing(cute.arch.shuffle_sync(page, piece))
-                first = cute.arch.shuffle_sync(place, piece)
-                for index in cutlass.range_constexpr(len(self.tensor_maps)):
-                    self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
-                if lane == 0:
-                    for kind in cutlass.range_constexpr(len(self.bulk)):
-                        run = self.bulk[kind][0]
-                        for i in cutlass.range_constexpr(0, size, run):
-                            if piece * size + i < tokens:
-                                self._copy_runs(
-                                    kind, tiles, block, first + i, piece * size + i,
-                                    cutlass.min(tokens - (piece * size + i), run), stage, barrier,
-                                )  # fmt: skip
-
-    def _copy_runs(self, kind: int, tiles, block, first, place, tokens, stage, barrier):
-        for operand in self.bulk[kind][1]:
-            operand.copy_run(tiles, block, first, place, tokens, stage, barrier)
+        pieces = (tokens + (size - 1)) // size
+        for piece in cutlass.range(copier, pieces, self.config.copiers, unroll=1):
+            holder = piece * size // self.lane_tokens
+            block = tiles.pager.existing(cute.arch.shuffle_sync(page, holder))
+            first = cute.arch.shuffle_sync(place, holder)
+            for index in cutlass.range_constexpr(len(self.tensor_maps)):
+                self.tensor_maps[index].copy_box(tiles, block, first, piece, stage, barrier)
 
     @cute.jit
-    def _copy_boxes(self, tiles, request, token, stage, barrier, warp):
-        """Boxes of all tensor maps, shared among the issuing warps."""
+    def _copy_boxes(self, tiles, request, token, stage, barrier, copier):
+        """Boxes of all tensor maps, shared among the copying warps."""
         for index in cutlass.range_constexpr(len(self.tensor_maps)):
             for box in cutlass.range_constexpr(self.tensor_maps[index].num_boxes):
-                if warp == box % self.num_issuers:
+                if copier == box % self.config.copiers:
                     first = token + box * self.tensor_maps[index].box_tokens
                     self.tensor_maps[index].copy_box(tiles, request, first, box, stage, barrier)
 
     @cute.jit
-    def _copy_words(self, tiles, request, token, tokens, stage, warp, lane):
-        for i in cutlass.range(warp, tokens, self.config.num_warps, unroll=1):
+    def _copy_words(self, tiles, request, token, tokens, stage, copier, lane):
+        for i in cutlass.range(copier, tokens, self.config.copiers, unroll=1):
             if const_expr(self.config.page_tokens > 0):
                 page, first = tiles.pager.locate(request, token + i)
                 self._copy_token(tiles, tiles.pager.existing(page), first, i, stage, lane)
@@ -171,9 +174,14 @@ class TileCopier:
         for operand in self.words:
             operand.copy_token(tiles, block, first, place, stage, lane)
 
+    def drain(self):
+        """Waits for the copies of words that this thread has asked for: its exit must not leave them behind."""
+        if self.words:
+            cute.arch.cp_async_wait_group(0)
+
     @cute.jit
     def clear_values(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Zeroes a stage's rows of V from token ``first`` on, all threads together.
+        """Zeroes a stage's rows of V from token ``first`` on, all attending threads together.
 
         What lies there may be anything, and its probability is 0: but 0 times NaN is NaN.
         """
@@ -193,7 +201,7 @@ class TileCopier:
 
     @cute.jit
     def clear_first_values(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """Zeroes a stage's rows of V before token ``end`` (at most the tile's), all threads together."""
+        """Zeroes a stage's rows of V before token ``end`` (at most the tile's), all attending threads together."""
         values = self.operands[1]
         address = values.stage_address(tiles.ring, stage)
         size = values.row_start(cutlass.min(end, self.config.tile_tokens))
@@ -252,7 +260,6 @@ class _Operand:
     """Where the tiles of K (``index`` 0) or V (1) lie in the ring."""
 
     copy: str
-    many: bool
 
     def __init__(self, config: DecodeConfig, index: int):
         self.config, self.index = config, index
@@ -294,8 +301,7 @@ class RowOperand(_Operand):
         assert isinstance(tile, RowTile)
         self.tile = tile
         self.row_bytes = WORD_BYTES * tile.row_words
-        self.run_tokens = min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
-        self.many = config.tile_tokens > self.run_tokens
+        self.run_tokens = tokens_per_copy(config, tile)
 
     def make_source(self, cache: cute.Tensor):
         return cache
@@ -323,7 +329,7 @@ class RowOperand(_Operand):
 
 
 class BulkOperand(RowOperand):
-    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of an issuing warp."""
+    """cp.async.bulk of runs of whole tokens, counted in bytes on the stage's barrier; one lane of a copying warp."""
 
     copy = "bulk"
 
@@ -342,13 +348,9 @@ class BulkOperand(RowOperand):
 
 
 class WordOperand(RowOperand):
-    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of all warps."""
+    """cp.async of single words, for caches whose rows no bulk copy can address; all lanes of the copying warps."""
 
     copy = "word"
-
-    def __init__(self, config: DecodeConfig, index: int):
-        super().__init__(config, index)
-        self.many = True
 
     def arriving_bytes(self, tokens):
         return 0
@@ -384,9 +386,8 @@ class TensorMapOperand(_Operand):
         self.tile = tile
         name = (config.k_format, config.v_format)[index]
         self.element_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(name, cutlass.Uint8)
-        self.box_tokens = min(config.tile_tokens, config.page_tokens or MAX_BOX)
+        self.box_tokens = tokens_per_copy(config, tile)
         self.num_boxes = config.tile_tokens // self.box_tokens
-        self.many = self.num_boxes * config.num_heads > FEW_BOXES
 
     def make_source(self, cache: cute.Tensor):
         """A tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks]."""
@@ -428,7 +429,7 @@ class TensorMapOperand(_Operand):
         return boxes * (self.tile.num_bytes // self.num_boxes)
 
     @cute.jit
-    def copy_box(self, tiles, block: Int32, first: Int32, box: int, stage: Int32, barrier):
+    def copy_box(self, tiles, block: Int32, first: Int32, box, stage: Int32, barrier):
         """The ``box``-th part of a tile, which begins with token ``first`` of a block."""
         source = tiles.opened[self.index]
         for head in cutlass.range_constexpr(self.config.num_heads):

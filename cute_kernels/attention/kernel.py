@@ -1,12 +1,12 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
-Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`). One
-lane keeps a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every warp waits for a tile, takes
-its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
-registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes before the
-softmax to :mod:`.logits`. There is no CTA barrier in the loop but for the tile in which the request ends. At the end
-the warps merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in a fixed order: the
-output is bitwise reproducible.
+Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
+Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits
+for a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
+output in registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes
+before the softmax to :mod:`.logits`. Attending warps do not wait for each other in the loop but for the tile in which
+the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`),
+in a fixed order: the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -19,7 +19,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.assignment import Assigner, Requests
-from cute_kernels.attention.config import BLOCK_QUERIES, WARP_THREADS, DecodeConfig
+from cute_kernels.attention.barriers import announce_ready, await_ready, sync_attending, sync_copying
+from cute_kernels.attention.config import (
+    ATTENDING_REGISTERS,
+    BLOCK_QUERIES,
+    COPYING_REGISTERS,
+    WARP_THREADS,
+    DecodeConfig,
+)
 from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
@@ -59,7 +66,6 @@ class DecodeKernel:
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
-        more_rows: Int32,
         mode: Int32,
         stream,
     ):
@@ -68,10 +74,9 @@ class DecodeKernel:
         q: [batch, q_len, num_q_heads, head_dim]; out: [batch, q_len, num_q_heads, v_head_dim]; caches: [batch,
         max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
         cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
-        workspace: fp32 [batch + more_rows, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then
-        for every 4 their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``:
-        write and leave the partial results of all splits. more_rows: rows of CTAs beyond the batch, for more parts of
-        long requests where lengths differ; 0 to cut every row into num_splits whatever they are.
+        workspace: fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for every 4
+        their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and
+        leave the partial results of all splits.
         k_scale, v_scale: fp32 scales of formats that are given one, ``*_scale_stride`` elements from a KV
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
@@ -79,8 +84,8 @@ class DecodeKernel:
         pages = (Int64(0), Int32(0))
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, more_rows, mode)
-        self.launch(tensors, numbers, given, nothing, pages, stream)
+        numbers = (lse, workspace, softmax_scale, num_splits, mode)
+        self.launch(tensors, numbers, given, nothing, pages, (Int32(0), Int32(0)), stream)
 
     @cute.jit
     def with_features(
@@ -98,8 +103,9 @@ class DecodeKernel:
         v_scale_stride: Int32,
         softmax_scale: Float32,
         num_splits: Int32,
-        more_rows: Int32,
         mode: Int32,
+        more_rows: Int32,
+        shares: Int32,
         block_table: Int64,
         max_pages: Int32,
         window: Int32,
@@ -115,6 +121,9 @@ class DecodeKernel:
     ):
         """As :meth:`__call__`, with what the features of the configuration need.
 
+        more_rows: rows of CTAs (and of the workspace) beyond the batch, for more parts of long requests where lengths
+        differ; 0 to cut every row into num_splits whatever they are. shares: of about equal size that all requests
+        together are cut into where lengths differ.
         Caches are [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a
         block is a page with ``block_table`` (address of int32 [batch, max_pages]), else a request. Addresses: sinks and
         alibi_slopes fp32 [num_q_heads]; bias, fp32 or bf16, with its strides in elements.
@@ -123,15 +132,15 @@ class DecodeKernel:
         features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides)
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
-        numbers = (lse, workspace, softmax_scale, num_splits, more_rows, mode)
-        self.launch(tensors, numbers, given, features, (block_table, max_pages), stream)
+        numbers = (lse, workspace, softmax_scale, num_splits, mode)
+        self.launch(tensors, numbers, given, features, (block_table, max_pages), (more_rows, shares), stream)
 
     @cute.jit
-    def launch(self, tensors, numbers, given, features, pages, stream):
+    def launch(self, tensors, numbers, given, features, pages, uneven, stream):
         """Both entries: grid and what is known of the shapes."""
         config = self.config
         q, k_cache, v_cache, seq_lens, out = tensors
-        lse, workspace, softmax_scale, num_splits, more_rows, mode = numbers
+        lse, workspace, softmax_scale, num_splits, mode = numbers
         block_table, max_pages = pages
         batch, q_len, num_q_heads, _ = q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
@@ -166,12 +175,13 @@ class DecodeKernel:
             pager,
             shape,
             softmax_scale,
-            more_rows,
+            uneven,
         ).launch(
-            grid=(num_splits, head_blocks, batch + more_rows),
-            block=(config.num_threads, 1, 1),
+            grid=(num_splits, head_blocks, batch + uneven[0]),
+            block=(config.cta_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
+            use_pdl=config.after_append,
             stream=stream,
         )
 
@@ -187,7 +197,7 @@ class DecodeKernel:
         pager,
         shape,
         softmax_scale: Float32,
-        more_rows: Int32,
+        uneven,
     ):
         config = self.config
         part, head_block, row = cute.arch.block_idx()
@@ -195,7 +205,7 @@ class DecodeKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
-        ring = smem.allocate(max(config.ring_bytes, config.merge_bytes), byte_alignment=1024)
+        ring = smem.allocate(config.pool_bytes, byte_alignment=1024)
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
@@ -204,7 +214,7 @@ class DecodeKernel:
         roles = self.roles(warp, place.first_row)
         tiles = self.copier.open(source, ring, barriers, place, pager)
         seen = features.window + shape.q_len - 1
-        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, more_rows)
+        requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
         cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
         if const_expr(config.units):
             tiles_per_part = Int32(0)
@@ -223,26 +233,27 @@ class DecodeKernel:
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
         # The lengths, the queries and the first tiles come from memory at the same time: tile ``part`` is the first of
-        # this CTA unless lengths differ. The queries go first: the tile has no use without them.
+        # this CTA unless lengths differ.
         length = self.assigner.length_of(requests, own_row)
-        asked = self.key_reader.fetch_query(
-            self.query_addresses(place, cta.roles, q, own_row, lane),
-            cta.given.of_keys(place.first_head + cta.roles.head),
-            lane,
-        )
         early = part * config.tile_tokens < shape.max_seq_len
         if const_expr(config.units):
             early = early & (row < shape.batch)
-        self.start(cta.tiles, own_row, part, early, cta.warp, lane)
+        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
+            self.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
+        asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
+        if const_expr(not config.after_append):
+            asked = self.fetch_query(cta, place, q, own_row)  # by copying warps in vain
+        if cta.warp < config.num_warps:
+            await_ready(config)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
             self.process_unit(cta, place, requests, q, asked, unit, row, early)
         else:
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            self.process_expected(cta, work, asked, early, part < unit.num_parts)
+            self.process_expected(cta, work, q, asked, early, part < unit.num_parts)
 
     @cute.jit
-    def process_expected(self, cta, work, query, early, expected):
+    def process_expected(self, cta, work, q, query, early, expected):
         """A unit, ``expected`` if its first tile is the early one; that goes by unread if not, or if there is none."""
         stage, phase, issued = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.early_tiles > 0):
@@ -250,43 +261,67 @@ class DecodeKernel:
                 if expected & (work.first_tile == 0) & (work.length > 0):
                     issued = Int32(1)
                 else:
-                    self.pass_over(cta.barriers, cta.lane)
+                    self.pass_over(cta.barriers, cta.warp, cta.lane)
                     stage, phase = _advance(stage, phase, self.config.num_stages)
         if work.part < work.num_parts:
-            self.process(cta, work, query, stage, phase, issued)
+            if cta.warp < self.config.num_warps:
+                self.attend_unit(cta, work, q, query, stage, phase)
+            else:
+                if const_expr(self.config.lends_registers):
+                    cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
+                if cta.warp < self.config.num_warps + self.config.copiers:
+                    self.copy_tiles(cta, work, stage, phase, issued)
+
+    @cute.jit
+    def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
+        """Attention of one unit; ``query`` is None after an append, whose end the queries wait for."""
+        if const_expr(self.config.after_append):
+            # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
+            cute.arch.griddepcontrol_wait()
+            query = self.fetch_query(cta, work.place, q, work.request)
+        self.attend_tiles(cta, work, query, stage, phase)
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, unit, row, early):
         """The CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
         lane, part = cta.lane, unit.part
-        words = _leaves(asked.words)
-        registers = cute.make_rmem_tensor(len(words), Uint32)
-        for i in cutlass.range_constexpr(len(words)):
-            registers[i] = words[i]
         tiles_per_part = self.assigner.tiles_per_part(requests, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts
         num_parts = cutlass.select_(row < requests.batch, unit.num_parts, Int32(0))
         if tiles_per_part > 0:
             unit_row, unit_part, num_parts = self.assigner.find_unit(requests, tiles_per_part, first_unit + part, lane)
             first_unit = first_unit + part - unit_part
-        if unit_row != row:
-            again = self.query_words(cta, place, q, unit_row)
-            for i in cutlass.range_constexpr(len(words)):
-                registers[i] = again[i]
         length = self.assigner.length_of(requests, cutlass.min(unit_row, requests.batch - 1))
         first_tile = self.assigner.first_tile(requests, length)
         values = [unit_row, unit_part, num_parts, first_unit, length, first_tile]
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
-        query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
-        self.process_expected(cta, work, query, early, expected)
+        if const_expr(self.config.after_append):
+            self.process_expected(cta, work, q, None, early, expected)
+        else:
+            query = self.query_of(cta, place, q, asked, row, unit_row)
+            self.process_expected(cta, work, q, query, early, expected)
 
-    def query_words(self, cta, place, q, row):
-        """The words of another request's queries, in the order of the registers that hold the first one's."""
+    @cute.jit
+    def query_of(self, cta, place, q, asked, row, unit_row):
+        """The queries of the unit's row; ``asked`` are those of the CTA's own ``row``."""
+        words = _leaves(asked.words)
+        registers = cute.make_rmem_tensor(len(words), Uint32)
+        if cta.warp < self.config.num_warps:
+            for i in cutlass.range_constexpr(len(words)):
+                registers[i] = words[i]
+            if unit_row != row:
+                again = _leaves(self.fetch_query(cta, place, q, unit_row).words)
+                for i in cutlass.range_constexpr(len(words)):
+                    registers[i] = again[i]
+        return Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
+
+    def fetch_query(self, cta, place, q, row):
+        """Starts loading the warp's queries of a request."""
         addresses = self.query_addresses(place, cta.roles, q, row, cta.lane)
         k_scale = cta.given.of_keys(place.first_head + cta.roles.head)
-        return _leaves(self.key_reader.fetch_query(addresses, k_scale, cta.lane).words)
+        return self.key_reader.fetch_query(addresses, k_scale, cta.lane)
 
     def roles(self, warp, first_row) -> "Roles":
         """Which KV head, queries and tokens of its CTA's tiles a warp takes."""
@@ -312,38 +347,33 @@ class DecodeKernel:
             addresses.append(q + place_of_query * (self.config.head_dim * 2))
         return addresses
 
-    @cute.jit
-    def start(self, tiles, row, part, early, warp, lane):
-        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
-        config = self.config
-        one_issuer = self.copier.num_issuers == 1
-        # What the first tile needs comes first; other warps than the issuing one wait for a CTA barrier anyway.
-        first = config.early_tiles if one_issuer else 2 * config.num_stages
-        self.init_barriers(tiles.full, 0, first, warp, lane)
-        if const_expr(not one_issuer):
-            cute.arch.sync_threads()
-        if const_expr(config.early_tiles > 0):
-            if warp < self.copier.num_issuers:
-                if early:
-                    page, place = self.copier.find_pages(tiles, row, part * config.tile_tokens, lane)
-                    self.copier.copy_tile(
-                        self.copier.enter(tiles, row),
-                        row,
-                        part * config.tile_tokens,
-                        tiles.max_seq_len,
-                        Int32(0),
-                        warp,
-                        lane,
-                        page,
-                        place,
-                    )
-        self.init_barriers(tiles.full, first, 2 * config.num_stages, warp, lane)
+    # -- copying warps ----------------------------------------------------------------------------------------------
 
     @cute.jit
-    def init_barriers(self, barriers, begin: int, end: int, warp, lane):
+    def start(self, tiles, row, part, early, copier, lane):
+        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
+        config = self.config
+        alone = config.copiers == 1
+        # What the first tile needs comes first.
+        first = config.early_tiles if alone else 2 * config.num_stages
+        self.init_barriers(tiles.full, 0, first, copier, lane)
+        sync_copying(config)
+        if const_expr(config.early_tiles > 0):
+            if early:
+                token = part * config.tile_tokens
+                page, place = self.copier.find_pages(tiles, row, token, lane)
+                entered = self.copier.enter(tiles, row)
+                self.copier.copy_tile(
+                    entered, row, token, tiles.max_seq_len, Int32(0), copier, lane, page, place
+                )  # fmt: skip
+        self.init_barriers(tiles.full, first, 2 * config.num_stages, copier, lane)
+        announce_ready(config)
+
+    @cute.jit
+    def init_barriers(self, barriers, begin: int, end: int, copier, lane):
         """Initialises some of the barriers: those of full stages, then those of empty ones."""
         if const_expr(begin < end):
-            if warp == 0:
+            if copier == 0:
                 if lane == 0:
                     for i in cutlass.range_constexpr(begin, end):
                         full = i < self.config.num_stages
@@ -353,37 +383,77 @@ class DecodeKernel:
                 cute.arch.sync_warp()
 
     @cute.jit
-    def pass_over(self, barriers, lane):
-        """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
-        cute.arch.sync_threads()  # the barriers are initialised
-        cute.arch.mbarrier_wait(barriers, 0)
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
+    def copy_tiles(self, cta, work, stage: Int32, phase: Int32, issued: Int32):
+        """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
 
-    # -- main loop ------------------------------------------------------------------------------------------------
+        stage, phase: of the ring's place that the attending warps read first.
+        """
+        config, lane = self.config, cta.lane
+        copier = cta.warp - config.num_warps
+        tiles = self.copier.enter(cta.tiles, work.request)
+        empty = cta.barriers + config.num_stages
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        phase = phase ^ 1  # nothing waits on the first round
+        if const_expr(config.after_append and "word" in config.copies):
+            # Copies of words go through L1, which may keep the beginning of a new row from a copy of the old one before.
+            cute.arch.griddepcontrol_wait()
+        page, place = Int32(0), Int32(0)
+        if const_expr(config.page_tokens > 0):
+            # The pages of a whole ring are asked for at once.
+            pages = [
+                self.copier.find_pages(tiles, work.request, token + i * stride, lane)
+                for i in range(config.num_stages + 1)
+            ]
+            for i in cutlass.range_constexpr(config.num_stages):
+                if (issued <= i) & (token < work.length):
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    self.await_append(work, token)
+                    self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
+                token = token + stride
+                stage, phase = _advance(stage, phase, config.num_stages)
+            page, place = pages[-1]
+        elif issued > 0:
+            token = token + stride
+            stage, phase = _advance(stage, phase, config.num_stages)
+        while token < work.length:
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            self.await_append(work, token)
+            self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, page, place)
+            token = token + stride
+            page, place = self.copier.find_pages(tiles, work.request, token, lane)
+            stage, phase = _advance(stage, phase, config.num_stages)
+        self.copier.drain()
 
     @cute.jit
-    def process(self, cta, work, query, stage: Int32, phase: Int32, issued: Int32):
-        """One unit; ``issued`` of its tiles are on their way, ``stage`` and ``phase`` are the ring's position."""
+    def await_append(self, work, token):
+        """Before a tile with new tokens, waits until they are in the cache. Waiting again costs nothing."""
+        if const_expr(self.config.after_append):
+            if token + self.config.tile_tokens > work.length - work.place.shape.q_len:
+                cute.arch.griddepcontrol_wait()
+                # Rows were written by ordinary stores and are read by bulk copies, whose order among each other only a
+                # fence makes, or a kernel's end; the PTX ISA does not say that the wait stands for the latter.
+                cute.arch.fence_proxy("async.global")
+
+    # -- attending warps --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def pass_over(self, barriers, warp, lane):
+        """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
+        if warp < self.config.num_warps:
+            cute.arch.mbarrier_wait(barriers, 0)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
+
+    @cute.jit
+    def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
+        """One unit; ``stage`` and ``phase`` are the ring's position."""
         config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
-        tiles = self.copier.enter(cta.tiles, work.request)
+        if const_expr(config.lends_registers):
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
+        tiles = cta.tiles
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        refill_stage, refill_phase = stage, phase ^ 1
-        pages = [
-            self.copier.find_pages(tiles, work.request, token + i * stride, lane) for i in range(config.num_stages)
-        ]
-        for i in cutlass.range_constexpr(config.num_stages - 1):
-            if warp < self.copier.num_issuers:
-                if (issued <= i) & (token + i * stride < work.length):
-                    # Nothing waits on the first round.
-                    cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, work.request, token + i * stride, work.length, refill_stage, warp, lane, *pages[i]
-                    )
-            refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
-        page, place = pages[-1]
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
@@ -391,30 +461,19 @@ class DecodeKernel:
         columns = [work.place.column(config, roles, keys.t, column) for column in range(config.columns)]
         logits = self.logits.open(cta.features, work.request, work.place.shape.q_len, work.length, columns)
         state = WarpState(keys, values, _Softmax(config.columns), logits)
-        cute.arch.sync_threads()  # the barriers are initialised
 
         while token < work.length:
-            # Pinned, or the compiler makes two copies of the loop, one for the issuing warps.
-            if ptx.pinned(warp) < self.copier.num_issuers:
-                ahead = token + (config.num_stages - 1) * stride
-                if ahead < work.length:
-                    # The tile that last lay there was consumed one step ago.
-                    cute.arch.mbarrier_wait(empty + refill_stage, refill_phase)
-                    self.copier.copy_tile(
-                        tiles, work.request, ahead, work.length, refill_stage, warp, lane, page, place
-                    )
-                    page, place = self.copier.find_pages(tiles, work.request, ahead + stride, lane)
             cute.arch.mbarrier_wait(full + stage, phase)
             if token + config.tile_tokens > work.length:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.
                 self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
-                cute.arch.sync_threads()
+                sync_attending(config)
             if const_expr(config.features.window):
                 hidden = work.hidden_tokens(cta.features.window) - token
                 if hidden > 0:
                     # Rows that no query sees may be anything too, and their pages gone.
                     self.copier.clear_first_values(tiles, stage, hidden, warp * WARP_THREADS + lane)
-                    cute.arch.sync_threads()
+                    sync_attending(config)
             masked = self.logits.is_masked(logits, token, config.tile_tokens)
             first_token = token + roles.slice_index * config.slice_tokens
             addresses = self.copier.stage_addresses(tiles, stage)
@@ -428,7 +487,6 @@ class DecodeKernel:
                 cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
-            refill_stage, refill_phase = _advance(refill_stage, refill_phase, config.num_stages)
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
 
     @cute.jit

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from cute_kernels.arguments import check_tensors, needs_dispatch
-from cute_kernels.attention.checks import check_contiguous, shape_of
+from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
+from cute_kernels.attention.checks import check_contiguous
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of

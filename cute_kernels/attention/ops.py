@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from cute_kernels.attention.checks import (
     format_pair,
     head_dim_of_row,
 )
-from cute_kernels.attention.config import KEEP_PARTIALS, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.plan import ALIGNMENT, Plan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
@@ -51,65 +51,68 @@ def launch(
     A call's schedule is kept by what decides it. The checks that a repeated call has passed before are left to the
     compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
     compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
+    K's cache has V's blocks there, and its row is that of q's head_dim, so the key leaves its shape out; not the dtypes
+    of the caches, for signed bytes pass as unsigned ones.
     """
-    offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
-    # The cache's dtypes, because signed bytes would pass for unsigned ones.
-    key = (
-        q.shape,
-        k_cache.shape,
-        v_cache.shape,
-        q.dtype,
-        k_cache.dtype,
-        v_cache.dtype,
-        q.get_device(),
-        kv_format,
-        num_splits,
-        offset,
-        None if options is None else options_key(options),
-    )
     try:
+        offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
+        key = (
+            q.shape,
+            v_cache.shape,
+            q.dtype,
+            k_cache.dtype,
+            v_cache.dtype,
+            q.get_device(),
+            kv_format,
+            num_splits,
+            offset,
+            None if options is None else options_key(options),
+        )
         plan = _plans.get(key)
-    except TypeError:  # something unhashable, which no argument may be: the checks say which
-        plan = None
+    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
+        _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
+        raise
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
     if plan is None or DEBUG:
         call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
         if plan is None:
             if not (k_cache.numel() and call.max_seq_len and call.batch):
-                return _without_tokens(call)
+                return without_tokens(call)
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             plan = _plans[key] = make_plan(call)
-    if out is None:
-        same = plan.v_head_dim == q.shape[3]
-        result = torch.empty_like(q) if same else q.new_empty((*q.shape[:3], plan.v_head_dim))
-    else:
-        result = out
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-    scale = plan.softmax_scale if softmax_scale is None else softmax_scale
     try:
-        if lse is None:
-            plan.run((q, k_cache, v_cache, seq_lens, result), 0, scale, options, 0)
-        else:
-            plan.run((q, k_cache, v_cache, seq_lens, result), lse.data_ptr(), scale, options, WRITE_LSE)
+        return plan.launch(q, k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse)
     except (TypeError, ValueError, RuntimeError):
         _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
         raise
-    return result, lse
 
 
 def options_key(options: CallOptions) -> tuple[Any, ...]:
-    """What of complete options (see `NO_OPTIONS`) decides a plan: of tensors everything but their place and contents,
-    of the others the value.
+    """What of complete options (see `NO_OPTIONS`) decides a plan: of tensors everything but their contents and, beyond
+    its alignment, their place; of the others the value.
 
     Not every part needs a plan of its own; together they are all that the checks of a repeated call would look at.
     """
-    values: list[Any] = list(options.values())
-    for index, value in enumerate(values):
-        if type(value) in _PLAIN_TENSORS:
-            values[index] = value.shape, value.stride(), value.dtype, value.get_device()
-    return tuple(values)
+    table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias = options.values()
+    return (
+        None if table is None else identity(table),
+        layout,
+        None if k_scale is None else identity(k_scale),
+        None if v_scale is None else identity(v_scale),
+        causal,
+        window,
+        soft_cap,
+        None if sinks is None else identity(sinks),
+        None if slopes is None else identity(slopes),
+        None if bias is None else identity(bias),
+    )
+
+
+def identity(tensor: Any) -> tuple[Any, ...]:
+    """What a plan relies on in a tensor that the function takes as an address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 
 def _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options) -> AttentionCall:
@@ -123,7 +126,7 @@ def _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
     return call
 
 
-def _without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result for an empty batch or an empty cache, which no kernel is launched for."""
     lse = torch.full(call.out_shape[:3], float("-inf"), dtype=torch.float32, device=call.q.device)
     return call.q.new_zeros(call.out_shape) if call.out is None else call.out.zero_(), lse
@@ -176,7 +179,7 @@ def bind_config(
     given = cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
 
     def run() -> torch.Tensor:
-        plan.run((q, k_cache, v_cache, seq_lens, out), 0, plan.softmax_scale, given, 0)
+        plan.launch(q, k_cache, v_cache, seq_lens, out, options=given)
         return out
 
     return run
@@ -200,12 +203,9 @@ def launch_splits(
         split_sum = torch.zeros_like(split_out[..., 0])
         return q.new_zeros(call.out_shape), split_out, torch.full_like(split_sum, float("-inf")), split_sum
     plan = make_plan(call)
-    out = q.new_empty(call.out_shape)
     partial_words = plan.schedule.config.partial_words
     workspace = torch.full((batch, num_splits, heads, partial_words), EMPTY, dtype=torch.int32, device=q.device)
-    scale = plan.softmax_scale if softmax_scale is None else softmax_scale
-    with torch.cuda.device(q.device):
-        plan.launch((q, k_cache, v_cache, seq_lens, out), 0, workspace.data_ptr(), scale, None, KEEP_PARTIALS)
+    out, _ = plan.launch(q, k_cache, v_cache, seq_lens, softmax_scale=softmax_scale, partials=workspace)
     empty = workspace[..., head_dim] == EMPTY  # splits without tokens
     values = workspace.view(torch.float32)
     partial = values[..., :head_dim].masked_fill(empty.unsqueeze(-1), 0.0)
@@ -308,6 +308,11 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether no optional argument is a tensor of a class that only an operator can take."""
+    return not any(type(value) not in _PLAIN and isinstance(value, torch.Tensor) for value in values)
+
+
 def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOptions | None) -> Callable[..., Any]:
     """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
 
@@ -317,10 +322,8 @@ def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOpti
     if is_compiling():
         return dispatch
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        if options is not None:
-            for value in options.values():
-                if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
-                    return dispatch
+        if options is not None and not are_plain(options.values()):
+            return dispatch
         return launch if q.is_cuda else reference if q.is_cpu else dispatch
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     return dispatch

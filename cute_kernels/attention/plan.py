@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.config import PAGE_TOKENS, DecodeConfig
+from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, WRITE_LSE, DecodeConfig
 from cute_kernels.attention.schedule import NUM_SMS, Problem, Schedule, head_blocks, make_schedule
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
 from cute_kernels.runtime.workspace import POOL
 
 ALIGNMENT = 16  # bytes, of bulk copies and tensor maps
@@ -23,103 +24,141 @@ ALIGNMENT = 16  # bytes, of bulk copies and tensor maps
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a launch that does not change between calls of the same shapes and options.
+    """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
 
     Attributes:
+        function: the compiled kernel. In native code it compares the shape, strides, dtype, alignment and device of
+            every tensor that it is given with what it was compiled for, and launches on torch's current stream of the
+            tensors' device.
+        new_out, new_lse: what results that the caller gives no tensor for are made of.
+        k_view, v_view: dtypes that the function takes the caches as, None for their own.
         num_words: of workspace, 0 if there is nothing to combine.
-        scale_strides: of K's and V's given scales, elements from head to head.
-        numbers: max_pages, window, soft cap; bias_strides: elements from one request, query, head and key to the next.
-            Of use where the configuration has features.
+        k_scale_stride, v_scale_stride: of given scales, elements from head to head.
+        takes_features: whether the function takes the arguments of features, which the rest is for.
+        copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
+        numbers: max_pages, window, soft cap.
+        bias_strides: elements from one request, query, head and key to the next.
     """
 
     function: Callable[..., Any]
     schedule: Schedule
     device_index: int
     softmax_scale: float
-    v_head_dim: int
-    num_words: int
-    scale_strides: tuple[int, int] = (0, 0)
+    new_out: Blank
+    new_lse: Blank
+    k_view: torch.dtype | None = None
+    v_view: torch.dtype | None = None
+    num_words: int = 0
+    k_scale_stride: int = 0
+    v_scale_stride: int = 0
+    takes_features: bool = False
+    copies_table: bool = False
     numbers: tuple[int, int, float] = (0, 0, 1.0)
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
 
-    def run(self, tensors, lse: int, softmax_scale: float, options: CallOptions | None, mode: int) -> None:
-        """Launches on the current stream. tensors: q, k_cache, v_cache, seq_lens, out; lse: an address."""
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        options: Any = None,
+        return_lse: bool = False,
+        partials: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches on the current stream of the plan's device: (out or a new one, lse if asked for).
+
+        ``options``: complete ones (see `NO_OPTIONS`) or None. ``partials``: a workspace of the caller's, in which the
+        partial results of all splits stay. This is one flat function, without objects on the way, because each decoding
+        step of a model waits for it once a layer.
+        """
         index = self.device_index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                self.run(tensors, lse, softmax_scale, options, mode)
-            return
+                return self.launch(q, k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse, partials)
+        if out is None:
+            out = empty_strided(*self.new_out)
+        lse, lse_address, mode = None, 0, 0
+        if return_lse:
+            lse = empty_strided(*self.new_lse)
+            lse_address, mode = lse.data_ptr(), WRITE_LSE
         workspace = 0
-        if self.num_words:
+        if partials is not None:
+            workspace, mode = partials.data_ptr(), mode | KEEP_PARTIALS
+        elif self.num_words:
             workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
-        self.launch(tensors, lse, workspace, softmax_scale, options, mode)
-
-    def launch(self, tensors, lse: int, workspace: int, softmax_scale: float, options, mode: int) -> None:
-        """:meth:`run` with a workspace of the caller's."""
-        q, k_cache, v_cache, seq_lens, out = tensors
-        schedule = self.schedule
-        if options is None:
-            k_scale = v_scale = 0
-        else:
-            k_scale, v_scale = _address(options["k_scale"]), _address(options["v_scale"])
-        arguments = (
+        k_scale = v_scale = 0
+        if options is not None:
+            k_scale, v_scale = address_of(options["k_scale"]), address_of(options["v_scale"])
+        self.function(
             q,
-            _as_bytes(k_cache),
-            _as_bytes(v_cache),
+            k_cache if self.k_view is None else k_cache.view(self.k_view),
+            v_cache if self.v_view is None else v_cache.view(self.v_view),
             seq_lens,
             out,
-            lse,
+            lse_address,
             workspace,
             k_scale,
             v_scale,
-            *self.scale_strides,
-            softmax_scale,
-            schedule.num_splits,
-            schedule.more_rows,
+            self.k_scale_stride,
+            self.v_scale_stride,
+            self.softmax_scale if softmax_scale is None else softmax_scale,
+            self.schedule.num_splits,
             mode,
+            *(self._features(options or NO_OPTIONS) if self.takes_features else ()),
         )
-        if schedule.config.has_features:
-            arguments += self._feature_arguments(NO_OPTIONS if options is None else options)
-        self.function(*arguments)
+        return out, lse
 
-    def _feature_arguments(self, options: Any) -> tuple[Any, ...]:
-        max_pages, window, soft_cap = self.numbers
-        table, sinks, slopes, bias = (
-            _address(options[name]) for name in ("block_table", "sinks", "alibi_slopes", "bias")
-        )
-        return table, max_pages, window, soft_cap, sinks, slopes, bias, *self.bias_strides
+    def _features(self, options: Any) -> tuple[Any, ...]:
+        """The arguments of features."""
+        table, (max_pages, window, soft_cap) = options["block_table"], self.numbers
+        if self.copies_table:
+            table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
+        sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["bias"]
+        uneven = self.schedule.more_rows, self.schedule.shares
+        addresses = address_of(sinks), address_of(slopes), address_of(bias)
+        return *uneven, address_of(table), max_pages, window, soft_cap, *addresses, *self.bias_strides
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as the compiled functions take it: 8-bit codes of any dtype are bytes to them."""
-    return cache.view(torch.uint8) if cache.element_size() == 1 and cache.dtype != torch.uint8 else cache
+def make_plan(
+    call: AttentionCall,
+    config: DecodeConfig | None = None,
+    num_splits: int | None = None,
+    *,
+    after_append: bool = False,
+) -> Plan:
+    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose.
 
-
-def make_plan(call: AttentionCall, config: DecodeConfig | None = None, num_splits: int | None = None) -> Plan:
-    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose."""
-    problem = problem_of(call)
+    after_append: for launches that directly follow one that appends the newest tokens and lets this one start early.
+    """
+    problem = problem_of(call, after_append=after_append)
     schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
     if config is not None:
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
-        more = schedule.more_rows if config.units else 0
-        schedule = Schedule(config, splits, head_blocks(problem, config), more)
+        uneven = (schedule.more_rows, schedule.shares) if config.units else (0, 0)
+        schedule = Schedule(config, splits, head_blocks(problem, config), *uneven)
+    table = call.block_table
     return Plan(
         function=load(DecodeSpec(schedule.config), arch_of(call.q.device.index)),
         schedule=schedule,
         device_index=call.q.device.index,
         softmax_scale=call.softmax_scale,
-        v_head_dim=call.v.head_dim,
+        new_out=blank(call.out_shape, call.q.dtype),
+        new_lse=blank(call.out_shape[:3], torch.float32),
+        k_view=byte_view(call.k.cache),
+        v_view=byte_view(call.v.cache),
         num_words=workspace_words(schedule, problem),
-        scale_strides=(_head_stride(call.k.scale), _head_stride(call.v.scale)),
-        numbers=(
-            call.block_table.shape[1] if call.block_table is not None else 0,
-            call.window or 0,
-            call.soft_cap or 1.0,
-        ),
+        k_scale_stride=_head_stride(call.k.scale),
+        v_scale_stride=_head_stride(call.v.scale),
+        takes_features=schedule.config.has_features,
+        copies_table=table is not None and not table.is_contiguous(),
+        numbers=(0 if table is None else table.shape[1], call.window or 0, call.soft_cap or 1.0),
         bias_strides=call.bias.strides if call.bias is not None else (0, 0, 0, 0),
     )
 
@@ -136,7 +175,7 @@ def workspace_words(schedule: Schedule, problem: Problem) -> int:
     return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
 
 
-def problem_of(call: AttentionCall) -> Problem:
+def problem_of(call: AttentionCall, *, after_append: bool = False) -> Problem:
     """What the schedule needs to know of a call."""
     k_cache, v_cache = call.k.cache, call.v.cache
     starts = k_cache.data_ptr() | v_cache.data_ptr()
@@ -158,6 +197,7 @@ def problem_of(call: AttentionCall) -> Problem:
         features=call.features,
         aligned=not (starts | blocks) % ALIGNMENT,
         num_sms=_num_sms(call.q.device),
+        after_append=after_append,
     )
 
 

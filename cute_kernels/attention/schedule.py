@@ -13,7 +13,7 @@ from typing import Any
 
 from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format
+from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
@@ -23,15 +23,21 @@ SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}
 COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
-SMALL_TILE_COST = 0.02  # of the streaming time, where four CTAs to an SM have small tiles
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
+FEW_ROWS = 4  # rows that differ are cut for one wave of CTAs if these leave room for so many parts of each
+CUT_STEPS = 4  # of the search for the smallest parts of one wave
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
+UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
+COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycles each
+SM_PARTITIONS = 4
+MAX_COPY_WARPS = 4
+SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
@@ -50,6 +56,7 @@ class Problem:
         aligned: whether caches of rows with headers start on 16 bytes and a request's part of them is a multiple of 16
             bytes.
         num_sms: SMs of the GPU.
+        after_append: whether the newest tokens are appended in the same call.
     """
 
     batch: int
@@ -66,6 +73,7 @@ class Problem:
     features: Features = PLAIN
     aligned: bool = True
     num_sms: int = NUM_SMS
+    after_append: bool = False
 
     @classmethod
     def uniform(
@@ -108,12 +116,14 @@ class Schedule:
         num_splits: CTAs that share the tokens of a row (a request and the KV heads of a CTA).
         head_blocks: CTAs per split that cover all query heads.
         more_rows: rows of CTAs beyond the batch, for the parts of long requests where lengths differ.
+        shares: of about equal size that all requests together are cut into where lengths differ: what the SMs hold.
     """
 
     config: DecodeConfig
     num_splits: int
     head_blocks: int
     more_rows: int = 0
+    shares: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -135,8 +145,8 @@ def make_schedule(problem: Problem, num_splits: int | None = None) -> Schedule:
     config = configs[index]
     blocks = head_blocks(problem, config)
     cut_by_length = config.units and 1 < problem.batch <= MAX_CUT_BATCH
-    more = rows_beyond(problem, splits, blocks) if cut_by_length else 0
-    return Schedule(config, splits, blocks, more)
+    more = rows_beyond(problem, config, splits, blocks) if cut_by_length else 0
+    return Schedule(config, splits, blocks, more, max(1, problem.num_sms * config.ctas_per_sm // blocks))
 
 
 def head_blocks(problem: Problem, config: DecodeConfig) -> int:
@@ -153,18 +163,24 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
     return range(1, most + 1)
 
 
-def rows_beyond(problem: Problem, parts: int, head_blocks: int) -> int:
-    """Rows of ``parts`` CTAs beyond the batch, so many that long requests can be spread over all SMs.
+def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
+    """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
 
-    Where lengths turn out to be alike they have nothing to do, but come and go: few where that would be felt.
+    Few requests are cut for the CTAs that the SMs hold at a time. Many need more, since each may have one part more
+    than divides it: as many as let all requests be cut into shares of what the SMs hold. Where lengths turn out to be
+    alike these have nothing to do, but come and go: few where that would be felt.
     """
+    shares = problem.num_sms * config.ctas_per_sm // head_blocks
+    if problem.batch * FEW_ROWS <= shares:
+        return max(1, shares // parts - problem.batch)
     tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
     per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
-    return -(-per_sm * problem.num_sms // (head_blocks * parts))
+    wanted = min(shares + problem.batch - problem.batch * parts, per_sm * problem.num_sms // head_blocks)
+    return max(1, -(-wanted // parts))
 
 
-def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, int, int]]:
+def cut_rows(tiles: list[int], parts: int, more_rows: int, shares: int) -> list[tuple[int, int, int]]:
     """The units of a launch in the order of their numbers, as (row, part, number of the row's parts).
 
     This is what :class:`cute_kernels.attention.assignment.Assigner` computes on the device.
@@ -173,14 +189,31 @@ def cut_rows(tiles: list[int], parts: int, more_rows: int) -> list[tuple[int, in
         tiles: of each row, at least 1.
         parts: CTAs of a row.
         more_rows: rows of CTAs beyond those of ``tiles``; 0 to cut every row into ``parts``.
+        shares: of about equal size that all rows together are cut into where they differ.
     """
     total, most = sum(tiles), max(tiles, default=1)
     if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
         counts = [min(count, parts) for count in tiles]
     else:
-        each = -(-total // ((len(tiles) + more_rows) * parts - len(tiles)))
+        each = _part_tiles(tiles, (len(tiles) + more_rows) * parts, shares)
         counts = [-(-count // each) for count in tiles]
     return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
+
+
+def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
+    """Tiles of a part at most where rows differ."""
+    total, batch = sum(tiles), len(tiles)
+    if batch * FEW_ROWS > shares:
+        return -(-total // min(shares, ctas - batch))
+    limit = min(shares, ctas)
+    least, most = -(-total // shares), -(-total // (limit - batch))
+    for _ in range(CUT_STEPS):
+        middle = (least + most) // 2
+        if sum(-(-count // middle) for count in tiles) <= limit:
+            most = middle
+        else:
+            least = min(middle + 1, most)
+    return most
 
 
 def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:
@@ -199,8 +232,9 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
-    if config.ctas_per_sm == 4:
-        streaming *= 1 + SMALL_TILE_COST
+    if config.units and problem.batch > 1:
+        # Lengths may differ, which large parts balance badly.
+        streaming += UNEVEN_COST * cta_bytes / sm_rate
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
 
 
@@ -232,7 +266,20 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, 4) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
-    return list(dict.fromkeys(_roomy(make(base, ctas)) for ctas in counts))
+    return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas))) for ctas in counts))
+
+
+def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with as many copying warps as its tiles' copies want and its registers allow.
+
+    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers.
+    """
+    if "word" in config.copies:
+        return _change(config, copy_warps=MAX_COPY_WARPS)
+    wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
+    turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
+    free = turns * SM_PARTITIONS // config.ctas_per_sm - config.num_warps
+    return _change(config, copy_warps=max(1, min(wanted, free)))
 
 
 def _roomy(config: DecodeConfig) -> DecodeConfig:
@@ -283,13 +330,14 @@ def _base_config(
         num_query_blocks=num_query_blocks,
         blocks_per_warp=query_blocks(problem.rows)[1],
         num_slices=1,
-        early_tiles=0 if problem.features.window else 1,
+        early_tiles=0 if problem.features.window or problem.after_append else 1,
         contiguous=contiguous,
         k_copy=k_copy,
         v_copy=v_copy,
         page_tokens=problem.page_tokens,
         units=problem.features.paged,
         features=problem.features,
+        after_append=problem.after_append,
     )
 
 
@@ -297,21 +345,22 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     """A configuration for rows with headers: 8 warps and a ring of 3 tiles.
 
     One CTA to an SM serves few long rows best; two or four, whose beginnings and ends overlap, many rows. They have
-    shorter rings and fewer warps.
+    shorter rings and fewer warps, as many as the registers allow: two CTAs of 8 warps and a copying one leave 96 to a
+    thread, which is enough for one group.
     """
     int4 = all(isinstance(form, Int4Format) for form in base.formats)
-    roles = base.num_roles
-    # More than one CTA of 8 warps leaves 128 registers to a thread: enough up to head_dim 128 and 4 groups.
-    crowded = int4 and (max(base.head_dims) > 128 or "int4_g8" in (base.k_format, base.v_format))
+    groups = max((form.num_groups for form in base.formats if isinstance(form, Int4Format)), default=1)
+    roles, few_roles = base.num_roles, base.num_roles <= TARGET_WARPS // 2
+    crowded = int4 and (max(base.head_dims) > 128 or groups == 8)
     if crowded or roles > TARGET_WARPS or "word" in base.copies:
         ctas_per_sm = 1
-    elif ctas_per_sm == 2 and base.units and "int4_g4" in (base.k_format, base.v_format):
-        # Nor with 4 groups and pages to keep.
-        ctas_per_sm = 4 if roles <= TARGET_WARPS // 2 else 1
-    elif ctas_per_sm == 4 and roles > TARGET_WARPS // 2:
+    elif int4 and groups > 1:
+        ctas_per_sm = min(ctas_per_sm, 2 if few_roles else 1)
+    elif ctas_per_sm == 4 and not few_roles:
         ctas_per_sm = 1 if base.units else 2
     if int4:
-        warps = TARGET_WARPS // 2 if ctas_per_sm == 4 else TARGET_WARPS
+        few_warps = ctas_per_sm == 4 or (ctas_per_sm == 2 and groups > 1)
+        warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
     return _byte_config(base, ctas_per_sm)
@@ -341,7 +390,9 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     if sum(configs[0].tile_bytes) > STAGE_BYTES:
         configs = configs[1:]
     fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= 3), configs[-1])
-    stages = min(3, _num_stages(fitting, ctas_per_sm))
+    # A third tile in flight only delays the second, unless there are two CTAs to an SM or many small copies to a tile.
+    many = "bulk" in base.copies and 0 < base.page_tokens < SMALL_PAGE
+    stages = min(3 if ctas_per_sm == 2 or many else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
     return _change(fitting, num_stages=stages)

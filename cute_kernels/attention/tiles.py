@@ -5,16 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import RowTile, plan_tiles
 
 if TYPE_CHECKING:
     from cute_kernels.attention.config import DecodeConfig
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
+MAX_BOX = 256  # tokens of one tensor-map copy
+COPYING_LANES = 32  # of a warp
 _GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
 
 
@@ -54,6 +55,41 @@ def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | Sw
     keys = _tile(config, "k", config.k_format, config.head_dim, config.k_copy)
     values = _tile(config, "v", config.v_format, config.v_head_dim, config.v_copy)
     return plan_tiles(keys, values)
+
+
+def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
+    """Tokens that one bulk or tensor-map copy brings."""
+    if isinstance(tile, RowTile):
+        return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
+    return min(config.tile_tokens, config.page_tokens or MAX_BOX)
+
+
+def copies_per_tile(config: DecodeConfig) -> int:
+    """Copies that bring one tile of K and V; tensor maps bring one head at a time."""
+    heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
+    tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
+    return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
+
+
+def lane_tokens(config: DecodeConfig) -> int:
+    """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
+    runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
+    if not runs:
+        return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+    even = 1 << (-(-config.tile_tokens // COPYING_LANES) - 1).bit_length()
+    return max(even, min(runs))
+
+
+def most_copy_warps(config: DecodeConfig) -> int:
+    """Copying warps that all have something to copy in every whole tile."""
+    if "word" in config.copies:
+        return config.tile_tokens
+    boxes = [
+        config.tile_tokens // tokens_per_copy(config, tile)
+        for tile in tiles_of(config)
+        if isinstance(tile, SwizzledTile)
+    ]
+    return max(config.tile_tokens // lane_tokens(config), *boxes, 1)
 
 
 def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:

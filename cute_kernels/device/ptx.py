@@ -342,8 +342,13 @@ def store_shared_zero(address: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
-    """1, 2 or 4 words of read-only global memory in one access, issued where it stands."""
+def load_global_words(
+    address: Int64, offset: int, num_words: int, *, constant: bool = True, loc=None, ip=None
+) -> list[Uint32]:
+    """1, 2 or 4 words of global memory in one access, issued where it stands.
+
+    constant: nobody writes them while the kernel runs. If not, the access stays behind what it must not pass.
+    """
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     target = f".v{num_words}.u32 {{{outputs}}}" if num_words > 1 else ".u32 $0"
@@ -351,8 +356,8 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
     result = llvm.inline_asm(
         result_type,
         [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"ld.global.nc{target}, [${num_words} + {offset}];",
-        ",".join(["=r"] * num_words) + ",l",
+        f"ld.global{'.nc' if constant else ''}{target}, [${num_words} + {offset}];",
+        ",".join(["=r"] * num_words) + (",l" if constant else ",l,~{memory}"),
         has_side_effects=True,
         loc=loc,
         ip=ip,

@@ -1,23 +1,24 @@
 """KV caches: append with everything that comes before it, bulk quantisation, and an owner of pages and sequences.
 
-Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; and
-in `cache`, `pages`, `batch`, `memory`, `calibration`, `smoothing`.
+Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; in
+`step` and `step_ops` (append and attention as one call); and in `cache`, `pages`, `batch`, `memory`, `calibration`,
+`smoothing`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from cute_kernels.arguments import needs_dispatch
 from cute_kernels.kv_cache import bulk_ops, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
 from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
-from cute_kernels.kv_cache.call import AppendCall, split_formats
+from cute_kernels.kv_cache.call import split_formats
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
+from cute_kernels.kv_cache.step import append_and_decode
 
 __all__ = [
     "Batch",
@@ -30,6 +31,7 @@ __all__ = [
     "OutOfPagesError",
     "Rope",
     "YarnScaling",
+    "append_and_decode",
     "append_kv",
     "check_pairs",
     "compute_kv_scale",
@@ -103,36 +105,12 @@ def append_kv(
 
     CPU tensors are served by the reference implementation.
     """
-    k_format, v_format = split_formats(kv_format)
+    k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else split_formats(kv_format)
     q_bias, k_bias, v_bias = bias or (None, None, None)
-    call = AppendCall(
-        k,
-        v,
-        k_cache,
-        v_cache,
-        k_format,
-        v_format,
-        cache_layout,
-        rope,
-        norm_eps,
-        q,
-        q_out,
-        seq_lens,
-        block_table,
-        cu_seqlens,
-        slots,
-        position_ids,
-        q_bias,
-        k_bias,
-        v_bias,
-        q_norm,
-        k_norm,
-        k_scale,
-        v_scale,
-    )
-    if needs_dispatch(k=k, v=v, k_cache=k_cache, v_cache=v_cache):
-        return ops.dispatch(call)
-    return ops.launch(call) if k.is_cuda else ops.reference(call)
+    call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table)
+    extras = (cu_seqlens, slots, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
+    usual = cu_seqlens is slots is position_ids is bias is q_norm is k_norm is k_scale is v_scale is None
+    return ops.append(call, None if usual else extras)
 
 
 def quantize_kv(

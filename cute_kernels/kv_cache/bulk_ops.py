@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, needs_dispatch
+from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
-from cute_kernels.kv_cache.config import HEAD_DIMS, BulkConfig, divisor_of, row_alignment
+from cute_kernels.kv_cache.config import BulkConfig, divisor_of, row_alignment
 from cute_kernels.kv_cache.reference import shaped_scale
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 
@@ -48,7 +48,7 @@ def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) 
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, DTYPES))}")
     if x.dim() < 2:
-        raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
+        raise ValueError(f"x: got shape {shape_of(x)}, want [..., num_kv_heads, head_dim]")
     if x.shape[-1] not in HEAD_DIMS:
         raise ValueError(f"x: got head_dim {x.shape[-1]}, want one of {', '.join(map(str, HEAD_DIMS))}")
     _check_memory("x", x, x.device)
@@ -73,8 +73,7 @@ def _check_rows(
     row = form.row_elements(head_dim)
     if rows.dim() < 2 or rows.shape[-1] != row:
         raise ValueError(
-            f"rows: got shape {list(rows.shape)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim "
-            f"{head_dim}"
+            f"rows: got shape {shape_of(rows)}, want [..., num_kv_heads, {row}] for {kv_format} at head_dim {head_dim}"
         )
     _check_memory("rows", rows, rows.device)
     check_given_scale("scale", scale, form, rows.shape[-2], head_dim)
@@ -87,7 +86,7 @@ def _check_memory(name: str, tensor: torch.Tensor, device: torch.device) -> None
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name}: got strides {tensor.stride()} for shape {list(tensor.shape)}, want it contiguous")
+        raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
 
 
 def _checked_out(
@@ -97,7 +96,7 @@ def _checked_out(
     if out.dtype not in dtypes:
         raise TypeError(f"out: got dtype {out.dtype}, want {' or '.join(map(str, dtypes))}")
     if out.shape != shape:
-        raise ValueError(f"out: got shape {list(out.shape)}, want {list(shape)}")
+        raise ValueError(f"out: got shape {shape_of(out)}, want {list(shape)}")
     _check_memory("out", out, device)
     return out
 

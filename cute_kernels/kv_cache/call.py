@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_tensors
-from cute_kernels.kv_cache.config import HEAD_DIMS
+from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAYOUTS = ("NHD", "HND")
@@ -45,9 +44,9 @@ class AppendCall(NamedTuple):
     v_scale: torch.Tensor | None = None
 
     @property
-    def extras(self) -> tuple[torch.Tensor | None, ...]:
+    def extras(self) -> tuple[Any, ...]:
         """What most calls lack: everything from cu_seqlens on."""
-        return self[13:]
+        return self[NUM_USUAL:]
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -82,6 +81,10 @@ class AppendCall(NamedTuple):
         return self.k_cache.shape[1 if self.cache_layout == "NHD" else 2]
 
 
+NUM_USUAL = AppendCall._fields.index("cu_seqlens")
+"""How many fields most calls have: what follows are extras."""
+
+
 def split_formats(kv_format: str | tuple[str, str]) -> tuple[str, str]:
     """(format of K, format of V); ValueError if it is neither a name nor a pair of names."""
     if isinstance(kv_format, str):
@@ -104,7 +107,7 @@ def check_append(call: AppendCall) -> None:
     _check_cache("k_cache", call, call.k_cache, k_format, call.k.shape[2])
     _check_cache("v_cache", call, call.v_cache, v_format, call.v.shape[2])
     if call.v_cache.shape[:3] != call.k_cache.shape[:3]:
-        raise ValueError(f"v_cache: got shape {_shape(call.v_cache)}, want that of k_cache but for the row")
+        raise ValueError(f"v_cache: got shape {shape_of(call.v_cache)}, want that of k_cache but for the row")
     _check_place(call)
     _check_extras(call)
     check_given_scale("k_scale", call.k_scale, k_format, call.num_kv_heads, call.k.shape[2])
@@ -127,7 +130,7 @@ def _check_tensors(call: AppendCall) -> None:
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where k is")
         if name not in ("k", "v", "q", "q_out", "k_cache", "v_cache") and not tensor.is_contiguous():
-            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {_shape(tensor)}, want it contiguous")
+            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
 
 
 def _check_tokens(call: AppendCall) -> None:
@@ -138,7 +141,7 @@ def _check_tokens(call: AppendCall) -> None:
         if x is None:
             continue
         if x.dim() != 3:
-            raise ValueError(f"{name}: got shape {_shape(x)}, want [tokens, heads, head_dim]")
+            raise ValueError(f"{name}: got shape {shape_of(x)}, want [tokens, heads, head_dim]")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
         if x.dtype != call.k.dtype:
@@ -151,7 +154,7 @@ def _check_tokens(call: AppendCall) -> None:
             raise ValueError(f"{name}: got no heads, want at least 1")
         if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2])):
             raise ValueError(
-                f"{name}: got strides {x.stride()} for shape {_shape(x)}, want the last two dimensions contiguous"
+                f"{name}: got strides {x.stride()} for shape {shape_of(x)}, want the last two dimensions contiguous"
             )
     if call.v.shape[1] != call.k.shape[1]:
         raise ValueError(f"v: got {call.v.shape[1]} heads, want {call.k.shape[1]}, those of k")
@@ -160,13 +163,13 @@ def _check_tokens(call: AppendCall) -> None:
     if call.q is not None and call.q.shape[2] != call.k.shape[2]:
         raise ValueError(f"q: got head_dim {call.q.shape[2]}, want {call.k.shape[2]}, that of k")
     if call.q_out is not None and call.q is not None and call.q_out.shape != call.q.shape:
-        raise ValueError(f"q_out: got shape {_shape(call.q_out)}, want {_shape(call.q)}, that of q")
+        raise ValueError(f"q_out: got shape {shape_of(call.q_out)}, want {shape_of(call.q)}, that of q")
 
 
 def _check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
     inner = "page_size, num_kv_heads" if call.cache_layout == "NHD" else "num_kv_heads, page_size"
     if cache.dim() != 4:
-        raise ValueError(f"{name}: got shape {_shape(cache)}, want 4 dimensions: [num_pages or batch, {inner}, row]")
+        raise ValueError(f"{name}: got shape {shape_of(cache)}, want 4 dimensions: [num_pages or batch, {inner}, row]")
     if cache.dtype not in form.cache_dtypes:
         wanted = " or ".join(map(str, form.cache_dtypes))
         raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
@@ -178,7 +181,7 @@ def _check_cache(name: str, call: AppendCall, cache: torch.Tensor, form: KvForma
     heads = cache.shape[2 if call.cache_layout == "NHD" else 1]
     if heads != call.num_kv_heads:
         raise ValueError(
-            f"{name}: got {heads} heads in shape {_shape(cache)} ({call.cache_layout}: [num_pages or batch, {inner}, "
+            f"{name}: got {heads} heads in shape {shape_of(cache)} ({call.cache_layout}: [num_pages or batch, {inner}, "
             f"row]), want {call.num_kv_heads}, those of k"
         )
     if cache.numel() and cache.stride(3) != 1:
@@ -200,18 +203,18 @@ def _check_place(call: AppendCall) -> None:
     for name in ("slots", "position_ids"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.shape != (tokens,):
-            raise ValueError(f"{name}: got shape {_shape(tensor)}, want [{tokens}], the tokens of k")
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{tokens}], the tokens of k")
     if call.cu_seqlens is not None and call.seq_lens is None:
         raise ValueError("cu_seqlens: got it without seq_lens, want both: lengths say at which positions tokens go")
     if call.seq_lens is not None:
         if call.seq_lens.dim() != 1:
-            raise ValueError(f"seq_lens: got shape {_shape(call.seq_lens)}, want [batch]")
+            raise ValueError(f"seq_lens: got shape {shape_of(call.seq_lens)}, want [batch]")
         if call.cu_seqlens is None and call.batch != tokens:
             raise ValueError(
                 f"seq_lens: got {call.batch} requests for {tokens} tokens, want one token a request, or cu_seqlens"
             )
         if call.cu_seqlens is not None and call.cu_seqlens.shape != (call.batch + 1,):
-            raise ValueError(f"cu_seqlens: got shape {_shape(call.cu_seqlens)}, want [{call.batch + 1}], batch + 1")
+            raise ValueError(f"cu_seqlens: got shape {shape_of(call.cu_seqlens)}, want [{call.batch + 1}], batch + 1")
     if call.slots is not None:
         if call.block_table is not None:
             raise ValueError("block_table: got one together with slots, which say where tokens go; want one of them")
@@ -222,11 +225,11 @@ def _check_place(call: AppendCall) -> None:
     elif call.block_table is not None:
         if call.block_table.dim() != 2 or call.block_table.shape[0] != call.batch or call.block_table.shape[1] == 0:
             raise ValueError(
-                f"block_table: got shape {_shape(call.block_table)}, want [{call.batch}, at least 1], a row a request"
+                f"block_table: got shape {shape_of(call.block_table)}, want [{call.batch}, at least 1], a row a request"
             )
     elif call.num_pages != call.batch:
         raise ValueError(
-            f"k_cache: got {call.num_pages} requests in shape {_shape(call.k_cache)}, want {call.batch}, those of "
+            f"k_cache: got {call.num_pages} requests in shape {shape_of(call.k_cache)}, want {call.batch}, those of "
             "seq_lens (or a block_table, or slots)"
         )
 
@@ -251,7 +254,7 @@ def _check_extras(call: AppendCall) -> None:
         if tensor.dtype != call.k.dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {call.k.dtype}, that of k")
         if tensor.shape != (size,):
-            raise ValueError(f"{name}: got shape {_shape(tensor)}, want [{size}]")
+            raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{size}]")
     if not isinstance(call.norm_eps, (int, float)) or not call.norm_eps >= 0:
         raise ValueError(f"norm_eps: got {call.norm_eps!r}, want a number of at least 0")
     if call.rope is None:
@@ -280,8 +283,4 @@ def check_given_scale(name: str, scale: torch.Tensor | None, form: KvFormat, num
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: got dtype {scale.dtype}, want torch.float32")
     if tuple(scale.shape) not in shapes:
-        raise ValueError(f"{name}: got shape {_shape(scale)}, want {wanted} for {form.name}")
-
-
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
+        raise ValueError(f"{name}: got shape {shape_of(scale)}, want {wanted} for {form.name}")

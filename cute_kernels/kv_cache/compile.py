@@ -72,46 +72,67 @@ def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.kv_cache.kernel import AppendKernel
 
     _check(config)
+    return cute.compile(
+        AppendKernel(config),
+        *fake_arguments(config, cutlass.AddressSpace.gmem),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
+    """What stands for the arguments of an append but the stream; a compiled function takes only what fits them.
+
+    memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+    from cute_kernels.kv_cache.kernel import AppendKernel
+
     kernel = AppendKernel(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
 
     def rows(heads: Any, elements: Any, head_dim: int):
         unit = elements.piece.unit
         strides = (cute.sym_int64(divisibility=unit // 2), head_dim, 1)
-        return make_fake_tensor(dtype, (num_tokens, heads, head_dim), stride=strides, assumed_align=unit)
+        return make_fake_tensor(
+            dtype, (num_tokens, heads, head_dim), stride=strides, assumed_align=unit, memspace=memory
+        )
 
     def cache(kv_format: str, head_dim: int):
         form = format_of(kv_format)
         element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(kv_format, cutlass.Uint8)
-        align = row_alignment(kv_format, head_dim, config.lanes)
+        align = row_alignment(kv_format, head_dim, config.lanes, config.runs)
         strides = [cute.sym_int64(divisibility=align // (element.width // 8)) for _ in range(3)]
         shape = (num_pages, page_size, kv_heads, form.row_elements(head_dim))
-        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align)
+        return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align, memspace=memory)
+
+    def integers(*shape: Any):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(cutlass.Int32, shape, stride_order=order, assumed_align=4, memspace=memory)
 
     num_tokens, q_heads, kv_heads, num_pages, page_size = (cute.sym_int() for _ in range(5))
     k_dim, v_dim = config.head_dim_k, config.head_dim_v
-    max_pages = cute.sym_int()
-    return cute.compile(
-        kernel,
+    return [
         rows(q_heads, kernel.k_elements, k_dim),
         rows(kv_heads, kernel.k_elements, k_dim),
         rows(kv_heads, kernel.v_elements, v_dim),
         rows(q_heads, kernel.k_elements, k_dim),
         cache(config.k_format, k_dim),
         cache(config.v_format, v_dim),
-        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4),
-        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(), max_pages), stride_order=(1, 0), assumed_align=4),
+        integers(cute.sym_int()),
+        integers(cute.sym_int(), cute.sym_int()),
         *[cutlass.Int64(0)] * 11,
         *[cutlass.Float32(1.0)] * 2,
         *[cutlass.Int32(1)] * 2,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    ]
 
 
 def _check(config: Any) -> None:

@@ -24,7 +24,7 @@ class WorkspacePool:
 
     def get(self, device_index: int, stream: int, num_words: int) -> int:
         """Address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a device."""
-        if torch.cuda.is_current_stream_capturing():
+        if torch._C._cuda_isCurrentStreamCapturing():
             return self._captured(device_index, stream, num_words)
         words = self._by_stream.get((device_index, stream))
         if words is None or words.numel() < num_words:

@@ -108,6 +108,7 @@ def make_call(
     device: str | torch.device = "cpu",
     seed: int = 0,
     poison: bool = True,
+    blank: bool = False,
 ) -> Call:
     """Standard normal q, k, v, made on the device; what no query sees is poisoned (see `poison_unseen`).
 
@@ -119,6 +120,7 @@ def make_call(
         sinks, alibi: whether there are any; standard normal sinks, the usual slopes.
         bias: "fp32" or "bf16": standard normal, one in eight of its elements -inf; `bias_dims` says which of [batch,
             q_len, num_q_heads, max_seq_len] do not repeat, as letters of "bihj".
+        blank: rows are zeros, for calls of which only the shapes matter: making rows takes seconds on a CPU.
         others: as `decode_attention`.
     """
     names = (kv_format, kv_format) if isinstance(kv_format, str) else kv_format
@@ -133,9 +135,14 @@ def make_call(
     q = normal(batch, q_len, num_q_heads, head_dim).to(Q_DTYPES[dense[0] if dense else q_dtype])
     caches, scales = [], []
     for name, dim in zip(names, (head_dim, v_head_dim or head_dim), strict=True):
-        values = normal(batch, tokens, num_kv_heads, dim)
-        scale = given_scale(values, name)
-        caches.append(store(values, name, scale))
+        shape = (batch, tokens, num_kv_heads, dim)
+        if blank:
+            form, scale = format_of(name), given_scale(torch.ones(1, num_kv_heads, dim, device=device), name)
+            caches.append(torch.zeros((*shape[:3], form.row_elements(dim)), dtype=form.cache_dtype, device=device))
+        else:
+            values = normal(*shape)
+            scale = given_scale(values, name)
+            caches.append(store(values, name, scale))
         scales.append(scale)
     given: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1], "window": window, "soft_cap": soft_cap}
     if sinks:
@@ -158,7 +165,7 @@ def make_call(
         caches = [cache.transpose(1, 2).contiguous() for cache in caches]
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     call = Call(q, caches[0], caches[1], lens, kv_format, options)
-    if poison:
+    if poison and not blank:
         poison_unseen(call)
     return call
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cute_kernels.attention.checks import HEAD_DIMS
+from cute_kernels.kv_formats import HEAD_DIMS
 from tests.attention.cases import ALL_FORMATS
 
 

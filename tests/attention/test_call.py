@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cute_kernels.attention.call import AttentionCall, make_call
-from cute_kernels.attention.checks import HEAD_DIMS, head_dim_of_row
+from cute_kernels.attention.checks import head_dim_of_row
 from cute_kernels.attention.features import Features
-from cute_kernels.kv_formats import FORMATS, format_of
+from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, format_of
 from tests.attention import cases
 
 

@@ -89,7 +89,7 @@ def measured() -> dict[str, golden.Entry]:
 def test_it_compiles_without_spilling(found: DecodeConfig, measured: dict[str, golden.Entry]):
     (kernel,) = measured[DecodeSpec(found).symbol]
     assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0
-    assert kernel["threads"] == found.num_threads
+    assert kernel["threads"] == found.cta_threads
     moves = {"tma": "UTMALDG", "bulk": "UBLKCP", "word": "LDGSTS"}
     assert {moves[copy] for copy in found.copies} == kernel["opcodes"].keys() & set(moves.values())
 

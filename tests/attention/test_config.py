@@ -41,7 +41,7 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (change(INT4, num_stages=1), "num_stages must be at least 2"),
         (change(INT4, early_tiles=3), "early_tiles 3 is not 0 or 1"),
         (change(INT4, early_tiles=-1), "early_tiles -1 is not 0 or 1"),
-        (change(INT4, num_slices=33), "33 warps are more than the 32 of a CTA"),
+        (change(INT4, num_slices=33), "33 [+] 1 warps are more than the 32 of a CTA"),
         (change(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
         (change(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (change(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),

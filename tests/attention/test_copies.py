@@ -8,7 +8,8 @@ import pytest
 
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Problem, candidate_configs
-from cute_kernels.attention.tiles import HEAD_DIMS, tiles_of
+from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import native
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
 from layouts.kv.tile import WORD_BYTES, RowTile
@@ -76,9 +77,19 @@ def test_barriers_count_the_arrivals_that_copies_make(config: DecodeConfig):
 
     copier = TileCopier(config)
     announced = any(copy != "word" for copy in config.copies)
-    assert copier.arrivals == announced + ("word" in config.copies) * config.num_threads
-    issuers = {1, config.num_warps}
-    assert copier.num_issuers in issuers and ("word" not in config.copies or copier.num_issuers == config.num_warps)
+    copying_threads = 32 * config.copiers
+    assert copier.arrivals == announced + ("word" in config.copies) * copying_threads
+
+
+@every_config
+def test_the_lanes_of_the_copying_warps_share_a_tile_in_parts_of_one_page(config: DecodeConfig):
+    from cute_kernels.attention.copies import TileCopier
+
+    copier = TileCopier(config)
+    assert copier.lane_tokens * 32 >= config.tile_tokens
+    assert all(max(copier.lane_tokens, run) % min(copier.lane_tokens, run) == 0 for run, _ in copier.bulk)
+    if config.page_tokens:
+        assert config.page_tokens % copier.lane_tokens == 0
 
 
 @every_config

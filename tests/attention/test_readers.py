@@ -11,7 +11,7 @@ import torch
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import cannot_read, tiles_of
-from cute_kernels.kv_formats import FORMATS, ByteFormat, DenseFormat, Int4Format, format_of
+from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, ByteFormat, DenseFormat, Int4Format, format_of
 from cute_kernels.runtime import native
 from layouts import banks
 from layouts.kv.swizzled_tile import SwizzledTile
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the reader
 
 ROUNDING = 2.0**-20  # relative to the sum of absolute terms: a few roundings to fp32
 FP16_ROUNDING = 2.0**-11
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 KERNEL_FORMATS = [name for name in FORMATS if not name.endswith("_head") or name.endswith("token_head")]
 FAMILIES = ["bf16", "int4_g1", "int4_g4", "int8_token_head", "int8_g4", "e4m3_token_head"]
 FAMILIES += ["int8_tensor", "int8_channel", "e4m3_tensor", "e5m2"]

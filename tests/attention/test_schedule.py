@@ -16,9 +16,9 @@ from cute_kernels.attention.schedule import (
     make_schedule,
     split_options,
 )
-from cute_kernels.attention.tiles import HEAD_DIMS, cannot_read, has_headers, kernel_format, tiles_of
+from cute_kernels.attention.tiles import cannot_read, has_headers, kernel_format, tiles_of
 from cute_kernels.kv_formats import FORMATS as ALL_FORMATS
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from layouts.kv.tile import RowTile
 
 FORMATS = ["bf16", "fp16", "int4_g1", "int4_g2", "int4_g4", "int4_g8"]
@@ -168,9 +168,11 @@ def test_an_empty_or_tiny_cache_gets_one_split(kv_format, max_seq_len):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 30))
-def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], parts: int, more_rows: int):
-    units = cut_rows(tiles, parts, more_rows)
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 99)
+)
+def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], parts: int, more_rows: int, shares: int):
+    units = cut_rows(tiles, parts, more_rows, shares)
     for row, count in enumerate(tiles):
         of_row = [(part, parts_of_row) for r, part, parts_of_row in units if r == row]
         assert [part for part, _ in of_row] == list(range(of_row[0][1])) and 1 <= of_row[0][1] <= count
@@ -178,14 +180,27 @@ def test_units_cover_every_row_and_there_is_a_cta_for_each(tiles: list[int], par
 
 
 def test_rows_of_one_length_are_cut_as_the_grid_is():
-    assert cut_rows([8, 7, 8], 4, 20) == [(row, part, 4) for row in range(3) for part in range(4)]
+    assert cut_rows([8, 7, 8], 4, 20, 90) == [(row, part, 4) for row in range(3) for part in range(4)]
 
 
 def test_one_long_row_among_short_ones_is_cut_into_many():
-    """1023 requests of 4 tiles and one of 512: no part is much longer than an SM's share."""
-    units = cut_rows([4] * 1023 + [512], 1, 396)
-    assert max(count for _, _, count in units) == pytest.approx(512 / (4604 / 396), abs=2)
+    """1023 requests of 4 tiles and one of 512: no part is longer than a share of what 132 CTAs have to do."""
+    units = cut_rows([4] * 1023 + [512], 1, 396, 132)
+    assert [count for row, _, count in units if row == 1023] == [-(-512 // 35)] * 15  # 4604 tiles are 132 shares of 35
     assert [count for row, _, count in units if row < 1023] == [1] * 1023
+
+
+def test_few_rows_are_cut_for_one_wave():
+    """Parts of 4 tiles would be shares of 32 CTAs, but 34 of them: parts of 5 fit, and nothing smaller does."""
+    tiles = [61, 60, 3, 1]
+    units = cut_rows(tiles, 4, 4, 32)
+    assert [count for row, part, count in units if part == 0] == [13, 12, 1, 1]
+    assert sum(-(-count // 4) for count in tiles) > 32
+
+
+def test_parts_are_larger_than_shares_where_there_are_too_few_ctas():
+    counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 4, 132)}  # 24 CTAs
+    assert counts == {0: 5} | dict.fromkeys(range(1, 20), 1)
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------

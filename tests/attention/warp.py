@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device import lanes
+
 LANES = np.arange(32, dtype=np.int32)
 Lanes = Any  # what instructions take and give: a `_Lanes`, which type checkers lose sight of in arithmetic
 
@@ -120,7 +122,7 @@ class Warp:
             "Uint32": Uint32,
             "Float32": Float32,
         }
-        for module in modules:
+        for module in (lanes, *modules):
             for name in replaced.keys() & vars(module).keys():
                 monkeypatch.setattr(module, name, replaced[name])
 
@@ -134,7 +136,7 @@ class Warp:
         self.accesses.append(Access("ld", 4 * num_words, tuple(places.tolist())))
         return self._words(self.shared_memory, places, num_words)
 
-    def load_global_words(self, address: Lanes, offset: int, num_words: int) -> list[Lanes]:
+    def load_global_words(self, address: Lanes, offset: int, num_words: int, *, constant: bool = True) -> list[Lanes]:
         return self._words(self.global_memory, np.asarray(address, np.int64) + offset, num_words)
 
     def _words(self, memory: np.ndarray, places: np.ndarray, num_words: int) -> list[Lanes]:

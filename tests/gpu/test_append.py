@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from cute_kernels.kv_cache import Rope, YarnScaling, append_kv, ops
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
+from cute_kernels.kv_formats import HEAD_DIMS
 from cute_kernels.runtime import arch_of, load_many
 from tests.gpu.host_cost import host_us
+from tests.gpu.specs import append_specs
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, assert_appended, clone_caches, make_call
 from tests.kv_cache.test_append_cpu import arguments
 
@@ -25,10 +27,64 @@ LLAMA = Rope(128, theta=500000.0)
 HOST_COST = 4.0  # of torch.add, an operator that allocates its output
 
 
+FORMATS_OF_DIMS = ("fp16", "int4_g1", "int4_g8", "int8_g4", "int8_channel", "e4m3_token_head")
+ROPES = (
+    Rope(64, theta=1e6),
+    Rope(36),
+    Rope(2),
+    Rope(128, interleaved=True),
+    Rope(48, interleaved=True),
+    Rope(20, interleaved=True),
+    Rope(128, scaling=YarnScaling(8.0, 2048)),
+)
+DIMS_OF_K_AND_V = ((192, 128), (128, 192), (64, 256), (256, 64), (80, 256), (96, 192), (80, 64))
+RANDOM_FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "int8_head", "e4m3_tensor", "e5m2")
+
+
+def of_format(kv_format: str, dtype: str) -> list[Shape]:
+    """Decode and prefill, with RoPE and without."""
+    return [
+        Shape(kv_format, dtype, new, num_q_heads=8, num_kv_heads=2, rope=rope)
+        for rope in (LLAMA, None)
+        for new in ((1,) * 37, (5, 0, 1, 130, 64))
+    ]
+
+
+def of_head_dim(kv_format: str, head_dim: int) -> Shape:
+    return Shape(kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(3, 40, 6), num_q_heads=3, num_kv_heads=3)
+
+
+def of_rope(rope: Rope) -> Shape:
+    return Shape("fp16", "fp16", (50, 1, 13), rope=rope)
+
+
+def of_dims(head_dim: int, v_head_dim: int) -> list[Shape]:
+    return [
+        Shape(kv_format, head_dim=head_dim, v_head_dim=v_head_dim, rope=Rope(64), bias=True, new=(9, 4, 70))
+        for kv_format in (("int8_token_head", "int4_g8"), ("e5m2", "e4m3_head"))
+    ]
+
+
+def specs() -> list[AppendSpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    shapes = [shape for name in ALL_FORMATS for dtype in ("bf16", "fp16") for shape in of_format(name, dtype)]
+    shapes += [of_head_dim(name, head_dim) for name in FORMATS_OF_DIMS for head_dim in HEAD_DIMS]
+    shapes += [of_rope(rope) for rope in ROPES]
+    shapes += [shape for dims in DIMS_OF_K_AND_V for shape in of_dims(*dims)]
+    shapes += [
+        Shape(name, rope=rope, bias=bias, norm=norm)
+        for name in RANDOM_FORMATS
+        for rope in (None, LLAMA)
+        for bias in (False, True)
+        for norm in (False, True)
+    ]
+    return append_specs(shapes)
+
+
 @pytest.fixture(scope="session")
 def append_kernels() -> None:
-    """Every shipped append kernel, in memory: from the cache, or compiled in parallel now."""
-    load_many(shipped_specs(), arch_of())
+    """Every append kernel of these tests, in memory: from a bundle or the cache, or compiled in parallel now."""
+    load_many(specs(), arch_of())
 
 
 def run(call: AppendCall, **changes: Any) -> torch.Tensor | None:
@@ -64,47 +120,32 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_format_of_both_dtypes(kv_format, dtype):
-    """Decode and prefill, with RoPE and without, where rows are the format's bit for bit."""
-    for rope in (LLAMA, None):
-        for new in ((1,) * 37, (5, 0, 1, 130, 64)):
-            check(Shape(kv_format, dtype, new, num_q_heads=8, num_kv_heads=2, rope=rope))
+    """Where rows are not turned they are the format's bit for bit."""
+    for shape in of_format(kv_format, dtype):
+        check(shape)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("kv_format", ["fp16", "int4_g1", "int4_g8", "int8_g4", "int8_channel", "e4m3_token_head"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv_format", FORMATS_OF_DIMS)
 def test_every_head_dim(kv_format, head_dim):
-    check(Shape(kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(3, 40, 6), num_q_heads=3, num_kv_heads=3))
+    check(of_head_dim(kv_format, head_dim))
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        Rope(64, theta=1e6),
-        Rope(36),
-        Rope(2),
-        Rope(128, interleaved=True),
-        Rope(48, interleaved=True),
-        Rope(20, interleaved=True),
-        Rope(128, scaling=YarnScaling(8.0, 2048)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("rope", ROPES, ids=str)
 def test_every_kind_of_rope_at_far_positions(rope):
     for positions in ("int32", "int64"):
-        check(Shape("fp16", "fp16", (50, 1, 13), rope=rope, positions=positions))
+        check(of_rope(rope).with_(positions=positions))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "v_head_dim"), [(192, 128), (128, 192), (64, 256), (256, 64), (80, 256), (96, 192), (80, 64)]
-)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), DIMS_OF_K_AND_V)
 def test_values_of_another_head_dim_and_format(head_dim, v_head_dim):
-    for kv_format in (("int8_token_head", "int4_g8"), ("e5m2", "e4m3_head")):
-        check(Shape(kv_format, head_dim=head_dim, v_head_dim=v_head_dim, rope=Rope(64), bias=True, new=(9, 4, 70)))
+    for shape in of_dims(head_dim, v_head_dim):
+        check(shape)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(
-    kv_format=st.sampled_from(["bf16", "int4_g1", "int4_g4", "int8_token_head", "int8_head", "e4m3_tensor", "e5m2"]),
+    kv_format=st.sampled_from(RANDOM_FORMATS),
     new=st.one_of(
         st.lists(st.integers(0, 40), min_size=1, max_size=40), st.integers(1, 600).map(lambda batch: [1] * batch)
     ),

@@ -13,12 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.attention.call import make_call as checked_call
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.plan import problem_of
-from cute_kernels.attention.schedule import make_schedule
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Call, assert_close, make_call
+from tests.gpu.specs import decode_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -77,11 +75,7 @@ def call_of(case: str, lengths: tuple[int, ...], device: str = CUDA, seed: int =
 
 def spec_of(case: str, lengths: tuple[int, ...] = LENGTHS) -> DecodeSpec:
     """The kernel that serves a case; needs no GPU."""
-    call = call_of(case, lengths, device="cpu")
-    options: Any = call.options
-    return DecodeSpec(
-        make_schedule(problem_of(checked_call(*call.tensors, kv_format=call.kv_format, **options))).config
-    )
+    return decode_spec(make_call(lengths=lengths, blank=True, **CASES[case]))
 
 
 def slack_of(case: str) -> float:
@@ -137,6 +131,32 @@ def test_a_fixed_split_does_not_depend_on_the_batch():
     together = call.run(num_splits=3)
     for request in range(len(LENGTHS)):
         assert torch.equal(call.row(request).run(num_splits=3)[0], together[request])
+
+
+def test_a_block_table_may_be_a_part_of_a_wider_one():
+    call = call_of("int4_g4, pages of 64", LENGTHS)
+    want, table = call.run(), call.options["block_table"]
+    wide = torch.cat([table, torch.full_like(table, 2**31 - 1)], dim=1)
+    part = wide[:, : table.shape[1]]
+    assert torch.equal(call.run(block_table=part), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call.run(block_table=part)
+    part.copy_(table.flip(0))
+    call.seq_lens.copy_(call.seq_lens.flip(0))
+    graph.replay()
+    assert torch.equal(captured, call.run(block_table=part.contiguous()))
+
+
+def test_a_misaligned_scale_is_refused_on_a_repeated_call_too():
+    call = call_of("('int8_channel', 'int4_g1'), pages of 64", LENGTHS)
+    call.run()
+    scale = call.options["k_scale"]
+    moved = torch.empty(scale.numel() + 1, device=CUDA)[1:].view_as(scale).copy_(scale)
+    with pytest.raises(ValueError, match="k_scale: got a tensor that starts 4 bytes past a multiple of 16"):
+        call.run(k_scale=moved)
+    torch.cuda.synchronize()
+    assert_close(call, call.run())
 
 
 def test_one_graph_serves_changing_lengths_and_tables():

@@ -15,8 +15,8 @@ from cute_kernels.attention import ops
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.schedule import Problem, candidate_configs
-from cute_kernels.attention.tiles import HEAD_DIMS, cannot_read
-from cute_kernels.kv_formats import FORMATS, KvFormat, format_of
+from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.kv_formats import FORMATS, HEAD_DIMS, KvFormat, format_of
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Q_DTYPES, TOLERANCE, relative_errors
 
@@ -95,10 +95,14 @@ CASES += [
 ]
 
 
+def specs() -> list[DecodeSpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    return [DecodeSpec(config) for config in dict.fromkeys(config for case in CASES for config in case.configs())]
+
+
 @pytest.fixture(scope="module")
 def kernels() -> None:
-    configs = dict.fromkeys(config for case in CASES for config in case.configs())
-    load_many([DecodeSpec(config) for config in configs], arch_of())
+    load_many(specs(), arch_of())
 
 
 @dataclasses.dataclass(frozen=True)

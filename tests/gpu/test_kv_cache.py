@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cute_kernels.kv_cache import KVCache, compute_kv_scale, smooth_keys
+from cute_kernels.runtime import arch_of, load_many
+from tests.gpu.specs import needed_by
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, Q_HEADS, DIM = 2, 24, 16, 2, 8, 128
 FORMATS = ["bf16", "int4_g4", ("int8_token_head", "int4_g1"), ("int8_channel", "e4m3_head")]
@@ -35,25 +37,21 @@ def inputs(rows, q_len, seed):
     return q, k, v
 
 
-def both(kv_format):
-    """A cache on each device, and a way to do the same to both."""
-    caches = {device: make_cache(kv_format, device) for device in ("cpu", "cuda")}
+def take_steps(kv_format, devices):
+    """Prefill, decode, a fork and several queries: the same on each device; the caches, with sequences "b" and "c"."""
+    caches = {device: make_cache(kv_format, device) for device in devices}
     batches = {device: cache.make_batch(4) for device, cache in caches.items()}
 
     def run(names, q_len, seed):
-        outs = {}
+        outs = []
         for device, cache in caches.items():
             cache.extend_all(names, q_len)
             batches[device].update(names, q_len)
-            outs[device] = step(cache, batches[device], *(x.to(device) for x in inputs(len(names), q_len, seed)))
-        torch.testing.assert_close(outs["cuda"].cpu().float(), outs["cpu"].float(), atol=2e-2, rtol=1e-2)
+            given = (x.to(device) for x in inputs(len(names), q_len, seed))
+            outs.append(step(cache, batches[device], *given).cpu().float())
+        for out in outs[1:]:
+            torch.testing.assert_close(out, outs[0], atol=2e-2, rtol=1e-2)
 
-    return caches, run
-
-
-@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-def test_the_same_steps_leave_the_same_bytes_as_on_a_cpu(kv_format):
-    caches, run = both(kv_format)
     for cache in caches.values():
         for name in "ab":
             cache.allocate(name, 0)
@@ -66,6 +64,33 @@ def test_the_same_steps_leave_the_same_bytes_as_on_a_cpu(kv_format):
         cache.truncate("b", 9)
         cache.free("a")
     run(["b", "c"], 4, seed=4)
+    return caches
+
+
+def specs():
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+
+    def work():
+        for kv_format in FORMATS:
+            take_steps(kv_format, ("cpu",))
+            cache = make_cache(kv_format, "cpu")
+            batch = cache.make_batch(4)
+            for length, name in enumerate("abcd"):
+                cache.allocate(name, 14 + length)
+            prepare(cache, batch, "abcd")
+            step(cache, batch, *inputs(4, 1, seed=0))
+
+    return needed_by(work)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    load_many(specs(), arch_of())
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=str)
+def test_the_same_steps_leave_the_same_bytes_as_on_a_cpu(kv_format, kernels):
+    caches = take_steps(kv_format, ("cpu", "cuda"))
     for layer in range(LAYERS):
         for name in "bc":
             for here, there in zip(*(caches[d].read(layer, name, torch.float32) for d in ("cuda", "cpu")), strict=True):
@@ -94,18 +119,20 @@ def test_updating_a_batch_never_waits_for_the_gpu():
         assert batch.block_table[row].tolist() == pages + [-1] * (batch.max_pages - len(pages))
 
 
+def prepare(cache, batch, names):
+    """A decoding step of up to 4 sequences."""
+    cache.extend_all(names)
+    batch.update(names, pad_to=4)
+
+
 @pytest.mark.parametrize("kv_format", FORMATS, ids=str)
-def test_one_graph_serves_steps_that_change_pages_and_members(kv_format):
+def test_one_graph_serves_steps_that_change_pages_and_members(kv_format, kernels):
     caches = [make_cache(kv_format, "cuda") for _ in range(2)]
     batches = [cache.make_batch(4) for cache in caches]
     for cache in caches:
         for length, name in enumerate("abcd"):
             cache.allocate(name, 14 + length)
     static = [x.cuda() for x in inputs(4, 1, seed=0)]
-
-    def prepare(cache, batch, names):
-        cache.extend_all(names)
-        batch.update(names, pad_to=4)
 
     prepare(caches[0], batches[0], "abcd")
     step(caches[0], batches[0], *static)  # compiles

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from cute_kernels import merge_states
-from cute_kernels.attention.merge_states import launch
-from tests.attention.cases import assert_close, make_call
+from cute_kernels.attention.merge_states import launch, merge_specs
+from cute_kernels.runtime import KernelSpec
+from tests.attention.cases import Call, assert_close, make_call
 from tests.attention.states import State, fp64, random_states
+from tests.gpu.specs import decode_spec
 
 pytestmark = pytest.mark.gpu
 
 CUDA = "cuda"
+FORMATS = ("bf16", "int4_g4")
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 
 
@@ -66,11 +69,20 @@ def test_more_rows_than_32_bits_have_bytes():
     assert torch.equal(out[-64:], want) and torch.equal(lse[-64:], want_lse)
 
 
-@pytest.mark.parametrize("kv_format", ["bf16", "int4_g4"])
+def context(kv_format: str, lengths: list[int], device: str = CUDA) -> Call:
+    return make_call(kv_format, lengths, num_kv_heads=2, group=4, max_seq_len=1000, device=device)
+
+
+def specs() -> list[KernelSpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    return [*merge_specs(), *(decode_spec(context(name, [1000, 700, 640], "cpu")) for name in FORMATS)]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
 def test_parts_of_a_context_make_the_whole(kv_format):
-    call = make_call(kv_format, [1000, 700, 640], num_kv_heads=2, group=4, device=CUDA)
+    call = context(kv_format, [1000, 700, 640])
     first = call.with_lengths([640, 640, 640]).run(return_lse=True)
-    rest = make_call(kv_format, [360, 60, 0], num_kv_heads=2, group=4, max_seq_len=1000, device=CUDA)
+    rest = context(kv_format, [360, 60, 0])
     rest.q.copy_(call.q)
     for part, whole in ((rest.k_cache, call.k_cache), (rest.v_cache, call.v_cache)):
         part[:, :360] = whole[:, 640:]

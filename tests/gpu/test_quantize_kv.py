@@ -6,15 +6,43 @@ import pytest
 import torch
 
 from cute_kernels.kv_cache import dequantize_kv, quantize_kv
+from cute_kernels.kv_cache.compile import BulkSpec
+from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import HEAD_DIMS, format_of
+from cute_kernels.runtime import arch_of, load_many
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
-from tests.kv_cache.test_bulk_kernels import HEAD_DIMS, awkward, same_bits, scales_for
+from tests.kv_cache.test_bulk_kernels import awkward, same_bits, scales_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_kernels")]
 
 CUDA = "cuda"
+FORMATS_OF_CODES = ("int4_g8", "int8_channel", "int8_g2", "e4m3_token_head", "e5m2")
 every_format = pytest.mark.parametrize("kv_format", ALL_FORMATS)
+
+
+def specs() -> list[BulkSpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    configs = [BulkConfig("quantize", name, "fp32", head_dim) for name in ALL_FORMATS for head_dim in HEAD_DIMS]
+    configs += [
+        BulkConfig(direction, name, dtype, 128)
+        for direction in ("quantize", "dequantize")
+        for name in ALL_FORMATS
+        for dtype in DTYPES
+    ]
+    configs += [
+        BulkConfig("dequantize", name, dtype, head_dim)
+        for name in FORMATS_OF_CODES
+        for head_dim in HEAD_DIMS
+        for dtype in DTYPES
+    ]
+    configs += [BulkConfig("quantize", "int8_g4", "bf16", 64), BulkConfig("dequantize", "int8_g4", "bf16", 64)]
+    return [BulkSpec(config) for config in dict.fromkeys(configs)]
+
+
+@pytest.fixture(scope="module")
+def bulk_kernels() -> None:
+    load_many(specs(), arch_of())
 
 
 def to_gpu(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -48,7 +76,7 @@ def test_there_and_back(kv_format, shape, dtype):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kv_format", ["int4_g8", "int8_channel", "int8_g2", "e4m3_token_head", "e5m2"])
+@pytest.mark.parametrize("kv_format", FORMATS_OF_CODES)
 def test_every_code_comes_back(kv_format, head_dim):
     form = format_of(kv_format)
     x = torch.randn(64, 4, head_dim, generator=torch.Generator().manual_seed(1))

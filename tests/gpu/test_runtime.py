@@ -7,25 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_kernels.runtime import KernelCache, aot, arch_of, native
+from cute_kernels.runtime import KernelCache, aot, arch_of, default_cache, native
+from cute_kernels.runtime.memory import blank, empty_strided
 from tests.runtime.tiny import TinyConfig, TinySpec
 
 SPEC = TinySpec(TinyConfig(scale=3.0))
 
-pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+compiles = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 
-@pytest.fixture(scope="module", params=["compiled", "disk", "bundle"])
+def specs() -> list[TinySpec]:
+    """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
+    return [SPEC]
+
+
+@pytest.fixture(scope="module", params=[pytest.param("compiled", marks=compiles), "disk", "bundle"])
 def function(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """The kernel as each way of loading hands it out."""
     directory = tmp_path_factory.mktemp(request.param)
     cache = KernelCache(directory / "cache")
     if request.param == "bundle":
-        aot.build([SPEC], arch_of(), directory / "bundle", cache=cache)
+        aot.build([SPEC], arch_of(), directory / "bundle", cache=default_cache())
         cache = KernelCache(directory / "empty", [aot.open_bundle(directory / "bundle")])
     elif request.param == "disk":
-        cache.artifact(SPEC, arch_of())
-        cache = KernelCache(directory / "cache")
+        default_cache().artifact(SPEC, arch_of())
+        cache = KernelCache(default_cache().store.root)
     loaded, source = cache.load_from(SPEC, arch_of())
     assert source == request.param
     return loaded
@@ -51,7 +57,16 @@ def test_it_runs_on_the_current_stream_and_in_a_graph(function):
     torch.testing.assert_close(y, torch.full_like(y, 6.0))
 
 
+@compiles
 def test_the_cached_kernel_is_the_compiled_one(tmp_path: Path):
     cache = KernelCache(tmp_path)
     first = cache.artifact(SPEC, arch_of())
     assert KernelCache(tmp_path).artifact(SPEC, arch_of()) == first
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 64), (1,), (0, 4), (5, 0, 2)], ids=str)
+def test_results_are_allocated_as_torch_does(shape: tuple[int, ...]):
+    made = empty_strided(*blank(shape, torch.bfloat16))
+    want = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    assert (made.shape, made.stride(), made.dtype, made.device) == (want.shape, want.stride(), want.dtype, want.device)
+    assert made.is_contiguous() and not made.requires_grad

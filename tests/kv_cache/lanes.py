@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.device import lanes
+
 LANES = np.arange(32)
 GUARD = 256  # bytes between arrays that nobody may touch
 Lanes = Any  # what instructions take and give: a `Register`, which type checkers lose sight of in arithmetic
@@ -150,7 +152,7 @@ class Gpu:
             "Float32": Float32,
             "const_expr": bool,
         }
-        for module in modules:
+        for module in (lanes, *modules):
             for name, value in replaced.items():
                 monkeypatch.setattr(module, name, value, raising=False)
 
@@ -235,6 +237,9 @@ class Gpu:
 
     def fma(self, a: Any, b: Any, c: Any) -> Lanes:
         return exact_fma(a, b, c)
+
+    def fma_in_unit(self, a: Any, b: Any, c: Any) -> Lanes:
+        return np.fmin(np.fmax(exact_fma(a, b, c), Float32(0.0)), Float32(1.0))
 
     def multiply(self, a: Any, b: Any) -> Lanes:
         with np.errstate(all="ignore"):

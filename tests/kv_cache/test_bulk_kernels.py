@@ -8,13 +8,11 @@ import torch
 
 from cute_kernels.kv_cache.config import BulkConfig, row_alignment, team_lanes
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from layouts.kv.format import adversarial_rows
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
 from tests.kv_cache.lanes import Float32, Gpu
 from tests.kv_cache.simulate import simulate_bulk
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def awkward(head_dim: int) -> torch.Tensor:

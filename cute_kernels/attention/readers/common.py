@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
 from cute_kernels.device import ptx
+from cute_kernels.device.lanes import lane_max, lane_sum
 
 # Queries are scaled so that the largest lies in [2**14, 2**15): fp16 keeps all bits of bf16 and fp16.
 QUERY_EXPONENT = 14
@@ -187,20 +188,6 @@ def load_float(address: Int64) -> Float32:
 def load_floats(address: Int64, offset: int, count: int) -> list[Any]:
     """2 or 4 neighbouring fp32 of read-only global memory."""
     return [word.bitcast(Float32) for word in ptx.load_global_words(address, offset, count)]
-
-
-def lane_max(value: Float32, offsets) -> Float32:
-    """Maximum over the lanes whose numbers differ in the bits ``offsets``."""
-    for offset in offsets:
-        value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
-    return value
-
-
-def lane_sum(value: Float32, offsets) -> Float32:
-    """Sum over the lanes whose numbers differ in the bits ``offsets``."""
-    for offset in offsets:
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value
 
 
 def _products(values, factors) -> list[Any]:

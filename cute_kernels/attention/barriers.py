@@ -1,0 +1,33 @@
+"""The named barriers of a decode attention CTA: which of its warps wait for each other."""
+
+import cutlass.cute as cute
+
+from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
+
+# Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
+READY, ATTENDING, COPYING = 1, 2, 3
+
+
+def announce_ready(config: DecodeConfig) -> None:
+    """A copying warp says that the ring's barriers are initialised; it does not wait."""
+    cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=_ready_threads(config))
+
+
+def await_ready(config: DecodeConfig) -> None:
+    """An attending warp waits for all copying warps to have said so."""
+    cute.arch.barrier(barrier_id=READY, number_of_threads=_ready_threads(config))
+
+
+def _ready_threads(config: DecodeConfig) -> int:
+    return config.num_threads + config.copiers * WARP_THREADS
+
+
+def sync_attending(config: DecodeConfig) -> None:
+    """All attending warps wait for each other."""
+    cute.arch.barrier(barrier_id=ATTENDING, number_of_threads=config.num_threads)
+
+
+def sync_copying(config: DecodeConfig) -> None:
+    """All copying warps wait for each other."""
+    if config.copiers > 1:
+        cute.arch.barrier(barrier_id=COPYING, number_of_threads=config.copiers * WARP_THREADS)

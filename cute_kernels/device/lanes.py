@@ -1,0 +1,34 @@
+"""Values of several lanes made one, by xor shuffles: every one of the lanes ends up with it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.device import ptx
+
+
+def over_lanes(combine: Callable[[Any, Any], Any], value: Any, offsets: Iterable[int]) -> Any:
+    """``combine`` over the lanes whose numbers differ in the bits ``offsets``."""
+    for offset in offsets:
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset))
+    return value
+
+
+def neighbours(count: int) -> list[int]:
+    """The bits in which the numbers of ``count`` neighbouring lanes differ, count a power of two: 1, 2, 4 ..."""
+    return [1 << bit for bit in range(count.bit_length() - 1)]
+
+
+def lane_max(value: Float32, offsets: Iterable[int]) -> Float32:
+    """Maximum over the lanes whose numbers differ in the bits ``offsets``."""
+    return over_lanes(ptx.fmax, value, offsets)
+
+
+def lane_sum(value: Float32, offsets: Iterable[int]) -> Float32:
+    """Sum over the lanes whose numbers differ in the bits ``offsets``."""
+    return over_lanes(operator.add, value, offsets)

@@ -1,0 +1,176 @@
+"""What of an append stays the same from call to call: the compiled function, the angles, the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.kv_cache.call import DTYPES, AppendCall
+from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.kv_cache.config import (
+    CTAS_PER_SM,
+    HAS_Q,
+    HAS_SEQ_LENS,
+    HAS_TABLE,
+    WIDE_POSITIONS,
+    AppendConfig,
+    row_alignment,
+)
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
+
+ALIGNMENT = 16  # bytes, of the widest access
+NO_ADDRESSES = (0,) * 10  # of extras
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a launch that does not change between calls of the same shapes, dtypes, device and options.
+
+    Attributes:
+        function: the compiled kernel. In native code it compares the shape, strides, dtype, alignment and device of
+            every tensor that it is given with what it was compiled for, and launches on torch's current stream of the
+            tensors' device.
+        phase_steps: of the angles, kept alive for ``steps_address``.
+        wave: CTAs that the GPU holds at a time.
+        new_q_out: what a rotated q that the caller gives no tensor for is made of, None without q.
+        k_view, v_view: dtypes that the function takes the caches as, None for their own.
+        head_major: whether the caches are "HND".
+        seq_lens, block_table: stand for those that a call does not have.
+    """
+
+    function: Callable[..., Any]
+    device_index: int
+    phase_steps: torch.Tensor | None
+    steps_address: int
+    rope_factor: float
+    wave: int
+    mode: int
+    new_q_out: Blank | None
+    k_view: torch.dtype | None
+    v_view: torch.dtype | None
+    head_major: bool
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+    def launch(self, call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tensor | None:
+        """Launches on the current stream of the plan's device; returns q_out or a new one, None without q.
+
+        The arguments are those of :func:`cute_kernels.kv_cache.ops.append`. This is one flat function, without objects
+        on the way, because each decoding step of a model waits for it once a layer.
+        """
+        if self.device_index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device_index):
+                return self.launch(call, extras)
+        k, v, k_cache, v_cache, _, _, _, _, norm_eps, q, q_out, seq_lens, block_table = call
+        if q_out is None and self.new_q_out is not None:
+            q_out = empty_strided(*self.new_q_out)
+        if self.k_view is not None:
+            k_cache = k_cache.view(self.k_view)
+        if self.v_view is not None:
+            v_cache = v_cache.view(self.v_view)
+        if self.head_major:
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        addresses = NO_ADDRESSES
+        if extras is not None:
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in extras]
+        self.function(
+            k if q is None else q,
+            k,
+            v,
+            k if q_out is None else q_out,
+            k_cache,
+            v_cache,
+            self.seq_lens if seq_lens is None else seq_lens,
+            self.block_table if block_table is None else block_table,
+            *addresses[:8],
+            self.steps_address,
+            *addresses[8:],
+            norm_eps,
+            self.rope_factor,
+            self.wave,
+            self.mode,
+        )
+        return q_out
+
+
+def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
+    """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent."""
+    rope = call.rope
+    return AppendConfig(
+        k_format=call.k_format,
+        v_format=call.v_format,
+        dtype=DTYPES[call.k.dtype],
+        head_dim_k=call.k.shape[2],
+        head_dim_v=call.v.shape[2],
+        rope="none" if rope is None else rope.style,
+        rotary_dim=0 if rope is None else rope.rotary_dim,
+        has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
+        has_norm=call.q_norm is not None or call.k_norm is not None,
+        leads=leads,
+    )
+
+
+def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
+    """The plan of a checked call that has tokens; ``leads`` as `config_of` has it."""
+    device, rope = call.k.device, call.rope
+    steps = None if rope is None else rope.phase_steps(device)
+    positions = call.position_ids
+    flags = {
+        HAS_Q: call.q is not None,
+        HAS_SEQ_LENS: call.seq_lens is not None,
+        HAS_TABLE: call.block_table is not None,
+        WIDE_POSITIONS: positions is not None and positions.dtype == torch.int64,
+    }
+    nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    return Plan(
+        function=load(AppendSpec(config_of(call, leads=leads)), arch_of(device.index)),
+        device_index=device.index,
+        phase_steps=steps,
+        steps_address=0 if steps is None else steps.data_ptr(),
+        rope_factor=1.0 if rope is None else rope.attention_factor,
+        wave=CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count,
+        mode=sum(flag for flag, is_set in flags.items() if is_set),
+        new_q_out=None if call.q is None else blank(call.q.shape, call.q.dtype),
+        k_view=byte_view(call.k_cache),
+        v_view=byte_view(call.v_cache),
+        head_major=call.cache_layout == "HND",
+        seq_lens=nothing[0],
+        block_table=nothing,
+    )
+
+
+def check_alignment(call: AppendCall) -> None:
+    """Raises ValueError for rows that the kernel's vectors could not address."""
+    config = config_of(call)
+    for name in ("q", "k", "v", "q_out"):
+        x = getattr(call, name)
+        if x is not None:
+            _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes, config.runs))
+    for name, kv_format, head_dim in (
+        ("k_cache", call.k_format, config.head_dim_k),
+        ("v_cache", call.v_format, config.head_dim_v),
+    ):
+        _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes, config.runs))
+    for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {ALIGNMENT} bytes, want it to")
+    if call.num_pages * call.page_size**2 >= 2**63:
+        raise ValueError(f"k_cache: got {call.num_pages} requests of {call.page_size} tokens, want fewer")
+
+
+def _check_start(name: str, tensor: torch.Tensor, unit: int) -> None:
+    """Raises ValueError unless every row begins on a multiple of ``unit`` bytes."""
+    if tensor.data_ptr() % unit:
+        raise ValueError(
+            f"{name}: got a tensor that starts {tensor.data_ptr() % unit} bytes past a multiple of {unit}, want it "
+            f"aligned to {unit} bytes"
+        )
+    strides = zip(tensor.shape[:-1], tensor.stride(), strict=False)
+    if any(size > 1 and stride * tensor.element_size() % unit for size, stride in strides):
+        raise ValueError(f"{name}: got strides {tensor.stride()}, want rows on multiples of {unit} bytes")

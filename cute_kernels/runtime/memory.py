@@ -1,0 +1,39 @@
+"""New tensors for results, on the current CUDA device, at little more than the allocator's own cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Blank = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype: the arguments of empty_strided
+
+
+def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """What code that torch's Inductor generates allocates with, past the dispatcher.
+
+    The same function for CPU tensors takes 0.36 us where `torch.empty_like` takes 0.6 and `Tensor.new_empty` 1.0 us.
+    Should a release of torch move it, the public function does the same.
+    """
+    try:
+        return torch._C._dynamo.guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
+    except AttributeError:
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+empty_strided = _allocator()
+"""(shape, strides, dtype) -> an uninitialised tensor on the current CUDA device; shape and strides are tuples."""
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype) -> Blank:
+    """A contiguous tensor as `empty_strided` takes it."""
+    strides = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(shape), tuple(strides), dtype
+
+
+def byte_view(cache: torch.Tensor) -> torch.dtype | None:
+    """What a compiled function takes a cache as: codes of 8 bits are bytes to it, signed or not; None as it is."""
+    as_it_is = cache.element_size() > 1 or cache.dtype in (torch.uint8, torch.int8)
+    return None if as_it_is else torch.uint8

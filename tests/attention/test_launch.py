@@ -1,0 +1,189 @@
+"""What a call on a GPU launches depends on that call alone, whatever was launched before: plans are never mistaken.
+
+With compiled functions that launch nothing (`tests.host_functions`), so that no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.attention import decode_attention, ops, plan
+from cute_kernels.runtime import native
+from tests.attention.cases import make_call
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+Arguments = dict[str, Any]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    from tests.host_functions import attention_function, standing_in
+
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "path_of", lambda *tensors: ops.launch)
+    return standing_in(monkeypatch, plan, attention_function)
+
+
+def arguments(kv_format: Any = "int4_g4", lengths: tuple[int, ...] = (64, 5), **options: Any) -> Arguments:
+    call = make_call(kv_format, lengths, num_kv_heads=2, group=4, head_dim=64, **options)
+    names = ("q", "k_cache", "v_cache", "seq_lens")
+    return dict(zip(names, call.tensors, strict=True)) | {"kv_format": kv_format} | call.options
+
+
+def but(change: Callable[[Arguments], Arguments], *of: Any, **options: Any) -> Arguments:
+    given = arguments(*of, **options)
+    return given | change(given)
+
+
+def offset(x: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """The same numbers, starting ``num_bytes`` past a multiple of 16."""
+    size = x.numel() * x.element_size()
+    room = torch.empty(size + 32, dtype=torch.uint8)
+    start = -room.data_ptr() % 16 + num_bytes
+    return room[start : start + size].view(x.dtype).view(x.shape).copy_(x)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with gaps between rows."""
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+
+CALLS: dict[str, Callable[[], Arguments]] = {
+    "plain": arguments,
+    "one request": lambda: arguments(lengths=(64,)),
+    "more tokens": lambda: arguments(lengths=(5, 640)),
+    "fp16": lambda: arguments(q_dtype="fp16"),
+    "fewer query heads": lambda: but(lambda a: {"q": a["q"][:, :, :4].contiguous()}),
+    "queries with gaps": lambda: but(lambda a: {"q": apart(a["q"])}),
+    "misaligned queries": lambda: but(lambda a: {"q": offset(a["q"], 2)}),
+    "keys with gaps": lambda: but(lambda a: {"k_cache": apart(a["k_cache"])}),
+    "rows at words": lambda: but(lambda a: {"v_cache": offset(a["v_cache"], 4)}),
+    "rows at halves of words": lambda: but(lambda a: {"v_cache": offset(a["v_cache"], 2)}),
+    "signed rows": lambda: but(lambda a: {"k_cache": a["k_cache"].view(torch.int8)}),
+    "values of fewer tokens": lambda: but(lambda a: {"v_cache": a["v_cache"][:, :32].contiguous()}),
+    "lengths of 64 bits": lambda: but(lambda a: {"seq_lens": a["seq_lens"].long()}),
+    "more lengths": lambda: but(lambda a: {"seq_lens": a["seq_lens"].repeat(2)}),
+    "another format": lambda: arguments("int4_g2"),
+    "the wrong format": lambda: but(lambda a: {"kv_format": "int4_g2"}),
+    "a pair": lambda: arguments(("int4_g4", "int4_g2")),
+    "wider values": lambda: arguments(v_head_dim=128),
+    "int8": lambda: arguments("int8_tensor"),
+    "int8, signed": lambda: but(
+        lambda a: {name: a[name].view(torch.int8) for name in ("k_cache", "v_cache")}, "int8_tensor"
+    ),
+    "e4m3 of as many bytes": lambda: arguments("e4m3_tensor"),
+    "e4m3, typed": lambda: but(lambda a: {"k_cache": a["k_cache"].view(torch.float8_e4m3fn)}, "e4m3_tensor"),
+    "scales of heads": lambda: arguments("int8_head"),
+    "scales of heads, apart": lambda: but(lambda a: {"k_scale": apart(a["k_scale"][:, None])}, "int8_head"),
+    "scales of columns": lambda: arguments("int8_channel"),
+    "misaligned scales": lambda: but(lambda a: {"v_scale": offset(a["v_scale"], 4)}, "int8_channel"),
+    "no scale": lambda: but(lambda a: {"k_scale": None}, "int8_tensor"),
+    "splits": lambda: arguments() | {"num_splits": 3},
+    "no splits": lambda: arguments() | {"num_splits": 0},
+    "a scale": lambda: arguments() | {"softmax_scale": 0.5},
+    "lse": lambda: arguments() | {"return_lse": True},
+    "out": lambda: but(lambda a: {"out": torch.empty_like(a["q"])}),
+    "out of floats": lambda: but(lambda a: {"out": a["q"].float()}),
+    "out with gaps": lambda: but(lambda a: {"out": apart(a["q"])}),
+    "4 queries": lambda: arguments(q_len=4),
+    "4 queries that see everything": lambda: arguments(q_len=4, causal=False),
+    "pages": lambda: arguments(page_size=16),
+    "a table in a list": lambda: arguments(page_size=16) | {"block_table": [[0]]},
+    "a table of 64 bits": lambda: but(lambda a: {"block_table": a["block_table"].long()}, page_size=16),
+    "fewer pages": lambda: but(lambda a: {"block_table": a["block_table"][:, :2].contiguous()}, page_size=16),
+    "heads first": lambda: arguments(page_size=16, cache_layout="HND"),
+    "window": lambda: arguments(window=9),
+    "a wider window": lambda: arguments(window=10),
+    "a window of everything": lambda: arguments(window=1000),
+    "soft cap": lambda: arguments(soft_cap=9.0),
+    "sinks": lambda: arguments(sinks=True),
+    "sinks, a parameter": lambda: but(lambda a: {"sinks": torch.nn.Parameter(a["sinks"])}, sinks=True),
+    "sinks with gaps": lambda: but(lambda a: {"sinks": a["sinks"].repeat_interleave(2)[::2]}, sinks=True),
+    "slopes": lambda: arguments(alibi=True),
+    "bias": lambda: arguments(bias="fp32"),
+    "bias of heads": lambda: arguments(bias="fp32", bias_dims="hj"),
+    "bias of bf16": lambda: arguments(bias="bf16"),
+}
+
+
+made = functools.cache(lambda name: CALLS[name]())
+
+
+def run(launches: list[Any], given: Arguments) -> Any:
+    from tests.host_functions import outcome
+
+    return outcome(launches, lambda: decode_attention(**given), given)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_launches_the_same_after_any_other(name, launches):
+    given = made(name)
+    want = run(launches, given)
+    for other in CALLS:
+        ops._plans.clear()
+        run(launches, made(other))
+        assert run(launches, given) == want, f"after {other}"
+
+
+IN_PLACE = ["one request", "more tokens", "fewer query heads", "queries with gaps", "misaligned queries"]
+IN_PLACE += ["keys with gaps", "rows at words", "rows at halves of words", "values of fewer tokens", "more lengths"]
+IN_PLACE += ["another format", "a pair", "wider values"]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_tensors_that_were_changed_in_place_are_looked_at_again(name, launches):
+    """By `set_`, which also gives them other shapes and strides."""
+    changed = made(name)
+    want = run(launches, changed)
+    ops._plans.clear()
+    given = arguments()
+    run(launches, given)
+    for argument, tensor in given.items():
+        if isinstance(tensor, torch.Tensor):
+            tensor.set_(changed[argument])  # type: ignore[call-overload]
+    assert run(launches, given | {"kv_format": changed["kv_format"]}) == want
+
+
+@pytest.mark.parametrize("name", ["plain", "lse", "out", "int8", "pages", "sinks"])
+def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
+    given = made(name)
+    want = run(launches, given)
+    assert len(want) == 1
+    for step in ("make_call", "make_plan"):
+        monkeypatch.setattr(ops, step, lambda *_, **__: pytest.fail("checked or planned again"))
+    assert run(launches, given) == want
+
+
+def test_results_are_new_and_contiguous(launches):
+    given = made("wider values")
+    first, lse = decode_attention(**given, return_lse=True)
+    assert first.shape == (2, 1, 8, 128) and first.is_contiguous() and first.dtype == torch.bfloat16
+    assert lse.shape == (2, 1, 8) and lse.is_contiguous() and lse.dtype == torch.float32
+    assert decode_attention(**given).data_ptr() != first.data_ptr()
+
+
+def test_the_kernel_gets_the_rows_of_a_wider_table_side_by_side(launches):
+    """It takes the table's columns for its row stride."""
+    given = arguments(page_size=16)
+    table = given["block_table"]
+    wide = torch.cat([table, torch.full_like(table, -1)], dim=1)
+    seen = []
+
+    class Table(torch.Tensor):
+        def contiguous(self, **_: Any) -> torch.Tensor:
+            seen.append(torch.Tensor.contiguous(self))
+            return seen[-1]
+
+    part = wide[:, : table.shape[1]]
+    other: Arguments = given | {"block_table": part.as_subclass(Table)}
+    decode_attention(**other)
+    address = launches[-1].arguments[16]
+    assert len(seen) == 1 and address == seen[0].data_ptr() and torch.equal(seen[0].as_subclass(torch.Tensor), table)
+    decode_attention(**given)
+    assert launches[-1].arguments[16] == table.data_ptr()

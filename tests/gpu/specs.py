@@ -1,0 +1,101 @@
+"""Which kernels the tests of this folder need, found without a GPU: each module that needs some has `specs()`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.attention import ops as attention_ops
+from cute_kernels.attention.call import AttentionCall, make_call
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.plan import problem_of
+from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.kv_cache import append_and_decode, step_ops
+from cute_kernels.kv_cache import ops as append_ops
+from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.runtime import KernelSpec
+from tests.attention.cases import Call
+from tests.kv_cache.cases import Shape
+from tests.kv_cache.cases import make_call as make_append
+
+
+def by_module() -> dict[str, Callable[[], list[Any]]]:
+    """The `specs` functions of the test modules of this folder, by module name."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        module = importlib.import_module(f"{__package__}.{path.stem}")
+        if hasattr(module, "specs"):
+            found[path.stem] = module.specs
+    return found
+
+
+def decode_spec(call: Call) -> DecodeSpec:
+    """The kernel that a call is served by."""
+    options: Any = call.options
+    checked = make_call(*call.tensors, kv_format=call.kv_format, **options)
+    return DecodeSpec(make_schedule(problem_of(checked)).config)
+
+
+def append_specs(shapes: Iterable[Shape]) -> list[AppendSpec]:
+    """The kernels that appends of these shapes are served by: numbers of tokens do not matter."""
+    calls = (make_append(shape.with_(new=(1,), lengths=None)) for shape in dict.fromkeys(shapes))
+    return list(dict.fromkeys(AppendSpec(append_ops.config_of(call)) for call in calls))
+
+
+def _specs_of(append: AppendCall, attention: AttentionCall, *, fused: bool) -> list[KernelSpec]:
+    """The two kernels of a step, in one call or in two."""
+    schedule = make_schedule(problem_of(attention, after_append=fused), attention.num_splits)
+    return [AppendSpec(append_plan.config_of(append, leads=fused)), DecodeSpec(schedule.config)]
+
+
+def step_specs(given: dict[str, Any], fused: bool) -> list[KernelSpec]:
+    """The kernels of `append_and_decode` with these arguments, or of the two calls that it stands for."""
+    found: list[KernelSpec] = []
+
+    def collect(tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options):
+        calls = step_ops.make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        found.extend(_specs_of(*calls, fused=fused))
+        return None, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_ops, "reference", collect)
+        append_and_decode(**given)
+    return found
+
+
+def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
+    """The attention and append kernels that ``work``, which runs on the CPU here, would need on a GPU.
+
+    Of steps that append and attend in one call also those of the two calls, which they are compared with.
+    """
+    found: dict[KernelSpec, None] = {}
+    attend, append, take_step = attention_ops.reference, append_ops.reference, step_ops.reference
+
+    def attend_here(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None):
+        call = make_call(q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, **(options or {}))
+        found[DecodeSpec(make_schedule(problem_of(call), num_splits).config)] = None
+        return attend(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
+
+    def append_here(call: AppendCall):
+        found[AppendSpec(append_ops.config_of(call))] = None
+        return append(call)
+
+    def step_here(tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options):
+        calls = step_ops.make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        found.update(dict.fromkeys(_specs_of(*calls, fused=True)))
+        found.update(dict.fromkeys(_specs_of(*calls, fused=False)))
+        more = (softmax_scale, num_splits, return_lse, out, options)
+        return take_step(tensors, kv_format, rope, norm_eps, extras, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_ops, "reference", attend_here)
+        patch.setattr(append_ops, "reference", append_here)
+        patch.setattr(step_ops, "reference", step_here)
+        work()
+    return list(found)

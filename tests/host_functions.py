@@ -1,0 +1,117 @@
+"""Compiled functions that take what a kernel's take, check it natively as those do, and launch nothing: on a CPU.
+
+A launch is then what the function was called with, and what the native checks refuse is refused here too. Used with
+`standing_in`, which makes CPU tensors go the way of CUDA ones up to the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cutlass import AddressSpace, Float32, Int32, Int64, cute
+
+from cute_kernels.runtime import compile_options
+from cute_kernels.runtime.workspace import POOL
+
+
+class Launch(NamedTuple):
+    symbol: str  # of the kernel
+    arguments: tuple[Any, ...]
+
+
+@cute.jit
+def decode(
+    q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
+    workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
+    softmax_scale: Float32, num_splits: Int32, mode: Int32,
+):  # fmt: skip
+    pass
+
+
+@cute.jit
+def decode_with_features(
+    q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
+    workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
+    softmax_scale: Float32, num_splits: Int32, mode: Int32, more_rows: Int32, shares: Int32, block_table: Int64,
+    max_pages: Int32, window: Int32, soft_cap: Float32, sinks: Int64, alibi_slopes: Int64, bias: Int64,
+    bias_stride_request: Int64, bias_stride_query: Int64, bias_stride_head: Int64, bias_stride_key: Int64,
+):  # fmt: skip
+    pass
+
+
+@cute.jit
+def append(
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, q_out: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor,
+    seq_lens: cute.Tensor, block_table: cute.Tensor, cu_seqlens: Int64, slots: Int64, position_ids: Int64,
+    q_bias: Int64, k_bias: Int64, v_bias: Int64, q_norm: Int64, k_norm: Int64, phase_steps: Int64, k_scale: Int64,
+    v_scale: Int64, norm_eps: Float32, rope_factor: Float32, wave: Int32, mode: Int32,
+):  # fmt: skip
+    pass
+
+
+@functools.cache
+def attention_function(config: Any) -> Any:
+    from cute_kernels.attention.compile import fake_arguments
+
+    function = decode_with_features if config.has_features else decode
+    return cute.compile(function, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+
+
+@functools.cache
+def append_function(config: Any) -> Any:
+    from cute_kernels.kv_cache.compile import fake_arguments
+
+    return cute.compile(append, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
+
+
+def standing_in(
+    patch: pytest.MonkeyPatch, plan: Any, function_of: Callable[[Any], Any], launches: list[Launch] | None = None
+) -> list[Launch]:
+    """Makes a room's `plan` module plan for the CPU; the list (``launches``, or a new one) gets every launch that its
+    function did not refuse."""
+    launches = [] if launches is None else launches
+
+    def load(spec: Any, arch: str) -> Callable[..., None]:
+        function = function_of(spec.config)
+
+        def launch(*arguments: Any) -> None:
+            function(*arguments)
+            launches.append(Launch(spec.symbol, arguments))
+
+        return launch
+
+    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    patch.setattr(plan, "load", load)
+    patch.setattr(plan, "arch_of", lambda index: "sm_90a")
+    patch.setattr(plan, "empty_strided", new)
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's device
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    patch.setattr(POOL, "get", lambda index, stream, num_words: num_words)
+    return launches
+
+
+def outcome(launches: list[Launch], call: Callable[[], Any], given: dict[str, Any]) -> Any:
+    """What a call launches, in a form to compare, or the message that refuses it.
+
+    Tensors become their address, shape, strides and dtype. Addresses of what was not ``given`` to the call become None.
+    """
+    launches.clear()
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        assert not launches
+        return type(error), str(error)
+    places = {x.data_ptr() for x in given.values() if isinstance(x, torch.Tensor)}
+
+    def described(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return described(x.data_ptr()), x.shape, x.stride(), x.dtype
+        return None if x >= 2**32 and x not in places else x
+
+    return [(launch.symbol, [described(x) for x in launch.arguments]) for launch in launches]

@@ -1,0 +1,160 @@
+"""What an append on a GPU launches depends on that call alone, whatever was launched before: plans are never mistaken.
+
+With compiled functions that launch nothing (`tests.host_functions`), so that no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.kv_cache import Rope, append_kv, ops, plan
+from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
+from cute_kernels.runtime import native
+from tests.kv_cache.cases import Shape, make_call
+from tests.kv_cache.test_append_cpu import arguments
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+Arguments = dict[str, Any]
+PLAIN = Shape("int4_g4", rope=Rope(128))
+
+
+class Properties:
+    multi_processor_count = 132
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    from tests.host_functions import append_function, standing_in
+
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "append", ops.launch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    return standing_in(monkeypatch, plan, append_function)
+
+
+def of(shape: Shape = PLAIN, **changes: Any) -> Arguments:
+    return arguments(make_call(shape.with_(**changes)))
+
+
+def but(change: Callable[[Arguments], Arguments], **changes: Any) -> Arguments:
+    given = of(**changes)
+    return given | change(given)
+
+
+def offset(x: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """The same numbers, starting ``num_bytes`` past a multiple of 16."""
+    size = x.numel() * x.element_size()
+    room = torch.empty(size + 32, dtype=torch.uint8)
+    start = -room.data_ptr() % 16 + num_bytes
+    return room[start : start + size].view(x.dtype).view(x.shape).copy_(x)
+
+
+def typed(a: Arguments, dtype: torch.dtype) -> Arguments:
+    return {name: a[name].view(dtype) for name in ("k_cache", "v_cache")}
+
+
+CALLS: dict[str, Callable[[], Arguments]] = {
+    "plain": of,
+    "another rope": lambda: of(rope=Rope(128, theta=1e6)),
+    "rope of a part": lambda: of(rope=Rope(64)),
+    "no rope": lambda: of(rope=None),
+    "rope in words": lambda: of() | {"rope": "half"},
+    "more requests": lambda: of(new=(1,) * 6),
+    "a prefill": lambda: of(new=(3, 9)),
+    "fp16": lambda: of(dtype="fp16"),
+    "no q": lambda: of(num_q_heads=0),
+    "q_out without q": lambda: but(lambda a: {"q": None, "q_out": torch.empty_like(a["q"])}),
+    "no q, wider keys": lambda: of(num_q_heads=0, head_dim=256, v_head_dim=128),
+    "more q heads": lambda: of(num_q_heads=8),
+    "more heads": lambda: of(num_kv_heads=4),
+    "wider values": lambda: of(v_head_dim=256),
+    "unfused": lambda: of(fused=False),
+    "q_out": lambda: but(lambda a: {"q_out": torch.empty_like(a["q"])}),
+    "q_out of floats": lambda: but(lambda a: {"q_out": a["q"].float()}),
+    "misaligned k": lambda: but(lambda a: {"k": offset(a["k"], 8)}),
+    "columns apart": lambda: but(lambda a: {"v": torch.stack([a["v"]] * 2, -1)[..., 0]}),
+    "another format": lambda: of(kv_format="int4_g2"),
+    "the wrong format": lambda: of() | {"kv_format": "int4_g2"},
+    "a pair": lambda: of(kv_format=("int4_g4", "int8_g2")),
+    "int8": lambda: of(kv_format="int8_tensor"),
+    "int8, signed": lambda: but(lambda a: typed(a, torch.int8), kv_format="int8_tensor"),
+    "e4m3 of as many bytes": lambda: of(kv_format="e4m3_tensor"),
+    "e4m3, typed": lambda: but(lambda a: typed(a, torch.float8_e4m3fn), kv_format="e4m3_tensor"),
+    "e4m3, one typed": lambda: but(lambda a: typed(a, torch.float8_e4m3fn) | {"v_cache": a["v_cache"]},
+                                   kv_format="e4m3_tensor"),
+    "signed rows": lambda: but(lambda a: typed(a, torch.int8)),
+    "scales of columns": lambda: of(kv_format="int8_channel"),
+    "misaligned scales": lambda: but(lambda a: {"v_scale": offset(a["v_scale"], 4)}, kv_format="int8_channel"),
+    "no scale": lambda: of(kv_format="int8_tensor") | {"k_scale": None},
+    "heads first": lambda: of(layout="HND"),
+    "a layout in a list": lambda: of() | {"cache_layout": ["NHD"]},
+    "contiguous": lambda: of(place="contiguous"),
+    "contiguous, of fewer requests": lambda: but(
+        lambda a: {name: a[name][:2] for name in ("k_cache", "v_cache")}, place="contiguous"
+    ),
+    "slots": lambda: of(place="slots"),
+    "slots of 32 bits": lambda: but(lambda a: {"slots": a["slots"].int()}, place="slots"),
+    "slots without lengths": lambda: of(place="slots", positions="int64") | {"seq_lens": None},
+    "wide positions": lambda: of(positions="int64"),
+    "positions": lambda: of(positions="int32"),
+    "lengths of 64 bits": lambda: but(lambda a: {"seq_lens": a["seq_lens"].long()}),
+    "lengths in a list": lambda: of() | {"seq_lens": [1, 1, 1, 1]},
+    "more lengths": lambda: but(lambda a: {"seq_lens": a["seq_lens"].repeat(2)}),
+    "a table with gaps": lambda: but(lambda a: {"block_table": a["block_table"].repeat(1, 2)[:, ::2]}),
+    "a short table": lambda: but(lambda a: {"block_table": a["block_table"][:2]}),
+    "values of fewer pages": lambda: but(lambda a: {"v_cache": a["v_cache"][:2]}),
+    "pages with gaps": lambda: but(lambda a: {"k_cache": torch.cat([a["k_cache"]] * 2, 1)[:, :16]}),
+    "bias": lambda: of(bias=True),
+    "misaligned bias": lambda: but(lambda a: {"bias": (None, offset(a["bias"][1], 2), None)}, bias=True),
+    "norm": lambda: of(norm=True),
+    "norm of k alone": lambda: of(norm=True) | {"q_norm": None},
+    "a negative eps": lambda: of() | {"norm_eps": -1.0},
+}  # fmt: skip
+
+made = functools.cache(lambda name: CALLS[name]())
+
+
+def run(launches: list[Any], given: Arguments) -> Any:
+    from tests.host_functions import outcome
+
+    return outcome(launches, lambda: append_kv(**given), given)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_launches_the_same_after_any_other(name, launches):
+    given = made(name)
+    want = run(launches, given)
+    for other in CALLS:
+        ops._plans.clear()
+        run(launches, made(other))
+        assert run(launches, given) == want, f"after {other}"
+
+
+@pytest.mark.parametrize("name", ["plain", "q_out", "no q", "int8", "slots", "bias"])
+def test_a_repeated_call_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
+    given = made(name)
+    want = run(launches, given)
+    assert len(want) == 1
+    for step in ("_check", "make_plan"):
+        monkeypatch.setattr(ops, step, lambda *_: pytest.fail("checked or planned again"))
+    assert run(launches, given) == want
+
+
+def test_a_new_q_is_contiguous_and_a_given_one_comes_back(launches):
+    given = made("plain")
+    q_out = append_kv(**given)
+    assert q_out is not None and q_out.is_contiguous()
+    assert (q_out.shape, q_out.dtype) == (given["q"].shape, given["q"].dtype)
+    given = made("q_out")
+    assert append_kv(**given) is given["q_out"]
+
+
+def test_most_calls_have_no_extras():
+    assert AppendCall._fields[NUM_USUAL - 1] == "block_table"
+    assert make_call(PLAIN).extras == (None,) * (len(AppendCall._fields) - NUM_USUAL)
