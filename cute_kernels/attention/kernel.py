@@ -395,7 +395,7 @@ class DecodeKernel:
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         phase = phase ^ 1  # nothing waits on the first round
         if const_expr(config.after_append and "word" in config.copies):
-            # Copies of words go through L1, which may keep the beginning of a new row from a copy of the old one before.
+            # Copies of words go through L1, which may keep the beginning of a new row from before it was written.
             cute.arch.griddepcontrol_wait()
         page, place = Int32(0), Int32(0)
         if const_expr(config.page_tokens > 0):

@@ -14,15 +14,19 @@ CACHE = ("k_cache", "v_cache", "seq_lens", "kv_format", "block_table", "cache_la
 ATTENTION = ("softmax_scale", "causal", "window", "soft_cap", "sinks", "alibi_slopes", "bias", "num_splits", "out")
 
 
-def make_step(shape: Shape, lengths: tuple[int, ...], q_len: int = 1, device: Any = "cpu", **options: Any) -> Arguments:
+def make_step(
+    shape: Shape, lengths: tuple[int, ...], q_len: int = 1, device: Any = "cpu", *, blank: bool = False, **options: Any
+) -> Arguments:
     """Arguments of `append_and_decode` for requests of these lengths; caches hold standard normal tokens.
 
+    blank: caches are left as `make_call` has them, for calls of which only the shapes matter.
     options: what attention takes beyond the cache.
     """
     max_seq_len = max(*lengths, q_len, 1)
     full = shape.with_(new=(max_seq_len,) * len(lengths), lengths=(max_seq_len,) * len(lengths), seed=shape.seed + 1)
     call = make_call(full, device)
-    append_kv(**_of_append(call._asdict()))  # every place, so that all that may be read is a number
+    if not blank:
+        append_kv(**_of_append(call._asdict()))  # every place, so that all that may be read is a number
     tokens = make_call(shape.with_(new=(q_len,) * len(lengths), lengths=None), device)
     given = {name: getattr(call, name) for name in ("k_cache", "v_cache", "block_table", "k_scale", "v_scale")}
     given |= {name: getattr(tokens, name).unflatten(0, (-1, q_len)) for name in ("q", "k", "v")}
@@ -71,3 +75,16 @@ def assert_same(one: Arguments, two: Arguments) -> None:
     """The caches of two steps are alike, to the bit."""
     for name in ("k_cache", "v_cache"):
         assert torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)), name
+
+
+def poison_new(step: Arguments) -> None:
+    """Makes the places of the new tokens as loud as bytes of 0xFF are: NaN in codes or scales, but for INT8 codes."""
+    q_len, table = step["q"].shape[1], step["block_table"]
+    for request, length in enumerate(step["seq_lens"].tolist()):
+        at = torch.arange(max(length - q_len, 0), length, device=step["q"].device)
+        for name in ("k_cache", "v_cache"):
+            cache = step[name].view(torch.uint8)
+            cache = cache.transpose(1, 2) if step["cache_layout"] == "HND" else cache
+            page_size = cache.shape[1]
+            pages = torch.full_like(at, request) if table is None else table[request, at // page_size].long()
+            cache[pages, at % page_size] = 0xFF
