@@ -14,6 +14,7 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
+from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "NtkScaling",
+    "PackedWeight",
+    "QuantizedLinear",
     "Rope",
     "UnsupportedGPUError",
     "YarnScaling",
@@ -29,6 +32,9 @@ __all__ = [
     "append_kv",
     "decode_attention",
     "dequantize_kv",
+    "interleave_weights",
     "merge_states",
     "quantize_kv",
+    "quantize_model",
+    "quantize_weight",
 ]
