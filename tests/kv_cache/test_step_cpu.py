@@ -130,16 +130,17 @@ def test_what_does_not_fit_is_named_and_nothing_is_appended(name):
     step = make_step(SMALL, (8, 9))
     change, message = BAD[name]
     before = with_own_cache(step)
+    changed: Arguments = step | change(step)
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        append_and_decode(**(step | change(step)))
+        append_and_decode(**changed)
     assert_same(step, before)
 
 
 def test_tokens_are_evenly_spaced():
     step = make_step(SMALL, (8, 9), q_len=2)
-    x = torch.cat([step["k"], step["k"]], dim=1)[:, :2]
+    apart: Arguments = step | {"k": torch.cat([step["k"], step["k"]], dim=1)[:, :2]}
     with pytest.raises(ValueError, match="^k: got strides .*, want tokens evenly spaced"):
-        append_and_decode(**(step | {"k": x}))
+        append_and_decode(**apart)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
