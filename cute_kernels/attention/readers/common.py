@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, WARP_THREADS, DecodeConfig
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_max, lane_sum
 
@@ -30,6 +30,7 @@ class State:
     shift: Any  # where the lane's codes are in its words
     select: Any
     query: Any  # B operands: [block][register]
+    shared_query: Any  # the lane's address of them, where they are shared
     query_sums: Any  # [column][group]
     score_scale: Any  # from scores to powers of 2
     accumulators: Any
@@ -109,6 +110,27 @@ class CodeKeyReader:
             state.query.append(registers)
             state.query_sums += self._sums_of_columns(state, sums)
 
+    def store_query(self, address: Int32, query):
+        """Writes B operands [block][register] for the warps that share them: per register a vector of all blocks.
+
+        address: of the lane's first vector; those of a warp lie side by side, so that no access has bank conflicts.
+        """
+        for register, words in enumerate(zip(*query, strict=True)):
+            ptx.store_shared(address, _query_offset(register), words)
+
+    def query_operands(self, state: State, first: int, count: int) -> list[Any]:
+        """B operands of an MMA for every block: ``count`` registers from the ``first`` one."""
+        registers = range(first, first + count)
+        if not self.config.shares_queries:
+            return [[block[register] for register in registers] for block in state.query]
+        blocks = self.config.blocks_per_warp
+        vectors = [ptx.load_shared_vector(state.shared_query, _query_offset(i), blocks) for i in registers]
+        return [list(words) for words in zip(*vectors, strict=True)]
+
+    def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
+        """Pairs of row halves that are scored together: both where queries have to be loaded, to load them once."""
+        return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
+
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
         """(B registers, sums per group) of one block of queries; ``exact``: fp16 holds the queries as they are."""
         registers: list[Any] = []
@@ -178,6 +200,11 @@ class ValueReader:
 
         None without headers.
         """
+
+
+def _query_offset(register: int) -> int:
+    """Bytes from a lane's first vector of shared queries to that of another register."""
+    return register * WARP_THREADS * QUERY_VECTOR_BYTES
 
 
 def load_float(address: Int64) -> Float32:
