@@ -16,7 +16,7 @@ RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
 BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
-QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one B register of each of so many blocks
+QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one value of each of so many blocks
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
@@ -135,8 +135,12 @@ class DecodeConfig:
 
     @property
     def role_query_bytes(self) -> int:
-        """Shared memory of the queries of one role: 8 columns of a block to a B register."""
-        return self.head_dim // 8 * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries else 0
+        """Shared memory of one role's queries, as vectors of all blocks: B registers, which hold 8 columns of a block,
+        and for every group of columns the sums of two query heads."""
+        form = self.formats[0]
+        if not self.shares_queries or isinstance(form, DenseFormat):
+            return 0
+        return (self.head_dim // 8 + 2 * form.num_groups) * WARP_THREADS * QUERY_VECTOR_BYTES
 
     @property
     def query_bytes(self) -> int:

@@ -431,11 +431,10 @@ class DecodeKernel:
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         if const_expr(config.shares_queries):
-            keys.shared_query = self.share_query(cta, keys.query)
+            keys.shared_query = self.share_query(cta, self.key_reader.query_vectors(keys))
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
-        columns = [work.place.column(config, roles, keys.t, column) for column in range(config.columns)]
-        logits = self.logits.open(cta.features, work.request, work.place.shape.q_len, work.length, columns)
+        logits = self.logits.open(cta.features, work, roles, keys.t)
         state = WarpState(keys, values, _Softmax(config.columns), logits)
 
         while token < work.length:
@@ -466,14 +465,14 @@ class DecodeKernel:
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
 
     @cute.jit
-    def share_query(self, cta, query):
-        """Puts the B operands of a role's queries into shared memory; the lane's address of them."""
+    def share_query(self, cta, vectors):
+        """Puts what the key reader needs of a role's queries into shared memory; the lane's address of it."""
         config, roles = self.config, cta.roles
         role = cta.warp % config.num_roles
         address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES
         if roles.slice_index == 0:
-            # All warps of the role have made the same ones.
-            self.key_reader.store_query(address, query)
+            # All warps of the role have made the same.
+            self.key_reader.store_query(address, vectors)
         sync_attending(config)
         return address
 

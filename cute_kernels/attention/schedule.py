@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
@@ -233,7 +233,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         reason = cannot_read(format_of(name), head_dim)
         if reason is not None:
             raise ValueError(f"kv_format: {reason}")
-    blocks = query_blocks(problem.rows)[0]
+    blocks, blocks_per_warp = query_blocks(problem)
     with_headers = [has_headers(format_of(name)) for name in names]
     if not any(with_headers):
         make, counts = bare_config, (1, 2, 4)
@@ -244,15 +244,18 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, 4) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
+    if blocks_per_warp == MAX_BLOCKS_PER_WARP:
+        counts = (1,)
     return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas))) for ctas in counts))
 
 
 def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
     """``config`` with as many copying warps as its tiles' copies want and its registers allow.
 
-    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers.
+    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. Where warps
+    carry four blocks of queries, four copying ones lend theirs.
     """
-    if "word" in config.copies:
+    if "word" in config.copies or (config.blocks_per_warp, config.num_warps) == (MAX_BLOCKS_PER_WARP, TARGET_WARPS):
         return _change(config, copy_warps=MAX_COPY_WARPS)
     wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
     turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
@@ -269,15 +272,33 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
     return config
 
 
-def query_blocks(rows: int) -> tuple[int, int]:
+def query_blocks(problem: Problem) -> tuple[int, int]:
     """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
-    per_warp = 2 if rows > BLOCK_QUERIES else 1
-    return 2 if rows > per_warp * BLOCK_QUERIES else 1, per_warp
+    per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
+    if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
+        per_warp = MAX_BLOCKS_PER_WARP
+    return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
+
+
+def _fits_four_blocks(problem: Problem) -> bool:
+    """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
+
+    Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
+    depend on the query no further than by what it sees. Nothing is decoded of 16-bit caches.
+    """
+    forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
+    return (
+        not any(isinstance(form, DenseFormat) or form.num_groups > 1 for form in forms)
+        and max(problem.head_dim, problem.v_head_dim) <= 128
+        and not problem.features.alibi
+        and problem.features.bias is None
+    )
 
 
 def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -> int:
     """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
-    most = MAX_WARPS // num_query_blocks
+    four_blocks = query_blocks(problem)[1] == MAX_BLOCKS_PER_WARP
+    most = (TARGET_WARPS if four_blocks else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
@@ -306,7 +327,7 @@ def _base_config(
         problem.v_head_dim,
         num_heads=num_heads,
         num_query_blocks=num_query_blocks,
-        blocks_per_warp=query_blocks(problem.rows)[1],
+        blocks_per_warp=query_blocks(problem)[1],
         num_slices=1,
         early_tiles=0 if problem.features.window else 1,
         contiguous=contiguous,
@@ -377,7 +398,7 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
     """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
-    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048
+    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048 - config.query_bytes
     return budget // sum(config.tile_bytes)
 
 

@@ -132,12 +132,11 @@ class _ByteKeys(CodeKeyReader):
     def unit_queries(self, state: State, words):
         return self.floats(words)
 
-    def first_dot(self, state: State, block: int, group: int) -> list[Any]:
-        """The codes' offset, taken off before anything is added."""
+    def first_dots(self, query_sums) -> list[list[Any]]:
+        """The codes' offset, taken off before anything is added: for each block of queries, of a group's [column]."""
         if self.sum_factor is None:
-            return [Float32(0.0)] * 4
-        offsets = [state.query_sums[2 * block + c][group] for c in range(2)]
-        return offsets + offsets
+            return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
+        return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.blocks_per_warp)]
 
 
 class RowKeyByteReader(_ByteKeys, RowKeyReader):
@@ -230,7 +229,8 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         blocks = range(self.config.blocks_per_warp)
         result = []
         for pairs in self.pairs_at_once():
-            dots = {pair: [self.first_dot(state, block, 0) for block in blocks] for pair in pairs}
+            query_sums = self.sums_of_group(state, 0)
+            dots = {pair: self.first_dots(query_sums) for pair in pairs}
             for load in range(self.num_loads):
                 rows = {p: self.load(state.lane_offsets, tile_address, block_offset, p, load) for p in pairs}
                 for half in range(min(LOAD_CHUNKS, self.tile.num_chunks - LOAD_CHUNKS * load)):

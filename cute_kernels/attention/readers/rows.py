@@ -64,9 +64,9 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         """A operands of the MMAs of one unit of columns, from the words of rows g and g + 8."""
         raise NotImplementedError
 
-    def first_dot(self, state: State, block: int, group: int) -> list[Any]:
-        """What a group's dot products with a block of queries start from."""
-        return [Float32(0.0)] * 4
+    def first_dots(self, query_sums) -> list[list[Any]]:
+        """What a group's dot products with each block of queries start from; query_sums: [column] of the group."""
+        return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
         """A score (None at first) with the contribution of one group of columns."""
@@ -106,7 +106,8 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         blocks, tiles = range(self.config.blocks_per_warp), range(len(words) // 2)
         scores: list[list[Any]] = [[None] * self.config.columns for _ in words]
         for group in range(self.num_groups):
-            dots = [[self.first_dot(state, block, group) for block in blocks] for _ in tiles]
+            query_sums = self.sums_of_group(state, group)
+            dots = [self.first_dots(query_sums) for _ in tiles]
             for unit in range(group * self.units_per_group, (group + 1) * self.units_per_group):
                 register = unit * len(self.pairs)
                 operands = [self.unit_operands(state, words[2 * i][unit], words[2 * i + 1][unit]) for i in tiles]
@@ -118,12 +119,11 @@ class RowKeyReader(RowLoads, CodeKeyReader):
                     register += used
             for row, half in ((2 * tile + half, half) for tile in tiles for half in range(2)):
                 for column in range(self.config.columns):
-                    query_sum = state.query_sums[column][group] if state.query_sums else None
                     scores[row][column] = self.add_group(
                         scores[row][column],
                         headers[row][group],
                         dots[row // 2][column // 2][2 * half + column % 2],
-                        query_sum,
+                        query_sums[column],
                     )
         return scores
 
