@@ -385,15 +385,21 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     slices = max(1, TARGET_WARPS // ctas_per_sm // base.num_roles)
     shapes = [(slices, 2)] + [(slices >> i, 1) for i in range(slices.bit_length())]
     configs = [_change(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
-    if sum(configs[0].tile_bytes) > STAGE_BYTES:
+    if sum(configs[0].tile_bytes) > STAGE_BYTES or _takes_one_block(base):
         configs = configs[1:]
-    fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= 3), configs[-1])
+    least = 2 if base.shares_queries else 3
+    fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= least), configs[-1])
     # A third tile in flight only delays the second, unless there are two CTAs to an SM or many small copies to a tile.
     many = "bulk" in base.copies and 0 < base.page_tokens < SMALL_PAGE
     stages = min(3 if ctas_per_sm == 2 or many else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
     return _change(fitting, num_stages=stages)
+
+
+def _takes_one_block(config: DecodeConfig) -> bool:
+    """Whether a warp has no registers for a second block of tokens, since it would keep the queries for it."""
+    return config.shares_queries and max(config.head_dims) > 64
 
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
@@ -404,7 +410,7 @@ def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
     """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
-    blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES else 1
+    blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = _change(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     stages = min(num_stages, _num_stages(config, ctas_per_sm))
     if stages < 2:
