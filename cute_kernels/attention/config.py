@@ -4,7 +4,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, most_copy_warps, tiles_of
+from cute_kernels.attention.tiles import (
+    cannot_read,
+    copies_of,
+    has_headers,
+    kernel_format,
+    most_copy_warps,
+    num_groups,
+    tiles_of,
+)
 from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -114,8 +122,8 @@ class DecodeConfig:
 
     @property
     def copiers(self) -> int:
-        """Copying warps that copy. Each has a part of every whole tile: one without would not be waited for, fall behind
-        by a round of the ring, and take one phase of a barrier for another."""
+        """Copying warps that copy. Each has a part of every whole tile: one without would not be waited for, fall
+        behind by a round of the ring, and take one phase of a barrier for another."""
         return min(self.copy_warps, most_copy_warps(self))
 
     @property
@@ -137,10 +145,8 @@ class DecodeConfig:
     def role_query_bytes(self) -> int:
         """Shared memory of one role's queries, as vectors of all blocks: B registers, which hold 8 columns of a block,
         and for every group of columns the sums of two query heads."""
-        form = self.formats[0]
-        if not self.shares_queries or isinstance(form, DenseFormat):
-            return 0
-        return (self.head_dim // 8 + 2 * form.num_groups) * WARP_THREADS * QUERY_VECTOR_BYTES
+        vectors = self.head_dim // 8 + 2 * num_groups(self.formats[0])
+        return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries else 0
 
     @property
     def query_bytes(self) -> int:

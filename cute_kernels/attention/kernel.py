@@ -33,7 +33,7 @@ from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
-from cute_kernels.attention.readers.common import Query, lane_max
+from cute_kernels.attention.readers.common import Query, lane_max, query_vectors, store_vectors
 from cute_kernels.device import ptx
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
@@ -431,7 +431,7 @@ class DecodeKernel:
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         if const_expr(config.shares_queries):
-            keys.shared_query = self.share_query(cta, self.key_reader.query_vectors(keys))
+            keys.shared_query = self.share_query(cta, query_vectors(keys))
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
         logits = self.logits.open(cta.features, work, roles, keys.t)
@@ -472,7 +472,7 @@ class DecodeKernel:
         address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES
         if roles.slice_index == 0:
             # All warps of the role have made the same.
-            self.key_reader.store_query(address, vectors)
+            store_vectors(address, vectors)
         sync_attending(config)
         return address
 

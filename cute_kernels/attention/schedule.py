@@ -13,7 +13,7 @@ from typing import Any
 
 from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format
+from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format, num_groups
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
@@ -288,7 +288,7 @@ def _fits_four_blocks(problem: Problem) -> bool:
     """
     forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
     return (
-        not any(isinstance(form, DenseFormat) or form.num_groups > 1 for form in forms)
+        not any(isinstance(form, DenseFormat) or num_groups(form) > 1 for form in forms)
         and max(problem.head_dim, problem.v_head_dim) <= 128
         and not problem.features.alibi
         and problem.features.bias is None

@@ -110,6 +110,8 @@ class Rig:
 
     def take_queries(self, q: torch.Tensor, group: int) -> None:
         """Puts queries [group, head_dim] into memory and lets the key reader take them."""
+        from cute_kernels.attention.readers import common
+
         config, memory = self.config, self.warp.global_memory
         memory[2 * SCALE_SPACE :] = q.view(torch.uint8).numpy().reshape(-1)
         places = [np.minimum(BLOCK_QUERIES * block + ROW, group - 1) for block in range(config.blocks_per_warp)]
@@ -120,8 +122,7 @@ class Rig:
             # As the kernel does; the last role's queries lie behind others'.
             first = self.query_start + (config.num_roles - 1) * config.role_query_bytes
             self.key_state.shared_query = Int32(first + warp.LANES * QUERY_VECTOR_BYTES)
-            vectors = self.key_reader.query_vectors(self.key_state)
-            self.key_reader.store_query(self.key_state.shared_query, vectors)
+            common.store_vectors(self.key_state.shared_query, common.query_vectors(self.key_state))
             self.key_state.query = self.key_state.query_sums = None  # they are in shared memory alone
         self.queries = q.double().numpy()[np.minimum(np.arange(config.warp_queries), group - 1)]
 

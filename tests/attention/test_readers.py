@@ -181,7 +181,7 @@ def test_loads_take_the_wavefronts_that_the_tiles_were_chosen_for(case: Case, mo
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.config.shares_queries], ids=str)
 def test_shared_queries_are_loaded_once_a_block_without_conflicts(case: Case, monkeypatch):
-    """One vector per B register and per sum for both tiles of 16 tokens: the compiler would keep what is loaded twice."""
+    """A vector per B register and sum for both tiles of 16 tokens: the compiler would keep what is loaded twice."""
     rig = case.rig(monkeypatch, 5)
     stored = rig.query_accesses()
     rig.scores()

@@ -110,22 +110,6 @@ class CodeKeyReader:
             state.query.append(registers)
             state.query_sums += self._sums_of_columns(state, sums)
 
-    def query_vectors(self, state: State) -> list[list[Any]]:
-        """Queries as warps share them: vectors of all blocks, for each B register, then for each group's two sums."""
-        vectors = [list(words) for words in zip(*state.query, strict=True)]
-        for group in range(self.num_groups if state.query_sums else 0):
-            for c in range(2):
-                vectors.append([sums[group].bitcast(Uint32) for sums in state.query_sums[c::2]])
-        return vectors
-
-    def store_query(self, address: Int32, vectors):
-        """Writes what :meth:`query_vectors` gives.
-
-        address: of the lane's first vector; those of a warp lie side by side, so that no access has bank conflicts.
-        """
-        for index, words in enumerate(vectors):
-            ptx.store_shared(address, _vector_offset(index), words)
-
     def _load_vectors(self, state: State, first: int, count: int) -> list[list[Any]]:
         """Some of the shared vectors."""
         places = [_vector_offset(index) for index in range(first, first + count)]
@@ -219,6 +203,24 @@ class ValueReader:
 
         None without headers.
         """
+
+
+def query_vectors(state: State) -> list[list[Any]]:
+    """Queries as warps share them: vectors of all blocks, for each B register, then for each group's two sums."""
+    vectors = [list(words) for words in zip(*state.query, strict=True)]
+    for group in range(len(state.query_sums[0]) if state.query_sums else 0):
+        for c in range(2):
+            vectors.append([sums[group].bitcast(Uint32) for sums in state.query_sums[c::2]])
+    return vectors
+
+
+def store_vectors(address: Int32, vectors):
+    """Writes what :func:`query_vectors` gives.
+
+    address: of the lane's first vector; those of a warp lie side by side, so that no access has bank conflicts.
+    """
+    for index, words in enumerate(vectors):
+        ptx.store_shared(address, _vector_offset(index), words)
 
 
 def _vector_offset(index: int) -> int:
