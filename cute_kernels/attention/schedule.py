@@ -389,9 +389,10 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         configs = configs[1:]
     least = 2 if base.shares_queries else 3
     fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= least), configs[-1])
-    # A third tile in flight only delays the second, unless there are two CTAs to an SM or many small copies to a tile.
+    # A third tile in flight only delays the second, unless there are two CTAs to an SM, many small copies to a tile, or
+    # much to compute from it.
     many = "bulk" in base.copies and 0 < base.page_tokens < SMALL_PAGE
-    stages = min(3 if ctas_per_sm == 2 or many else 2, _num_stages(fitting, ctas_per_sm))
+    stages = min(3 if ctas_per_sm == 2 or many or base.shares_queries else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
     return _change(fitting, num_stages=stages)
