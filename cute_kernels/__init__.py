@@ -9,10 +9,12 @@ from cute_kernels.kv_cache import (
     NtkScaling,
     Rope,
     YarnScaling,
+    append_and_decode,
     append_kv,
     dequantize_kv,
     quantize_kv,
 )
+from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -20,13 +22,19 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "NtkScaling",
+    "PackedWeight",
+    "QuantizedLinear",
     "Rope",
     "UnsupportedGPUError",
     "YarnScaling",
     "__version__",
+    "append_and_decode",
     "append_kv",
     "decode_attention",
     "dequantize_kv",
+    "interleave_weights",
     "merge_states",
     "quantize_kv",
+    "quantize_model",
+    "quantize_weight",
 ]

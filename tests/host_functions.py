@@ -68,9 +68,12 @@ def append_function(config: Any) -> Any:
     return cute.compile(append, *fake_arguments(config, AddressSpace.generic), options=compile_options("sm_90a"))
 
 
-def standing_in(patch: pytest.MonkeyPatch, plan: Any, function_of: Callable[[Any], Any]) -> list[Launch]:
-    """Makes a room's `plan` module plan for the CPU; the list gets every launch that its function did not refuse."""
-    launches: list[Launch] = []
+def standing_in(
+    patch: pytest.MonkeyPatch, plan: Any, function_of: Callable[[Any], Any], launches: list[Launch] | None = None
+) -> list[Launch]:
+    """Makes a room's `plan` module plan for the CPU; the list (``launches``, or a new one) gets every launch that its
+    function did not refuse."""
+    launches = [] if launches is None else launches
 
     def load(spec: Any, arch: str) -> Callable[..., None]:
         function = function_of(spec.config)

@@ -13,6 +13,7 @@ MODULES = by_module()
 def test_modules_whose_kernels_are_compiled_on_demand_name_them():
     assert {
         "test_append",
+        "test_append_and_decode",
         "test_decode_features",
         "test_decode_formats",
         "test_kv_cache",

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.attention.config import WARP_THREADS
-from cute_kernels.attention.schedule import ALIKE
+from cute_kernels.attention.schedule import ALIKE, CUT_STEPS, FEW_ROWS
 from cute_kernels.device import ptx
 
 
@@ -98,11 +98,32 @@ class Assigner:
             total = ptx.warp_sum(total)
             most = ptx.warp_max(most)
             if Int64(most) * requests.batch * ALIKE[0] > Int64(total) * ALIKE[1]:
-                # No smaller than a share, and so large that there is a CTA for every unit, of which a row may have one
-                # more than divides it.
-                ctas = (requests.batch + requests.more_rows) * requests.parts
-                units = cutlass.min(requests.shares, ctas - requests.batch)
-                result = (total + units - 1) // units
+                result = self.cut(requests, total, lane)
+        return result
+
+    @cute.jit
+    def cut(self, requests, total: Int32, lane: Int32):
+        """How many tiles the parts have at most where the lengths differ, so that there is a CTA for each."""
+        ctas = (requests.batch + requests.more_rows) * requests.parts
+        # A row may have a part more than divides it.
+        units = cutlass.min(requests.shares, ctas - requests.batch)
+        one_wave = requests.batch * FEW_ROWS <= requests.shares
+        if one_wave:
+            # No more units than the SMs hold at a time: the smallest parts that make no more are looked for.
+            units = cutlass.min(requests.shares, ctas) - requests.batch
+        result = (total + units - 1) // units
+        if one_wave:
+            least = (total + requests.shares - 1) // requests.shares
+            for _ in cutlass.range(CUT_STEPS, unroll=1):
+                middle = (least + result) // 2
+                parts = Int32(0)
+                rows = self.rows_of_lane(requests)
+                for i in cutlass.range(rows, unroll=1):
+                    parts = parts + self.parts_of(requests, lane * rows + i, middle)
+                if ptx.warp_sum(parts) <= cutlass.min(requests.shares, ctas):
+                    result = middle
+                else:
+                    least = cutlass.min(middle + 1, result)
         return result
 
     def grid_unit(self, requests, row, part, length) -> Unit:

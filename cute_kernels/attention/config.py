@@ -56,7 +56,7 @@ class DecodeConfig:
         copy_warps: warps that do nothing but ask for tiles, as far as there is a part of a tile for each; four of them
             lend registers to eight attending ones.
         early_tiles: tiles asked for before the request's length is known, 0 or 1; what lies past the length is read for
-            nothing.
+            nothing. 0 with ``after_append``.
         ctas_per_sm: CTAs meant to be resident on one SM; bounds the registers.
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
         k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
@@ -65,6 +65,8 @@ class DecodeConfig:
         units: whether rows are cut by their lengths where those differ (see
             :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
         features: what of attention it computes beyond softmax(q K^T) V.
+        after_append: launched as a programmatic dependent of the kernel that appends each request's last q_len tokens
+            and rotates q: runs while that one does, and waits for it before it reads any of these.
     """
 
     k_format: str
@@ -87,6 +89,7 @@ class DecodeConfig:
     page_tokens: int = 0
     units: bool = False
     features: Features = PLAIN
+    after_append: bool = False
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -122,14 +125,20 @@ class DecodeConfig:
 
     @property
     def copiers(self) -> int:
-        """Copying warps that copy. Each has a part of every whole tile: one without would not be waited for, fall
-        behind by a round of the ring, and take one phase of a barrier for another."""
+        """Copying warps that copy.
+
+        Each has a part of every whole tile: one without would not be waited for, fall behind by a round of the ring,
+        and take one phase of a barrier for another.
+        """
         return min(self.copy_warps, most_copy_warps(self))
 
     @property
     def lends_registers(self) -> bool:
-        """Whether the copying warps, a warpgroup of their own, leave registers to the two attending warpgroups."""
-        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1)
+        """Whether the copying warps, a warpgroup of their own, leave registers to both attending warpgroups.
+
+        Not those that copy words: their loops need more than they would keep.
+        """
+        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
     def num_roles(self) -> int:
@@ -237,6 +246,7 @@ class DecodeConfig:
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
         layout += f"_{self.features.name}" if self.features.name else ""
+        layout += "_after_append" if self.after_append else ""
         return f"decode_{formats}_{self.q_dtype}_{dims}_{shape}_{ring}_{_joined(self.k_copy, self.v_copy)}{layout}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -271,6 +281,8 @@ class DecodeConfig:
             return "num_stages must be at least 2"
         if self.early_tiles not in (0, 1):
             return f"early_tiles {self.early_tiles} is not 0 or 1"
+        if self.early_tiles and self.after_append:
+            return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         if self.copy_warps < 1:

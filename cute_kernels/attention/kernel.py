@@ -182,6 +182,7 @@ class DecodeKernel:
             block=(config.cta_threads, 1, 1),
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
+            use_pdl=config.after_append,
             stream=stream,
         )
 
@@ -243,12 +244,9 @@ class DecodeKernel:
             early = early & (row < shape.batch)
         if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
             self.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
-        # By copying warps in vain.
-        asked = self.key_reader.fetch_query(
-            self.query_addresses(place, cta.roles, q, own_row, lane),
-            cta.given.of_keys(place.first_head + cta.roles.head),
-            lane,
-        )
+        asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
+        if const_expr(not config.after_append):
+            asked = self.fetch_query(cta, place, q, own_row)  # by copying warps in vain
         if cta.warp < config.num_warps:
             await_ready(config)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
@@ -256,10 +254,10 @@ class DecodeKernel:
             self.process_unit(cta, place, requests, q, asked, unit, row, early)
         else:
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            self.process_expected(cta, work, asked, early, part < unit.num_parts)
+            self.process_expected(cta, work, q, asked, early, part < unit.num_parts)
 
     @cute.jit
-    def process_expected(self, cta, work, query, early, expected):
+    def process_expected(self, cta, work, q, query, early, expected):
         """A unit, ``expected`` if its first tile is the early one; that goes by unread if not, or if there is none."""
         stage, phase, issued = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.early_tiles > 0):
@@ -271,12 +269,21 @@ class DecodeKernel:
                     stage, phase = _advance(stage, phase, self.config.num_stages)
         if work.part < work.num_parts:
             if cta.warp < self.config.num_warps:
-                self.attend_tiles(cta, work, query, stage, phase)
+                self.attend_unit(cta, work, q, query, stage, phase)
             else:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.copiers:
                     self.copy_tiles(cta, work, stage, phase, issued)
+
+    @cute.jit
+    def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
+        """Attention of one unit; ``query`` is None after an append, whose end the queries wait for."""
+        if const_expr(self.config.after_append):
+            # Every unit waits here, even one without new tokens: that the launch is done says that the append is.
+            cute.arch.griddepcontrol_wait()
+            query = self.fetch_query(cta, work.place, q, work.request)
+        self.attend_tiles(cta, work, query, stage, phase)
 
     @cute.jit
     def process_unit(self, cta, place, requests, q, asked, unit, row, early):
@@ -294,23 +301,31 @@ class DecodeKernel:
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
+        if const_expr(self.config.after_append):
+            self.process_expected(cta, work, q, None, early, expected)
+        else:
+            query = self.query_of(cta, place, q, asked, row, unit_row)
+            self.process_expected(cta, work, q, query, early, expected)
+
+    @cute.jit
+    def query_of(self, cta, place, q, asked, row, unit_row):
+        """The queries of the unit's row; ``asked`` are those of the CTA's own ``row``."""
         words = _leaves(asked.words)
         registers = cute.make_rmem_tensor(len(words), Uint32)
         if cta.warp < self.config.num_warps:
             for i in cutlass.range_constexpr(len(words)):
                 registers[i] = words[i]
             if unit_row != row:
-                again = self.query_words(cta, place, q, unit_row)
+                again = _leaves(self.fetch_query(cta, place, q, unit_row).words)
                 for i in cutlass.range_constexpr(len(words)):
                     registers[i] = again[i]
-        query = Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
-        self.process_expected(cta, work, query, early, expected)
+        return Query(_like(asked.words, registers), asked.head_scale, asked.column_scales)
 
-    def query_words(self, cta, place, q, row):
-        """The words of another request's queries, in the order of the registers that hold the first one's."""
+    def fetch_query(self, cta, place, q, row):
+        """Starts loading the warp's queries of a request."""
         addresses = self.query_addresses(place, cta.roles, q, row, cta.lane)
         k_scale = cta.given.of_keys(place.first_head + cta.roles.head)
-        return _leaves(self.key_reader.fetch_query(addresses, k_scale, cta.lane).words)
+        return self.key_reader.fetch_query(addresses, k_scale, cta.lane)
 
     def roles(self, warp, first_row) -> "Roles":
         """Which KV head, queries and tokens of its CTA's tiles a warp takes."""
@@ -383,6 +398,9 @@ class DecodeKernel:
         empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         phase = phase ^ 1  # nothing waits on the first round
+        if const_expr(config.after_append and "word" in config.copies):
+            # Copies of words go through L1, which may keep the beginning of a new row from before it was written.
+            cute.arch.griddepcontrol_wait()
         page, place = Int32(0), Int32(0)
         if const_expr(config.page_tokens > 0):
             # The pages of a whole ring are asked for at once.
@@ -393,6 +411,7 @@ class DecodeKernel:
             for i in cutlass.range_constexpr(config.num_stages):
                 if (issued <= i) & (token < work.length):
                     cute.arch.mbarrier_wait(empty + stage, phase)
+                    self.await_append(work, token)
                     self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
                 token = token + stride
                 stage, phase = _advance(stage, phase, config.num_stages)
@@ -402,11 +421,27 @@ class DecodeKernel:
             stage, phase = _advance(stage, phase, config.num_stages)
         while token < work.length:
             cute.arch.mbarrier_wait(empty + stage, phase)
+            self.await_append(work, token)
             self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, page, place)
             token = token + stride
             page, place = self.copier.find_pages(tiles, work.request, token, lane)
             stage, phase = _advance(stage, phase, config.num_stages)
         self.copier.drain()
+
+    @cute.jit
+    def await_append(self, work, token):
+        """Before a tile with new tokens, waits until they are in the cache. Waiting again costs nothing.
+
+        So it does before every tile but the unit's first: whatever else is asked for delays the append's own loads, and
+        cannot be used before it is done.
+        """
+        if const_expr(self.config.after_append and "word" not in self.config.copies):
+            later = token > work.first_token(self.config)
+            if later | (token + self.config.tile_tokens > work.length - work.place.shape.q_len):
+                cute.arch.griddepcontrol_wait()
+                # Rows were written by ordinary stores and are read by bulk copies, whose order among each other only a
+                # fence makes, or a kernel's end; the PTX ISA does not say that the wait stands for the latter.
+                cute.arch.fence_proxy("async.global")
 
     # -- attending warps --------------------------------------------------------------------------------------------
 

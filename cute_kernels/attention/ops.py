@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -78,7 +78,7 @@ def launch(
         call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
         if plan is None:
             if not (k_cache.numel() and call.max_seq_len and call.batch):
-                return _without_tokens(call)
+                return without_tokens(call)
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             plan = _plans[key] = make_plan(call)
@@ -97,20 +97,20 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
     """
     table, layout, k_scale, v_scale, causal, window, soft_cap, sinks, slopes, bias = options.values()
     return (
-        None if table is None else _identity(table),
+        None if table is None else identity(table),
         layout,
-        None if k_scale is None else _identity(k_scale),
-        None if v_scale is None else _identity(v_scale),
+        None if k_scale is None else identity(k_scale),
+        None if v_scale is None else identity(v_scale),
         causal,
         window,
         soft_cap,
-        None if sinks is None else _identity(sinks),
-        None if slopes is None else _identity(slopes),
-        None if bias is None else _identity(bias),
+        None if sinks is None else identity(sinks),
+        None if slopes is None else identity(slopes),
+        None if bias is None else identity(bias),
     )
 
 
-def _identity(tensor: Any) -> tuple[Any, ...]:
+def identity(tensor: Any) -> tuple[Any, ...]:
     """What a plan relies on in a tensor that the function takes as an address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
@@ -126,7 +126,7 @@ def _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
     return call
 
 
-def _without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+def without_tokens(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result for an empty batch or an empty cache, which no kernel is launched for."""
     lse = torch.full(call.out_shape[:3], float("-inf"), dtype=torch.float32, device=call.q.device)
     return call.q.new_zeros(call.out_shape) if call.out is None else call.out.zero_(), lse
@@ -308,6 +308,11 @@ _library.impl("decode_attention", _on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::decode_attention", _on_meta, lib=_library)
 
 
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether no optional argument is a tensor of a class that only an operator can take."""
+    return not any(type(value) not in _PLAIN and isinstance(value, torch.Tensor) for value in values)
+
+
 def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOptions | None) -> Callable[..., Any]:
     """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
 
@@ -317,10 +322,8 @@ def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOpti
     if is_compiling():
         return dispatch
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
-        if options is not None:
-            for value in options.values():
-                if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
-                    return dispatch
+        if options is not None and not are_plain(options.values()):
+            return dispatch
         return launch if q.is_cuda else reference if q.is_cpu else dispatch
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     return dispatch

@@ -126,9 +126,18 @@ def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def make_plan(call: AttentionCall, config: DecodeConfig | None = None, num_splits: int | None = None) -> Plan:
-    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose."""
-    problem = problem_of(call)
+def make_plan(
+    call: AttentionCall,
+    config: DecodeConfig | None = None,
+    num_splits: int | None = None,
+    *,
+    after_append: bool = False,
+) -> Plan:
+    """The plan of a checked call; ``config`` and ``num_splits`` instead of what the schedule would choose.
+
+    after_append: for launches that directly follow one that appends the newest tokens and lets this one start early.
+    """
+    problem = problem_of(call, after_append=after_append)
     schedule = make_schedule(problem, call.num_splits if num_splits is None else num_splits)
     if config is not None:
         splits = make_schedule(problem).num_splits if num_splits is None else num_splits
@@ -166,7 +175,7 @@ def workspace_words(schedule: Schedule, problem: Problem) -> int:
     return units * problem.q_len * problem.num_q_heads * schedule.config.partial_words
 
 
-def problem_of(call: AttentionCall) -> Problem:
+def problem_of(call: AttentionCall, *, after_append: bool = False) -> Problem:
     """What the schedule needs to know of a call."""
     k_cache, v_cache = call.k.cache, call.v.cache
     starts = k_cache.data_ptr() | v_cache.data_ptr()
@@ -188,6 +197,7 @@ def problem_of(call: AttentionCall) -> Problem:
         features=call.features,
         aligned=not (starts | blocks) % ALIGNMENT,
         num_sms=_num_sms(call.q.device),
+        after_append=after_append,
     )
 
 

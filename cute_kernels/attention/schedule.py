@@ -24,6 +24,8 @@ COMBINE_US = 0.8  # combining splits: store and load
 COMBINE_PER_SPLIT_US = 0.04
 LONELY_EXPONENT = 0.7  # how an SM's rate falls when it holds fewer CTAs than the configuration is made for
 ALIKE = (7, 8)  # lengths are alike if the longest row has at most 8/7 of the mean
+FEW_ROWS = 4  # rows that differ are cut for one wave of CTAs if these leave room for so many parts of each
+CUT_STEPS = 4  # of the search for the smallest parts of one wave
 MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of long requests
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
@@ -54,6 +56,7 @@ class Problem:
         aligned: whether caches of rows with headers start on 16 bytes and a request's part of them is a multiple of 16
             bytes.
         num_sms: SMs of the GPU.
+        after_append: whether the newest tokens are appended in the same call.
     """
 
     batch: int
@@ -70,6 +73,7 @@ class Problem:
     features: Features = PLAIN
     aligned: bool = True
     num_sms: int = NUM_SMS
+    after_append: bool = False
 
     @classmethod
     def uniform(
@@ -162,14 +166,16 @@ def split_options(problem: Problem, config: DecodeConfig) -> range:
 def rows_beyond(problem: Problem, config: DecodeConfig, parts: int, head_blocks: int) -> int:
     """Rows of ``parts`` CTAs beyond the batch, for the parts of long requests.
 
-    As many as let all requests be cut into as many shares as the SMs hold CTAs, of which each request may have one
-    more than divides it. Where lengths turn out to be alike they have nothing to do, but come and go: few where that
-    would be felt.
+    Few requests are cut for the CTAs that the SMs hold at a time. Many need more, since each may have one part more
+    than divides it: as many as let all requests be cut into shares of what the SMs hold. Where lengths turn out to be
+    alike these have nothing to do, but come and go: few where that would be felt.
     """
+    shares = problem.num_sms * config.ctas_per_sm // head_blocks
+    if problem.batch * FEW_ROWS <= shares:
+        return max(1, shares // parts - problem.batch)
     tokens = problem.batch * problem.max_seq_len * problem.num_kv_heads
     streaming_us = tokens * problem.token_bytes / MEMORY_BYTES_PER_US
     per_sm = min(MORE_CTAS_PER_SM, max(1, int(streaming_us / MORE_CTAS_US)))
-    shares = problem.num_sms * config.ctas_per_sm // head_blocks
     wanted = min(shares + problem.batch - problem.batch * parts, per_sm * problem.num_sms // head_blocks)
     return max(1, -(-wanted // parts))
 
@@ -189,9 +195,25 @@ def cut_rows(tiles: list[int], parts: int, more_rows: int, shares: int) -> list[
     if not more_rows or most * len(tiles) * ALIKE[0] <= total * ALIKE[1]:
         counts = [min(count, parts) for count in tiles]
     else:
-        each = -(-total // min(shares, (len(tiles) + more_rows) * parts - len(tiles)))
+        each = _part_tiles(tiles, (len(tiles) + more_rows) * parts, shares)
         counts = [-(-count // each) for count in tiles]
     return [(row, part, count) for row, count in enumerate(counts) for part in range(count)]
+
+
+def _part_tiles(tiles: list[int], ctas: int, shares: int) -> int:
+    """Tiles of a part at most where rows differ."""
+    total, batch = sum(tiles), len(tiles)
+    if batch * FEW_ROWS > shares:
+        return -(-total // min(shares, ctas - batch))
+    limit = min(shares, ctas)
+    least, most = -(-total // shares), -(-total // (limit - batch))
+    for _ in range(CUT_STEPS):
+        middle = (least + most) // 2
+        if sum(-(-count // middle) for count in tiles) <= limit:
+            most = middle
+        else:
+            least = min(middle + 1, most)
+    return most
 
 
 def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> float:
@@ -329,13 +351,14 @@ def _base_config(
         num_query_blocks=num_query_blocks,
         blocks_per_warp=query_blocks(problem)[1],
         num_slices=1,
-        early_tiles=0 if problem.features.window else 1,
+        early_tiles=0 if problem.features.window or problem.after_append else 1,
         contiguous=contiguous,
         k_copy=k_copy,
         v_copy=v_copy,
         page_tokens=problem.page_tokens,
         units=problem.features.paged,
         features=problem.features,
+        after_append=problem.after_append,
     )
 
 

@@ -3,6 +3,7 @@
 As in :mod:`cute_kernels.device.ptx`, arithmetic has no side effects, so the compiler may move, merge and drop it.
 """
 
+import struct
 from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
@@ -46,9 +47,27 @@ def add(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def divide(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
-    """a / b rounded to nearest as IEEE 754 has it, subnormals kept; about ten instructions."""
-    return _pure(Float32, [Float32(a), Float32(b)], "div.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
+def fma_in_unit(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c rounded to nearest, then brought into [0, 1]; NaN becomes 0."""
+    return _pure(
+        Float32, [Float32(a), Float32(b), Float32(c)], "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def divide(a: Float32, b: float, *, loc=None, ip=None) -> Float32:
+    """a / b rounded to nearest as IEEE 754 has it, subnormals kept, for finite a and a constant b of few digits.
+
+    Five instructions in double precision, whose correctly rounded quotient (Markstein 1990) is exact where a's and b's
+    quotient lies halfway between two subnormals; div.rn.f32 would be a call, around which registers are spilled.
+    """
+    over, minus = (struct.pack(">d", x).hex() for x in (1.0 / b, -b))
+    code = (
+        "{ .reg .f64 x, q, r; cvt.f64.f32 x, $1; "
+        f"mul.rn.f64 q, x, 0d{over}; fma.rn.f64 r, q, 0d{minus}, x; fma.rn.f64 q, r, 0d{over}, q; "
+        "cvt.rn.f32.f64 $0, q; }"
+    )
+    return _pure(Float32, [Float32(a)], code, "=f,f", loc=loc, ip=ip)
 
 
 @dsl_user_op

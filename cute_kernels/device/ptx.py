@@ -67,6 +67,19 @@ def add_f16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def add_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Sums of two packed bf16 pairs, each rounded to nearest even (sm_90)."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fma_f16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
+    """a * b + c of packed fp16 pairs, each rounded once."""
+    operands = [Uint32(a), Uint32(b), Uint32(c)]
+    return _pure(Uint32, operands, "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def e4m3x2_low_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
     """Bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
     asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }"
@@ -296,6 +309,16 @@ def load_shared_vector(address: Int32, offset: int, num_words: int, *, loc=None,
 
 
 @dsl_user_op
+def load_shared_part(address: Int32, offset: int, num_bytes: int, *, loc=None, ip=None) -> Uint32:
+    """1 or 2 bytes of shared memory at ``address + offset``, zero-extended."""
+    asm = f"{{ .reg .b16 t; ld.shared.u{8 * num_bytes} t, [$1 + {offset}]; cvt.u32.u16 $0, t; }}"
+    value = Int32(address).ir_value(loc=loc, ip=ip)
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,r,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def store_shared(address: Int32, offset: int, values: Sequence, *, loc=None, ip=None) -> None:
     """1, 2 or 4 values of 32 bits (all fp32 or all words) to shared memory in one access, aligned to its width."""
     kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
@@ -320,8 +343,13 @@ def store_shared_zero(address: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
-    """1, 2 or 4 words of read-only global memory in one access, issued where it stands."""
+def load_global_words(
+    address: Int64, offset: int, num_words: int, *, constant: bool = True, loc=None, ip=None
+) -> list[Uint32]:
+    """1, 2 or 4 words of global memory in one access, issued where it stands.
+
+    constant: nobody writes them while the kernel runs. If not, the access stays behind what it must not pass.
+    """
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     target = f".v{num_words}.u32 {{{outputs}}}" if num_words > 1 else ".u32 $0"
@@ -329,8 +357,8 @@ def load_global_words(address: Int64, offset: int, num_words: int, *, loc=None, 
     result = llvm.inline_asm(
         result_type,
         [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"ld.global.nc{target}, [${num_words} + {offset}];",
-        ",".join(["=r"] * num_words) + ",l",
+        f"ld.global{'.nc' if constant else ''}{target}, [${num_words} + {offset}];",
+        ",".join(["=r"] * num_words) + (",l" if constant else ",l,~{memory}"),
         has_side_effects=True,
         loc=loc,
         ip=ip,
@@ -368,6 +396,17 @@ def load_relaxed(address: Int64, num_words: int, *, loc=None, ip=None) -> list[U
         ip=ip,
     )
     return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
+
+
+@dsl_user_op
+def load_relaxed_part(address: Int64, num_bytes: int, *, loc=None, ip=None) -> Uint32:
+    """2 or 4 bytes of global memory as some CTA of the GPU has last written them, zero-extended."""
+    load = f"ld.relaxed.gpu.global.u{8 * num_bytes}"
+    asm = f"{load} $0, [$1];" if num_bytes == 4 else f"{{ .reg .b16 t; {load} t, [$1]; cvt.u32.u16 $0, t; }}"
+    value = Int64(address).ir_value(loc=loc, ip=ip)
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,l,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    )
 
 
 @dsl_user_op

@@ -10,7 +10,9 @@ Everything here is straight-line code over DSL scalars; branches are the kernels
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,44 +37,60 @@ MANTISSA = 0x7FFFFF
 
 @dataclass(frozen=True)
 class Piece:
-    """The run of bytes that one lane owns of a row, and how it is accessed.
+    """The runs of bytes that one lane owns of a row, and how they are accessed.
 
     Args:
-        num_bytes: of the run; lane i's begins at ``start + i * num_bytes``.
+        num_bytes: of a run; lane i's begins at ``start + i * num_bytes``.
         start: bytes of the row in front of lane 0's run.
         row_bytes: from one row to the next.
+        runs: runs of a lane.
+        run_bytes: from one run of a lane to its next.
     """
 
     num_bytes: int
     start: int
     row_bytes: int
+    runs: int = 1
+    run_bytes: int = 0
 
     @property
     def unit(self) -> int:
         """Bytes of one access: the most, up to 16, that every run is aligned to where rows are."""
-        return math.gcd(VECTOR_BYTES, self.num_bytes, self.start, self.row_bytes)
+        return math.gcd(VECTOR_BYTES, self.num_bytes, self.start, self.row_bytes, self.run_bytes)
 
     @property
     def num_words(self) -> int:
+        """Words that hold the lane's runs, each beginning with a word of its own."""
+        return self.runs * self.run_words
+
+    @property
+    def run_words(self) -> int:
         return -(-self.num_bytes // 4)
 
     def load(self, row: Int64, lane: Int32, offset: int = 0) -> list[Uint32]:
-        """The run of a lane of the row ``offset`` bytes (known at compile time) past ``row``, in whole words."""
-        address, first_byte = row + Int64(lane * self.num_bytes), self.start + offset
+        """The runs of a lane of the row ``offset`` bytes (known at compile time) past ``row``, in whole words."""
+        address, first = row + Int64(lane * self.num_bytes), self.start + offset
+        return [word for r in range(self.runs) for word in self._load_run(address, first + r * self.run_bytes)]
+
+    def _load_run(self, address: Int64, first_byte: int) -> list[Uint32]:
         if self.unit >= 4:
             words: list[Any] = []
             for byte in range(0, self.num_bytes, self.unit):
                 words += ptx.load_global_words(address, first_byte + byte, self.unit // 4)
             return words
-        words = [Uint32(0)] * self.num_words
+        words = [Uint32(0)] * self.run_words
         for byte in range(0, self.num_bytes, self.unit):
             part = numbers.load_global_part(address, first_byte + byte, self.unit)
             words[byte // 4] = words[byte // 4] | (part << (8 * (byte % 4)))
         return words
 
     def store(self, row: Int64, lane: Int32, words, offset: int = 0) -> None:
-        """Writes the run of a lane; takes what `load` gives."""
-        address, first_byte = row + Int64(lane * self.num_bytes), self.start + offset
+        """Writes the runs of a lane; takes what `load` gives."""
+        address, first = row + Int64(lane * self.num_bytes), self.start + offset
+        for r in range(self.runs):
+            self._store_run(address, first + r * self.run_bytes, words[r * self.run_words : (r + 1) * self.run_words])
+
+    def _store_run(self, address: Int64, first_byte: int, words) -> None:
         for byte in range(0, self.num_bytes, self.unit):
             first = byte // 4
             if self.unit >= 4:
@@ -89,11 +107,13 @@ class Elements:
     Args:
         dtype: "bf16", "fp16" or "fp32".
         head_dim, lanes: columns of a row and lanes that share it.
+        runs: runs of columns that a lane owns, as for `CodedRow`.
     """
 
     dtype: str
     head_dim: int
     lanes: int
+    runs: int = 1
 
     @property
     def count(self) -> int:
@@ -111,7 +131,7 @@ class Elements:
 
     @property
     def piece(self) -> Piece:
-        return Piece(self.count * self.width, 0, self.row_bytes)
+        return Piece(self.count * self.width // self.runs, 0, self.row_bytes, self.runs, self.row_bytes // self.runs)
 
     def unpack(self, words) -> list[Float32]:
         """The lane's numbers in fp32, exactly."""
@@ -142,6 +162,7 @@ class DenseRow:
     kv_format: str
     head_dim: int
     lanes: int
+    runs: int = 1
 
     num_statistics: ClassVar[int] = 0
     has_header: ClassVar[bool] = False
@@ -149,7 +170,7 @@ class DenseRow:
 
     @property
     def elements(self) -> Elements:
-        return Elements(self.kv_format, self.head_dim, self.lanes)
+        return Elements(self.kv_format, self.head_dim, self.lanes, self.runs)
 
     @property
     def count(self) -> int:
@@ -177,15 +198,17 @@ class CodedRow:
         kv_format: name of the format.
         head_dim: columns of a row.
         lanes: lanes that share a row.
+        runs: runs of neighbouring columns that a lane owns, one of each ``runs``-th of the row.
     """
 
     kv_format: str
     head_dim: int
     lanes: int
+    runs: int = 1
 
     code_bits: ClassVar[int]
-    num_statistics: ClassVar[int]
-    """What `measure` says of a lane's values."""
+    set_statistics: ClassVar[int]
+    """What `measure` says of a lane's values of one set."""
 
     @property
     def limit(self) -> float:
@@ -203,6 +226,21 @@ class CodedRow:
         return self.head_dim // self.lanes
 
     @property
+    def sets(self) -> int:
+        """Sets that the lane's columns fall into, each of another group: its runs, if groups are no larger."""
+        return self.runs if self.num_headers >= self.runs else 1
+
+    @property
+    def num_statistics(self) -> int:
+        """What `measure` says of a lane's values."""
+        return self.sets * self.set_statistics
+
+    def of_set(self, values, s: int) -> list:
+        """The values of set ``s``."""
+        size = self.count // self.sets
+        return [values[i] for i in range(s * size, (s + 1) * size)]
+
+    @property
     def given_scale(self) -> str | None:
         return format_of(self.kv_format).given_scale
 
@@ -213,32 +251,28 @@ class CodedRow:
     @property
     def group_lanes(self) -> int:
         """Lanes that share a group of columns."""
-        return self.lanes // max(self.num_headers, 1)
+        return self.lanes * self.sets // max(self.num_headers, 1)
 
     @property
     def codes(self) -> Piece:
         """Where a lane's codes lie."""
         row_bytes = format_of(self.kv_format).row_bytes(self.head_dim)
-        return Piece(self.count * self.code_bits // 8, 4 * self.num_headers, row_bytes)
+        run_bytes = self.head_dim * self.code_bits // 8 // self.runs
+        return Piece(run_bytes // self.lanes, 4 * self.num_headers, row_bytes, self.runs, run_bytes)
 
     def repair(self, value: Float32) -> Float32:
         """NaN as 0, and everything else within the limits."""
         number = cutlass.select_(value == value, value, Float32(0.0))
         return ptx.fmax(numbers.fmin(number, Float32(self.limit)), Float32(-self.limit))
 
-    def measure_size(self, values) -> list[Float32]:
-        """The largest magnitude; NaN if there is one."""
-        size = ptx.absolute(values[0])
-        for i in range(1, self.count):
-            size = numbers.max_or_nan(size, ptx.absolute(values[i]))
-        return [size]
-
-    def store_header(self, row: Int64, lane: Int32, word: Uint32) -> None:
-        """Writes the word of the lane's group; its lanes all write the same, in one access."""
-        numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), 0, [word])
+    def store_header(self, row: Int64, lane: Int32, header: list[Uint32]) -> None:
+        """Writes the words of the lane's groups; a group's lanes all write the same, in one access."""
+        for s, word in enumerate(header):
+            offset = 4 * (self.num_headers // self.sets) * s
+            numbers.store_global_words(row + Int64(lane // self.group_lanes * 4), offset, [word])
 
     def load_header(self, row: Int64, lane: Int32) -> Uint32:
-        """The word of the lane's group."""
+        """The word of the lane's group; for one run only, as `decode` is."""
         return ptx.load_global_words(row + Int64(lane // self.group_lanes * 4), 0, 1)[0]
 
     def _over_group(self, combine, value: Float32) -> Float32:
@@ -250,7 +284,7 @@ class NibbleRow(CodedRow):
     """:class:`layouts.kv.int4.Int4Row`: a group's word is (fp16 scale, fp16 shift)."""
 
     code_bits: ClassVar[int] = 4
-    num_statistics: ClassVar[int] = 2
+    set_statistics: ClassVar[int] = 2
     limit: ClassVar[float] = FP16_MAX
 
     @property
@@ -260,34 +294,51 @@ class NibbleRow(CodedRow):
         return form.num_groups
 
     def measure(self, values) -> list[Float32]:
-        """The lane's smallest and largest value; NaN if there is one."""
-        low, high = values[0], values[0]
-        for i in range(1, self.count):
-            low, high = numbers.min_or_nan(low, values[i]), numbers.max_or_nan(high, values[i])
-        return [low, high]
+        """The smallest and the largest value of each of the lane's sets; NaN if there is one."""
+        found = []
+        for own in (self.of_set(values, s) for s in range(self.sets)):
+            low, high = own[0], own[0]
+            for value in own[1:]:
+                low, high = numbers.min_or_nan(low, value), numbers.max_or_nan(high, value)
+            found += [low, high]
+        return found
 
     def unusual(self, statistics):
         # Each comparison is false for NaN.
-        return ~((statistics[0] >= -self.limit) & (statistics[1] <= self.limit))
+        usual = [(statistics[2 * s] >= -self.limit) & (statistics[2 * s + 1] <= self.limit) for s in range(self.sets)]
+        return ~functools.reduce(operator.and_, usual)
 
     def reduce(self, statistics) -> list[Float32]:
-        return [self._over_group(numbers.fmin, statistics[0]), self._over_group(ptx.fmax, statistics[1])]
+        combine = (numbers.fmin, ptx.fmax)
+        return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
 
-    def encode(self, values, statistics, scale) -> tuple[list[Uint32], Uint32]:
-        """Codes in whole words, and the group's word."""
-        low, high = statistics[0], statistics[1]
+    def encode(self, values, statistics, scale) -> tuple[list[Uint32], list[Uint32]]:
+        """Codes in whole words, and the words of the lane's groups."""
+        rounded, header = [], []
+        for s in range(self.sets):
+            codes, word = self._encode_set(self.of_set(values, s), statistics[2 * s], statistics[2 * s + 1])
+            rounded += codes
+            header.append(word)
+        size = self.count // self.runs
+        runs = [rounded[first : first + size] for first in range(0, self.count, size)]
+        return [_pack_nibbles(run[first : first + 8]) for run in runs for first in range(0, size, 8)], header
+
+    def _encode_set(self, values, low: Float32, high: Float32) -> tuple[list[Uint32], Uint32]:
+        """Codes, each in the low bits of a word, and the group's word."""
         spread = _over_constant(numbers.add(high, -low), MAX_CODE)
         header = ptx.pack_f16x2(spread, low)
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
         # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
         reciprocal = _reciprocal(step)
+        # In sixteenths, so that rounding the quotient saturates at 0 for nothing. Powers of 2 change no rounding.
+        step, reciprocal = numbers.multiply(step, Float32(16.0)), numbers.multiply(reciprocal, Float32(1.0 / 16.0))
         rounded = []
-        for i in range(self.count):
-            steps = _quotient(numbers.add(values[i], -shift), step, reciprocal)
-            # Every quotient by a zero step is NaN, which loses against the 0.
-            code = numbers.fmin(ptx.fmax(steps, Float32(0.0)), Float32(MAX_CODE))
-            rounded.append(numbers.bits(numbers.add(code, Float32(numbers.ROUNDER))))
-        return [_pack_nibbles(rounded[first : first + 8]) for first in range(0, self.count, 8)], header
+        for value in values:
+            # Every quotient by a zero step is NaN, which saturates to 0, too.
+            part = _quotient(numbers.add(value, -shift), step, reciprocal, numbers.fma_in_unit)
+            part = numbers.fmin(part, Float32(MAX_CODE / 16.0))
+            rounded.append(numbers.bits(numbers.add(part, Float32(numbers.ROUNDER / 16.0))))
+        return rounded, header
 
     def decode(self, words, header, scale) -> list[Float32]:
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
@@ -304,7 +355,7 @@ class ByteRow(CodedRow):
     """:class:`layouts.kv.scaled.ScaledRow` and :class:`layouts.kv.e5m2.Fp8E5M2`: a group's word is an fp32 scale."""
 
     code_bits: ClassVar[int] = 8
-    num_statistics: ClassVar[int] = 1
+    set_statistics: ClassVar[int] = 1
 
     @property
     def form(self) -> ByteFormat:
@@ -325,36 +376,42 @@ class ByteRow(CodedRow):
         return self.form.header_bytes // 4
 
     def measure(self, values) -> list[Float32]:
-        """The lane's largest magnitude; NaN if there is one."""
-        return self.measure_size(values)
+        """The largest magnitude of each of the lane's sets; NaN if there is one."""
+        sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
+        return [functools.reduce(numbers.max_or_nan, sizes) for sizes in sets]
 
     def unusual(self, statistics):
-        return ~(statistics[0] <= self.limit)
+        return ~functools.reduce(operator.and_, [statistics[s] <= self.limit for s in range(self.sets)])
 
     def reduce(self, statistics) -> list[Float32]:
         """Over the group where the scale comes from it."""
-        return [self._over_group(ptx.fmax, statistics[0])] if self.has_header else [statistics[0]]
+        sizes = [statistics[s] for s in range(self.sets)]
+        return [self._over_group(ptx.fmax, size) for size in sizes] if self.has_header else sizes
 
     def load_scale(self, scale: Int64, head: Int32, lane: Int32):
         """The given scale of a head's columns: one number, or one per column of the lane."""
         if self.given_scale == "channel":
-            return Elements("fp32", self.head_dim, self.lanes).load(scale + Int64(head) * (4 * self.head_dim), lane)
+            return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
+                scale + Int64(head) * (4 * self.head_dim), lane
+            )
         offset = Int64(head) * 4 if self.given_scale == "head" else Int64(0)
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
-    def encode(self, values, statistics, scale) -> tuple[list[Uint32], Uint32 | None]:
-        """Codes in whole words, and the group's word if rows have one."""
+    def encode(self, values, statistics, scale) -> tuple[list[Uint32], list[Uint32] | None]:
+        """Codes in whole words, and the words of the lane's groups if rows have them."""
         if self.code_name == "e5m2":
             return self._pack([values[i] for i in range(self.count)]), None
         largest = CODE_MAX[self.code_name]
         if self.has_header:
-            step = _over_constant(statistics[0], largest)
-            return self._scaled(values, [_Divisor(step)] * self.count), numbers.bits(step)
+            steps = [_over_constant(statistics[s], largest) for s in range(self.sets)]
+            sets = [(self.of_set(values, s), [_Divisor(step)]) for s, step in enumerate(steps)]
+            words = [word for own, divisor in sets for word in self._scaled(own, divisor * len(own))]
+            return words, [numbers.bits(step) for step in steps]
         divisors = [_Divisor(step, largest) for step in scale]
         return self._scaled(values, divisors if len(divisors) > 1 else divisors * self.count), None
 
     def _scaled(self, values, divisors: list[_Divisor]) -> list[Uint32]:
-        ratios = [divisors[i].divide(values[i]) for i in range(self.count)]
+        ratios = [divisor.divide(values[i]) for i, divisor in enumerate(divisors)]
         if self.code_name == "e4m3":  # keeps the sign of a zero
             ratios = [numbers.with_sign_of(ratio, values[i]) for i, ratio in enumerate(ratios)]
         if divisors[0] is divisors[-1]:
@@ -363,11 +420,16 @@ class ByteRow(CodedRow):
         return self._pack([divisor.or_zero(ratio) for divisor, ratio in zip(divisors, ratios, strict=True)])
 
     def _pack(self, ratios: list[Float32]) -> list[Uint32]:
-        """Ratios rounded to codes, four to a word; a last word may hold fewer."""
-        padded = ratios + [Float32(0.0)] * (-len(ratios) % 4)
+        """Ratios rounded to codes, four to a word; the last word of a run may hold fewer."""
+        size = self.count // self.runs
+        fours = [
+            ratios[at : min(at + 4, end + size)]
+            for end in range(0, len(ratios), size)
+            for at in range(end, end + size, 4)
+        ]
         words = []
-        for first in range(0, len(padded), 4):
-            four = padded[first : first + 4]
+        for four in fours:
+            four = four + [Float32(0.0)] * (4 - len(four))
             if self.code_name == "int8":
                 codes = [numbers.bits(numbers.add(ratio, Float32(numbers.ROUNDER))) for ratio in four]
                 pairs = [ptx.prmt(codes[i], codes[i + 1], Uint32(0x0040)) for i in (0, 2)]
@@ -405,10 +467,10 @@ class ByteRow(CodedRow):
 CacheRow = DenseRow | NibbleRow | ByteRow
 
 
-def make_row(kv_format: str, head_dim: int, lanes: int) -> CacheRow:
-    """What a format's rows are to a team of ``lanes`` lanes."""
+def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheRow:
+    """What a format's rows are to a team of ``lanes`` lanes, each with ``runs`` runs of columns."""
     kinds = {DenseFormat: DenseRow, Int4Format: NibbleRow, ByteFormat: ByteRow}
-    return kinds[type(format_of(kv_format))](kv_format, head_dim, lanes)
+    return kinds[type(format_of(kv_format))](kv_format, head_dim, lanes, runs)
 
 
 class _Divisor:
@@ -454,11 +516,14 @@ def _reciprocal(divisor: Float32) -> Float32:
     return numbers.from_bits(numbers.bits(guess) | cutlass.select_(stubborn, Uint32(1), Uint32(0)))
 
 
-def _quotient(value: Float32, divisor: Float32, reciprocal: Float32) -> Float32:
-    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990)."""
+def _quotient(value: Float32, divisor: Float32, reciprocal: Float32, last=None) -> Float32:
+    """value / divisor rounded to nearest, from the divisor's correctly rounded reciprocal (Markstein 1990).
+
+    last: the multiply-add that rounds it, default the plain one.
+    """
     quotient = numbers.multiply(value, reciprocal)
     remainder = ptx.fma(-divisor, quotient, value)
-    return ptx.fma(remainder, reciprocal, quotient)
+    return (last or ptx.fma)(remainder, reciprocal, quotient)
 
 
 def _over_constant(value: Float32, divisor: float) -> Float32:
@@ -467,14 +532,14 @@ def _over_constant(value: Float32, divisor: float) -> Float32:
     By an odd number no quotient lies halfway between two subnormals, which a rounded reciprocal could not tell.
     """
     if divisor % 2 == 0:
-        return numbers.divide(value, Float32(divisor))
+        return numbers.divide(value, divisor)
     return _quotient(value, Float32(divisor), Float32(1.0 / divisor))
 
 
 def _pack_nibbles(rounded: list[Uint32]) -> Uint32:
-    """Up to 8 codes, each in the low bits of an fp32 above 2**23, as nibbles of a word."""
+    """Up to 8 codes, each in the low bits of an fp32 `numbers.ROUNDER` / 16 and more, as nibbles of a word."""
     word = rounded[-1]
     for code in reversed(rounded[:-1]):
         word = (word << 4) + code
-    surplus = sum(numbers.ROUNDER_BITS << (4 * i) for i in range(len(rounded)))
+    surplus = sum((numbers.ROUNDER_BITS - (4 << 23)) << (4 * i) for i in range(len(rounded)))
     return word - Uint32(surplus & 0xFFFFFFFF)

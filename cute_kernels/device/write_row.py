@@ -8,11 +8,11 @@ from cute_kernels.device import numbers
 
 
 @cute.jit
-def write_row(cache_row, values, address, scale, head, valid, team_lane):
-    """Quantises a team's row and stores it at ``address`` if ``valid``; all lanes of the warp take part.
+def encode_row(cache_row, values, given):
+    """What `store_row` stores of a team's row; all lanes of the warp take part.
 
     cache_row: what :func:`cute_kernels.device.rows.make_row` made; values: register tensor of the lane's fp32 numbers,
-    changed where one is NaN or out of range; scale: address of a given scale of the KV heads, of which ``head`` is one.
+    changed where one is NaN or out of range; given: what `load_given` gave.
     """
     statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
     if const_expr(cache_row.num_statistics > 0):
@@ -26,14 +26,23 @@ def write_row(cache_row, values, address, scale, head, valid, team_lane):
                 statistics[i] = value
         for i, value in enumerate(cache_row.reduce(statistics)):
             statistics[i] = value
-    given = None
-    if const_expr(cache_row.given_scale is not None):
-        given = cache_row.load_scale(scale, head, team_lane)
-    words, header = cache_row.encode(values, statistics, given)
-    if valid:
-        cache_row.codes.store(address, team_lane, words)
-        if const_expr(cache_row.has_header):
-            cache_row.store_header(address, team_lane, header)
+    return cache_row.encode(values, statistics, given)
+
+
+def store_row(cache_row, encoded, address, team_lane) -> None:
+    """Stores a row that `encode_row` made."""
+    words, header = encoded
+    cache_row.codes.store(address, team_lane, words)
+    if cache_row.has_header:
+        cache_row.store_header(address, team_lane, header)
+
+
+def load_given(cache_row, scale, head, team_lane):
+    """Asks for the scale of a row's columns, from the address of the KV heads' scales; None if they have none.
+
+    Worth doing before the row itself has come: it is a latency of its own.
+    """
+    return None if cache_row.given_scale is None else cache_row.load_scale(scale, head, team_lane)
 
 
 def divide_by(value: Int64, divisor: Int64) -> Int64:

@@ -1,7 +1,8 @@
 """KV caches: append with everything that comes before it, bulk quantisation, and an owner of pages and sequences.
 
-Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; and
-in `cache`, `pages`, `batch`, `memory`, `calibration`, `smoothing`.
+Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, `rotate`, `bulk`, `compile`, `ops`; in
+`step` and `step_ops` (append and attention as one call); and in `cache`, `pages`, `batch`, `memory`, `calibration`,
+`smoothing`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
+from cute_kernels.kv_cache.step import append_and_decode
 
 __all__ = [
     "Batch",
@@ -29,6 +31,7 @@ __all__ = [
     "OutOfPagesError",
     "Rope",
     "YarnScaling",
+    "append_and_decode",
     "append_kv",
     "check_pairs",
     "compute_kv_scale",

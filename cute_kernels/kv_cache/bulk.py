@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.rows import Elements, make_row
-from cute_kernels.device.write_row import divide_by, write_row
+from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import BulkConfig
 
 
@@ -75,7 +75,10 @@ class BulkKernel:
                 for i, value in enumerate(self.elements.unpack(raw)):
                     values[i] = value
                 address = rows + Int64(row) * self.row_bytes
-                write_row(self.cache_row, values, address, scale, head, row < num_rows, lane)
+                given = load_given(self.cache_row, scale, head, lane)
+                encoded = encode_row(self.cache_row, values, given)
+                if row < num_rows:
+                    store_row(self.cache_row, encoded, address, lane)
             else:
                 self.restore(raw, numbers, row, scale, head, row < num_rows, lane)
             for i in cutlass.range_constexpr((config.rows_in_flight - 1) * self.row_words):
@@ -99,9 +102,7 @@ class BulkKernel:
         words = [raw[i] for i in range(self.code_words)]
         header = raw[self.code_words] if const_expr(self.cache_row.has_header) else None
         if valid:
-            given = None
-            if const_expr(self.cache_row.given_scale is not None):
-                given = self.cache_row.load_scale(scale, head, lane)
+            given = load_given(self.cache_row, scale, head, lane)
             values = self.cache_row.decode(words, header, given)
             address = numbers + Int64(row) * self.elements.row_bytes
             self.elements.piece.store(address, lane, self.elements.pack(values))

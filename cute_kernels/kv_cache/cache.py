@@ -188,9 +188,7 @@ class KVCache:
         """
         from cute_kernels.kv_cache import append_kv  # not above: the room's __init__ imports this module
 
-        self._check_step(layer, batch)
-        if batch.shared is not None:
-            raise ValueError(f"batch: the new tokens of {batch.shared!r} lie in pages that it shares; extend it first")
+        self._check_append(layer, batch)
         return append_kv(
             k, v, seq_lens=batch.seq_lens, cu_seqlens=batch.cu_seqlens, **self._layer(layer, batch), **options
         )
@@ -213,6 +211,33 @@ class KVCache:
         """
         self._check_step(layer, batch)
         return attention.decode_attention(q, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
+
+    def append_and_attend(
+        self, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> Any:
+        """`append` and `attend` in one call that overlaps them: `append_and_decode`, the cache's arguments filled in.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            batch: as updated for this step, with q_len new tokens of every sequence.
+            q: [batch.size, q_len, num_q_heads, head_dim], before RoPE if ``rope`` is given.
+            k, v: [batch.size, q_len, num_kv_heads, head_dim] of the new tokens, sequence by sequence.
+            options: what `append_and_decode` takes besides: ``rope``, ``qkv_bias``, ``window``, ``return_lse`` ...
+
+        Returns:
+            As `append_and_decode`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
+
+        Raises:
+            ValueError: a sequence's new tokens are not q_len; else as `append` and `attend`.
+        """
+        from cute_kernels.kv_cache import append_and_decode
+
+        self._check_append(layer, batch)
+        q_len = q.shape[1] if q.dim() == 4 else None  # other shapes are refused further on
+        wrong = next((count for count in batch.num_new_tokens if q_len is not None and count != q_len), None)
+        if wrong is not None:
+            raise ValueError(f"batch: got a sequence with {wrong} new tokens, want {q_len} of each, the q_len of q")
+        return append_and_decode(q, k, v, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
 
     def set_scales(
         self, layer: int, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None
@@ -304,6 +329,11 @@ class KVCache:
             raise ValueError("batch: sequences have changed since its last update; want batch.update(...) before")
         if self._needs_scales and layer not in self._layers_with_scales:
             raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
+
+    def _check_append(self, layer: int, batch: Batch) -> None:
+        self._check_step(layer, batch)
+        if batch.shared is not None:
+            raise ValueError(f"batch: the new tokens of {batch.shared!r} lie in pages that it shares; extend it first")
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:

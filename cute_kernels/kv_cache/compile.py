@@ -109,7 +109,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
     def cache(kv_format: str, head_dim: int):
         form = format_of(kv_format)
         element = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}.get(kv_format, cutlass.Uint8)
-        align = row_alignment(kv_format, head_dim, config.lanes)
+        align = row_alignment(kv_format, head_dim, config.lanes, config.runs)
         strides = [cute.sym_int64(divisibility=align // (element.width // 8)) for _ in range(3)]
         shape = (num_pages, page_size, kv_heads, form.row_elements(head_dim))
         return make_fake_tensor(element, shape, stride=(*strides, 1), assumed_align=align, memspace=memory)

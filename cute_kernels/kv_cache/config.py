@@ -15,20 +15,21 @@ LANE_ELEMENTS = 8  # columns that a lane owns of the wider operand: 16 bytes of 
 HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
-def team_lanes(*head_dims: int) -> int:
-    """Lanes that share a row: a power of two that gives each an even number of columns of every head_dim, 8 if it can.
+def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
+    """Lanes that share a row: a power of two that gives each an even number of columns of every head_dim,
+    ``lane_columns`` if it can.
 
     Groups of columns are then whole numbers of lanes for up to 8 groups a row.
     """
     lanes = WARP_THREADS
     while lanes > 1 and (
-        LANE_ELEMENTS * lanes > max(head_dims) or any(head_dim % (2 * lanes) for head_dim in head_dims)
+        lane_columns * lanes > max(head_dims) or any(head_dim % (2 * lanes) for head_dim in head_dims)
     ):
         lanes //= 2
     return lanes
 
 
-def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
+def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> int:
     """Bytes that every row of a cache must be aligned to, so that ``lanes`` lanes can access their parts of it.
 
     That is the widest access, up to 16 bytes, that fits the lanes' parts of the codes; 4 for words in front of them.
@@ -36,7 +37,7 @@ def row_alignment(kv_format: str, head_dim: int, lanes: int) -> int:
     form = format_of(kv_format)
     header = 4 * form.num_groups if isinstance(form, Int4Format) else getattr(form, "header_bytes", 0)
     row_bytes = form.row_bytes(head_dim)
-    unit = math.gcd(16, (row_bytes - header) // lanes, header, row_bytes)
+    unit = math.gcd(16, (row_bytes - header) // lanes // runs, header, row_bytes)
     return max(unit, 4) if header else unit
 
 
@@ -52,7 +53,12 @@ class AppendConfig:
         rotary_dim: columns that are rotated; 0 without RoPE.
         has_bias, has_norm: whether any of the biases, or of the norms of q and k, may be given.
         num_warps: warps of a CTA.
-        rows_in_flight: heads of its token whose rows a team has asked for at a time.
+        rows_in_flight, q_rows_in_flight: KV heads, and q heads, of its token whose rows a team has asked for at a time.
+        q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
+        lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
+        split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
+        leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
+            early, on SMs whose shared memory it leaves alone.
     """
 
     k_format: str
@@ -64,8 +70,13 @@ class AppendConfig:
     rotary_dim: int = 0
     has_bias: bool = False
     has_norm: bool = False
-    num_warps: int = 4
-    rows_in_flight: int = 4
+    num_warps: int = 2
+    rows_in_flight: int = 2
+    q_rows_in_flight: int = 4
+    q_rows_per_kv_row: int = 2
+    lane_columns: int = 2 * LANE_ELEMENTS
+    leads: bool = False
+    split: bool = True
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -74,7 +85,14 @@ class AppendConfig:
     @property
     def lanes(self) -> int:
         """Lanes of a team: those that share a row."""
-        return team_lanes(self.head_dim_k, self.head_dim_v)
+        columns = self.lane_columns if self.runs > 1 else LANE_ELEMENTS
+        return team_lanes(self.head_dim_k, self.head_dim_v, lane_columns=columns)
+
+    @property
+    def runs(self) -> int:
+        """Runs of columns that a lane owns of a row: 2 where one from each half makes whole pairs for RoPE."""
+        whole = self.rotary_dim == self.head_dim_k == self.head_dim_v
+        return 2 if self.split and self.rope == "half" and whole and self.head_dim_k in (64, 128, 256) else 1
 
     @property
     def tokens_per_warp(self) -> int:
@@ -95,7 +113,10 @@ class AppendConfig:
         dims = f"d{self.head_dim_k}" if self.head_dim_k == self.head_dim_v else f"d{self.head_dim_k}x{self.head_dim_v}"
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
-        return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}_w{self.num_warps}r{self.rows_in_flight}"
+        extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
+        extras += f"l{self.lane_columns}"
+        extras += "h" * self.split + "_leads" * self.leads
+        return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
@@ -114,6 +135,8 @@ class AppendConfig:
             return f"num_warps {self.num_warps} is not from 1 to 32"
         if not 1 <= self.rows_in_flight <= 8:
             return f"rows_in_flight {self.rows_in_flight} is not from 1 to 8"
+        if not 1 <= self.q_rows_in_flight <= 16:
+            return f"q_rows_in_flight {self.q_rows_in_flight} is not from 1 to 16"
         return None
 
 
@@ -176,7 +199,8 @@ class BulkConfig:
         return None
 
 
-CTAS_PER_SM = 8  # that fit with the registers the append kernels need
+RESIDENT_WARPS = 16  # that the registers of an SM must have room for
+CTAS_PER_SM = 9  # that fit with the registers the append kernels need
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 
@@ -184,8 +208,10 @@ def _choose(condition, chosen, other):
     return chosen if condition else other
 
 
-def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, select=_choose):
-    """Heads of its token that a team takes: as few as one wave of CTAs allows, of 1, 2, 4 ... `MAX_ROWS_PER_TEAM`.
+def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
+    """(q heads, KV heads) of its token that a team takes: as few as one wave of CTAs allows.
+
+    Of q they are 1, 2, 4 ... `MAX_ROWS_PER_TEAM`, of K or V that divided by ``ratio``, since writing them is more work.
 
     Few tokens are then spread over the whole GPU, and many share the work of making a token's angles.
 
@@ -195,11 +221,13 @@ def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, select=_choose):
         wave: CTAs that the GPU holds at a time.
         select: (condition, value if true, value if not); the kernel's launch code brings its own.
     """
-    rows = 1
+    q_rows, kv_rows = 1, 1
     for fewer in (1 << i for i in range(MAX_ROWS_PER_TEAM.bit_length() - 1)):
-        teams = (num_q_heads + fewer - 1) // fewer + 2 * ((num_kv_heads + fewer - 1) // fewer)
-        rows = select(blocks * teams > wave, 2 * fewer, rows)
-    return rows
+        fewer_kv = max(fewer // ratio, 1)
+        teams = (num_q_heads + fewer - 1) // fewer + 2 * ((num_kv_heads + fewer_kv - 1) // fewer_kv)
+        q_rows = select(blocks * teams > wave, 2 * fewer, q_rows)
+        kv_rows = select(blocks * teams > wave, max(2 * fewer // ratio, 1), kv_rows)
+    return q_rows, kv_rows
 
 
 def divisor_of(divisor: int) -> int:

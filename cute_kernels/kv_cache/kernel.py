@@ -19,11 +19,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements, make_row
-from cute_kernels.device.write_row import divide_by, write_row
+from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
+    CTAS_PER_SM,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
+    RESIDENT_WARPS,
     WARP_THREADS,
     WIDE_POSITIONS,
     AppendConfig,
@@ -39,12 +41,13 @@ class AppendKernel:
 
     def __init__(self, config: AppendConfig):
         self.config = config
-        self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes)
-        self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes)
-        self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes)
-        self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes)
+        self.k_elements = Elements(config.dtype, config.head_dim_k, config.lanes, config.runs)
+        self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes, config.runs)
+        self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
+        self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config)
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
+        self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
     @cute.jit
     def __call__(
@@ -123,16 +126,31 @@ class AppendKernel:
         extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
         num_q_heads, num_kv_heads = inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
-        rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, cutlass.select_)
-        q_chunks, kv_chunks = cute.ceil_div(num_q_heads, rows), cute.ceil_div(num_kv_heads, rows)
-        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, rows, q_chunks, kv_chunks).launch(
+        q_rows, kv_rows = rows_per_team(
+            blocks, num_q_heads, num_kv_heads, wave, config.q_rows_per_kv_row, cutlass.select_
+        )
+        kv_chunks = cute.ceil_div(num_kv_heads, kv_rows)
+        chunks = cute.ceil_div(num_q_heads, q_rows) + 2 * kv_chunks
+        # SMs are given the CTAs of one wave in turn, so those of a kind come one after the other: were a token's kinds
+        # neighbours, and their number a divisor of that of the SMs, some SMs would be given nothing but K. In a longer
+        # grid neighbours are chunks of the same tokens, which lie side by side in memory.
+        by_kind = blocks * chunks <= wave
+        # Attention's copies hold up the loads of CTAs on the same SMs, and so itself, unless these are few.
+        few = blocks * chunks * CTAS_PER_SM <= wave
+        shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
+        rest = cutlass.min(blocks, MAX_GRID_Y)
+        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
             grid=(
-                q_chunks + 2 * kv_chunks,
-                cutlass.min(blocks, MAX_GRID_Y),
-                cute.ceil_div(blocks, MAX_GRID_Y),
+                Int32(cutlass.select_(by_kind, blocks, chunks)),
+                Int32(cutlass.select_(by_kind, chunks, rest)),
+                Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
             ),
             block=(config.num_threads, 1, 1),
-            preferred_smem_carveout=0,  # all of it for L1
+            # Said, or ptxas keeps some variants at 80 registers and spills.
+            min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
+            # All of it for L1; or the split of the two that attention needs, which else would not start on an SM before
+            # this one is done there.
+            preferred_smem_carveout=100 if config.leads else 0,
             stream=stream,
         )
 
@@ -145,36 +163,49 @@ class AppendKernel:
         extras: "Extras",
         phase_steps: Int64,
         rope_factor: Float32,
-        rows: Int32,
-        q_chunks: Int32,
-        kv_chunks: Int32,
+        shares: "Shares",
     ):
         config = self.config
-        chunk, block_y, block_z = cute.arch.block_idx()
+        if const_expr(config.leads):
+            if shares.few:
+                cute.arch.griddepcontrol_launch_dependents()
+        block_x, block_y, block_z = cute.arch.block_idx()
+        chunk = cutlass.select_(shares.by_kind, block_y, block_x)
+        block = cutlass.select_(shares.by_kind, block_x, block_z * MAX_GRID_Y + block_y)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        warp_token = ((block_z * MAX_GRID_Y + block_y) * config.num_warps + warp) * config.tokens_per_warp
+        warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
         if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
             token = cutlass.min(token, inputs.num_tokens - 1)  # teams without a token of their own work along
-            is_q, is_v = chunk < q_chunks, chunk >= q_chunks + kv_chunks
-            part = chunk - cutlass.select_(is_q, Int32(0), cutlass.select_(is_v, q_chunks + kv_chunks, q_chunks))
+            # K first, then V, then q: rows that are most work begin first.
+            is_q, is_v = chunk >= 2 * shares.kv_chunks, chunk >= shares.kv_chunks
+            is_v = is_v & ~is_q
+            before = cutlass.select_(is_q, 2 * shares.kv_chunks, cutlass.select_(is_v, shares.kv_chunks, Int32(0)))
+            rows = cutlass.select_(is_q, shares.q_rows, shares.kv_rows)
             num_heads = cutlass.select_(is_q, inputs.num_q_heads, inputs.num_kv_heads)
-            heads = Heads(first=part * rows, count=cutlass.min(rows, num_heads - part * rows))
+            first = (chunk - before) * rows
+            heads = Heads(first=first, count=cutlass.min(rows, num_heads - first))
             team_lane = lane % config.lanes
             source = self.source_of(inputs, heads, token, is_q, is_v)
-            raw = cute.make_rmem_tensor(config.rows_in_flight * self.row_words, Uint32)
-            self.fetch(raw, source, heads.count, is_v, team_lane)
-            position, page, row = self.locate(where, is_q, token, lane)
-            place = Place(token=token, valid=valid, page=page, row=row, lane=team_lane)
+            raw = cute.make_rmem_tensor(self.raw_words, Uint32)
+            steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
+            self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
+            position = cutlass.select_(where.position_ids != 0, own, position)
+            if const_expr(config.leads):
+                position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
+                cute.arch.griddepcontrol_launch_dependents()
+            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
             if is_v:
                 self.process_v(raw, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 if const_expr(config.rope != "none"):
-                    self.rotator.make_angles(cos, sin, phase_steps, position, rope_factor, team_lane)
+                    self.rotator.make_angles(cos, sin, steps, position, rope_factor, team_lane)
                 if is_q:
                     self.process_q(raw, source, cos, sin, heads, extras, targets, place)
                 else:
@@ -190,27 +221,54 @@ class AppendKernel:
         return base + Int64(token) * stride + Int64(heads.first * row_bytes)
 
     @cute.jit
-    def fetch(self, raw, source, count, is_v, lane):
-        """Asks for the next ``count`` rows, at most ``rows_in_flight``; nothing waits for them yet."""
-        if const_expr(self.config.head_dim_k == self.config.head_dim_v):
-            self.fetch_rows(raw, source, self.k_elements, count, lane)
-        elif is_v:
-            self.fetch_rows(raw, source, self.v_elements, count, lane)
-        else:
-            self.fetch_rows(raw, source, self.k_elements, count, lane)
+    def ask(self, steps, where, phase_steps, is_q, token, lane):
+        """Asks for what places and angles begin with; nothing waits for it yet.
+
+        Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
+        0 for each that is not given or not needed, and fills ``steps``.
+        """
+        length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
+        slot_words.fill(0)
+        if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
+            length = _load_word(where.seq_lens, token)
+        if (where.slots | where.position_ids) != 0:
+            if (where.slots != 0) & ~is_q:
+                words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
+                slot_words[0], slot_words[1] = words[0], words[1]
+            if where.position_ids != 0:
+                shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
+                # Of 64-bit positions the lower half: they fit it.
+                own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
+        if const_expr(self.config.rope != "none"):
+            # Teams of v heads, too: a condition would cost the others more than it saves.
+            for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
+                steps[i] = word
+        return length, own, _join(slot_words[0], slot_words[1])
 
     @cute.jit
-    def fetch_rows(self, raw, source, elements, count, lane):
-        for u in cutlass.range_constexpr(self.config.rows_in_flight):
+    def fetch(self, raw, source, count, is_q, is_v, lane):
+        """Asks for the team's first rows; nothing waits for them yet."""
+        if is_q:
+            self.fetch_rows(raw, source, self.k_elements, self.config.q_rows_in_flight, count, lane)
+        elif is_v:
+            self.fetch_rows(raw, source, self.v_elements, self.config.rows_in_flight, count, lane)
+        else:
+            self.fetch_rows(raw, source, self.k_elements, self.config.rows_in_flight, count, lane)
+
+    @cute.jit
+    def fetch_rows(self, raw, source, elements, ahead, count, lane):
+        """Asks for the next ``count`` rows, at most ``ahead``."""
+        for u in cutlass.range_constexpr(ahead):
             if u < count:
                 for i, word in enumerate(elements.piece.load(source, lane, u * elements.row_bytes)):
                     raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, is_q, token, lane):
-        """(position for RoPE, page, row of the page) of a team's token; page -1 where nothing is to be written.
+    def locate(self, where, is_q, token, lane, length, slot):
+        """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
-        Teams of q heads look for no page.
+        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
+        q heads look for none.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
@@ -219,14 +277,13 @@ class AppendKernel:
             if where.cu_seqlens != 0:
                 request = self.find_request(where, token, lane)
                 bounds = [_load_word(where.cu_seqlens, request + i) for i in range(2)]
+                length = _load_word(where.seq_lens, request)
                 ahead = bounds[1] - token
                 inside = (token >= bounds[0]) & (ahead > 0)
-            position = _load_word(where.seq_lens, request) - ahead
+            position = length - ahead
             inside = inside & (position >= 0)
         if ~is_q:
             if where.slots != 0:
-                words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
-                slot = _join(words[0], words[1])
                 inside = slot >= 0
                 quotient = divide_by(slot, where.page_divisor)
                 inside = inside & (quotient < Int64(where.num_pages))
@@ -242,13 +299,7 @@ class AppendKernel:
                 else:
                     inside = inside & (index == 0)
                     page = request
-            inside = inside & (page >= 0) & (page < where.num_pages)
-            page = cutlass.select_(inside, page, Int32(-1))
-        if where.position_ids != 0:
-            shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
-            # Of 64-bit positions the lower half: they fit it.
-            position = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
-        return position, page, row
+        return position, inside, page, row
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -273,7 +324,7 @@ class AppendKernel:
     @cute.jit
     def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
         """The team's q heads. Unrolled: most rows of a model with grouped queries are q's."""
-        elements, ahead = self.k_elements, self.config.rows_in_flight
+        elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
@@ -289,44 +340,54 @@ class AppendKernel:
             done = done + ahead
             source = source + ahead * elements.row_bytes
             target = target + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, heads.count - done, place.lane)
+            self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
 
     @cute.jit
     def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
         elements, ahead = self.k_elements, self.config.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
-        has_page = place.valid & (place.page >= 0)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
+                given = load_given(self.k_row, extras.k_scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
                 self.advance(raw)
                 self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
-                address = _row_address(targets.k_cache, targets.k_strides, place, head)
-                write_row(self.k_row, values, address, extras.k_scale, head, has_page, place.lane)
+                self.write(self.k_row, values, given, targets.k_cache, targets.k_strides, place, head)
                 head = head + 1
             source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, stop - head, place.lane)
+            self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
 
     @cute.jit
     def process_v(self, raw, source, heads, extras, targets, place):
         """The team's v heads."""
         elements, ahead = self.v_elements, self.config.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
-        has_page = place.valid & (place.page >= 0)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
+                given = load_given(self.v_row, extras.v_scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
                 self.advance(raw)
                 if const_expr(self.config.has_bias):
                     self.add_bias(values, elements, extras.v_bias, head, place.lane)
-                address = _row_address(targets.v_cache, targets.v_strides, place, head)
-                write_row(self.v_row, values, address, extras.v_scale, head, has_page, place.lane)
+                self.write(self.v_row, values, given, targets.v_cache, targets.v_strides, place, head)
                 head = head + 1
             source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, stop - head, place.lane)
+            self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+
+    @cute.jit
+    def write(self, cache_row, values, given, cache, strides, place, head):
+        """Quantises a row and stores it where the team's token goes."""
+        encoded = encode_row(cache_row, values, given)
+        # The team's page is looked at here, where a row is ready, and no earlier: it comes last, two latencies after
+        # the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
+        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        if place.valid & (page >= 0) & (page < place.num_pages):
+            page_stride, token_stride, head_stride = strides
+            row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
+            store_row(cache_row, encoded, cache + row, place.lane)
 
     def unpack(self, raw, values, elements: Elements, slot: int):
         """Numbers of row ``slot`` of ``raw`` in fp32."""
@@ -384,12 +445,6 @@ def _join(low: Uint32, high: Uint32) -> Int64:
 def _byte_strides(tensor) -> Any:
     """Bytes from one index of each dimension but the last to the next."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])
-
-
-def _row_address(cache, strides, place, head) -> Int64:
-    """Address of a token's row of the cache; any address if it has no place."""
-    page_stride, token_stride, head_stride = strides
-    return cache + Int64(place.page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
 
 
 @dataclass(frozen=True)
@@ -451,6 +506,17 @@ class Extras:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind, few: see the launch."""
+
+    q_rows: Int32
+    kv_rows: Int32
+    kv_chunks: Int32
+    by_kind: Any
+    few: Any
+
+
+@dataclass(frozen=True)
 class Heads:
     """A team's heads of one of q, k and v."""
 
@@ -460,10 +526,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class Place:
-    """A team's token and lane; ``valid`` if the token is its own, page -1 if nothing is to be written."""
+    """A team's token and lane, and the page and row where its K and V go.
+
+    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on
+    its way still.
+    """
 
     token: Int32
     valid: Any
     page: Int32
+    num_pages: Int32
     row: Int32
     lane: Int32

@@ -98,8 +98,8 @@ class Plan:
         return q_out
 
 
-def config_of(call: AppendCall) -> AppendConfig:
-    """The kernel that a call uses."""
+def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
+    """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent."""
     rope = call.rope
     return AppendConfig(
         k_format=call.k_format,
@@ -111,11 +111,12 @@ def config_of(call: AppendCall) -> AppendConfig:
         rotary_dim=0 if rope is None else rope.rotary_dim,
         has_bias=any(bias is not None for bias in (call.q_bias, call.k_bias, call.v_bias)),
         has_norm=call.q_norm is not None or call.k_norm is not None,
+        leads=leads,
     )
 
 
-def make_plan(call: AppendCall) -> Plan:
-    """The plan of a checked call that has tokens."""
+def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
+    """The plan of a checked call that has tokens; ``leads`` as `config_of` has it."""
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)
     positions = call.position_ids
@@ -127,7 +128,7 @@ def make_plan(call: AppendCall) -> Plan:
     }
     nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
     return Plan(
-        function=load(AppendSpec(config_of(call)), arch_of(device.index)),
+        function=load(AppendSpec(config_of(call, leads=leads)), arch_of(device.index)),
         device_index=device.index,
         phase_steps=steps,
         steps_address=0 if steps is None else steps.data_ptr(),
@@ -149,12 +150,12 @@ def check_alignment(call: AppendCall) -> None:
     for name in ("q", "k", "v", "q_out"):
         x = getattr(call, name)
         if x is not None:
-            _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes))
+            _check_start(name, x, row_alignment(DTYPES[x.dtype], x.shape[2], config.lanes, config.runs))
     for name, kv_format, head_dim in (
         ("k_cache", call.k_format, config.head_dim_k),
         ("v_cache", call.v_format, config.head_dim_v),
     ):
-        _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes))
+        _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes, config.runs))
     for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.data_ptr() % ALIGNMENT:

@@ -29,32 +29,37 @@ class Rotator:
         self.whole = config.rotary_dim == config.head_dim_k
         self.distance = self.half // self.count  # in lanes, if `even`
         self.even = self.half % self.count == 0
-        self.num_angles = 0 if config.rope == "none" else self.count // (2 if self.interleaved else 1)
+        # Both columns of each pair in one lane: neighbours, or the lane's two runs.
+        self.halves = config.runs == 2
+        self.num_angles = 0 if config.rope == "none" else self.count // (2 if self.interleaved or self.halves else 1)
 
-    def make_angles(self, cos, sin, phase_steps: Int64, position: Int32, factor: Float32, lane: Int32) -> None:
+    def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
         """Cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.
+
+        steps: what `load_steps` gave.
 
         The sine of a half-split pair's first column is negated. Columns that are not rotated get any angle.
         """
         # The sign of a position is that of its sine; what is left needs the upper 32 bits of a product modulo 2**64.
         size = Uint32(cutlass.max(position, -position))
         sin_factor = cutlass.select_(position < 0, -factor, factor)
-        if not self.interleaved and self.even:
+        if not self.interleaved and self.even and not self.halves:
             sin_factor = cutlass.select_(lane < self.distance, -sin_factor, sin_factor)
-        for i, (low, high) in enumerate(self._steps(phase_steps, lane)):
+        for i in range(self.num_angles):
+            low, high = steps[2 * i], steps[2 * i + 1]
             phase = (Uint64(low) * Uint64(size) >> 32).to(Uint32) + high * size
             angle = numbers.multiply(numbers.to_float(phase.to(Int32)), Float32(TURN_PER_UNIT))
             cos[i] = numbers.cosine(angle) * factor
             sine = numbers.sine(angle) * sin_factor
-            if not self.interleaved and not self.even:
+            if not self.interleaved and not self.even and not self.halves:
                 sine = cutlass.select_(self._column(lane, i) < self.half, -sine, sine)
             sin[i] = sine
 
     def _column(self, lane: Int32, i: int):
         return lane * self.count + i
 
-    def _steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
-        """Turns per position of the lane's angles, as (low word, high word)."""
+    def load_steps(self, phase_steps: Int64, lane: Int32) -> list[Any]:
+        """Asks for the turns per position of the lane's angles: the low and the high word of each in turn."""
         words: list[Any] = []
         if self.half % self.num_angles == 0:  # a run of whole lanes
             base = phase_steps + Int64(cutlass.min(self._pair(lane, 0), self.half - self.num_angles)) * 8
@@ -64,11 +69,11 @@ class Rotator:
         else:
             for i in range(self.num_angles):
                 words += ptx.load_global_words(phase_steps + Int64(self._pair(lane, i)) * 8, 0, 2)
-        return [(words[i], words[i + 1]) for i in range(0, len(words), 2)]
+        return words
 
     def _pair(self, lane: Int32, i: int):
         """Index of the pair of the lane's i-th angle, that of some pair for columns that are not rotated."""
-        if self.interleaved:
+        if self.interleaved or self.halves:
             return cutlass.min(lane * self.num_angles + i, self.half - 1)
         column = self._column(lane, i)
         index = cutlass.select_(column < self.half, column, column - self.half)
@@ -82,6 +87,11 @@ class Rotator:
                 a, b = values[2 * i], values[2 * i + 1]
                 turned.append(ptx.fma(a, cos[i], -(b * sin[i])))
                 turned.append(ptx.fma(b, cos[i], a * sin[i]))
+        elif self.halves:
+            first, second = ([values[half * self.num_angles + i] for i in range(self.num_angles)] for half in range(2))
+            pairs = list(enumerate(zip(first, second, strict=True)))
+            turned += [ptx.fma(a, cos[i], -(b * sin[i])) for i, (a, b) in pairs]
+            turned += [ptx.fma(b, cos[i], a * sin[i]) for i, (a, b) in pairs]
         else:
             for i in range(self.count):
                 turned.append(ptx.fma(values[i], cos[i], self._partner(values, i, lane) * sin[i]))

@@ -30,6 +30,7 @@ KEY_OPCODES: dict[str, tuple[str, ...]] = {
     "conversion": ("PRMT", "LOP3", "I2F", "I2FP", "F2F", "F2FP", "HADD2", "HMUL2", "HFMA2"),
     "arithmetic": ("FFMA", "FADD", "FMUL", "MUFU", "SHFL"),
     "control": ("BAR", "BRA", "CALL", "NANOSLEEP"),
+    "dependent launch": ("ACQBULK", "PREEXIT"),  # waiting for the grid before, letting the next one start
 }
 _KEYS = frozenset(name for names in KEY_OPCODES.values() for name in names)
 

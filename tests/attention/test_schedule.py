@@ -216,9 +216,17 @@ def test_one_long_row_among_short_ones_is_cut_into_many():
     assert [count for row, _, count in units if row < 1023] == [1] * 1023
 
 
+def test_few_rows_are_cut_for_one_wave():
+    """Parts of 4 tiles would be shares of 32 CTAs, but 34 of them: parts of 5 fit, and nothing smaller does."""
+    tiles = [61, 60, 3, 1]
+    units = cut_rows(tiles, 4, 4, 32)
+    assert [count for row, part, count in units if part == 0] == [13, 12, 1, 1]
+    assert sum(-(-count // 4) for count in tiles) > 32
+
+
 def test_parts_are_larger_than_shares_where_there_are_too_few_ctas():
-    counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 4, 132)}
-    assert counts == {0: 4} | dict.fromkeys(range(1, 20), 1)
+    counts = {row: count for row, _, count in cut_rows([61] + [1] * 19, 1, 4, 132)}  # 24 CTAs
+    assert counts == {0: 5} | dict.fromkeys(range(1, 20), 1)
 
 
 # -- measured choices --------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Warp:
         for i, value in enumerate(values):
             self.shared_memory.view(np.uint32)[places // 4 + i] = np.asarray(value).view(np.uint32)
 
-    def load_global_words(self, address: Lanes, offset: int, num_words: int) -> list[Lanes]:
+    def load_global_words(self, address: Lanes, offset: int, num_words: int, *, constant: bool = True) -> list[Lanes]:
         return self._words(self.global_memory, np.asarray(address, np.int64) + offset, num_words)
 
     def _words(self, memory: np.ndarray, places: np.ndarray, num_words: int) -> list[Lanes]:

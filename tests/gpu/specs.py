@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from cute_kernels.attention import ops as attention_ops
-from cute_kernels.attention.call import make_call
+from cute_kernels.attention.call import AttentionCall, make_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import make_schedule
+from cute_kernels.kv_cache import append_and_decode, step_ops
 from cute_kernels.kv_cache import ops as append_ops
+from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.runtime import KernelSpec
@@ -46,10 +48,34 @@ def append_specs(shapes: Iterable[Shape]) -> list[AppendSpec]:
     return list(dict.fromkeys(AppendSpec(append_ops.config_of(call)) for call in calls))
 
 
+def _specs_of(append: AppendCall, attention: AttentionCall, *, fused: bool) -> list[KernelSpec]:
+    """The two kernels of a step, in one call or in two."""
+    schedule = make_schedule(problem_of(attention, after_append=fused), attention.num_splits)
+    return [AppendSpec(append_plan.config_of(append, leads=fused)), DecodeSpec(schedule.config)]
+
+
+def step_specs(given: dict[str, Any], fused: bool) -> list[KernelSpec]:
+    """The kernels of `append_and_decode` with these arguments, or of the two calls that it stands for."""
+    found: list[KernelSpec] = []
+
+    def collect(tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options):
+        calls = step_ops.make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        found.extend(_specs_of(*calls, fused=fused))
+        return None, None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_ops, "reference", collect)
+        append_and_decode(**given)
+    return found
+
+
 def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
-    """The attention and append kernels that ``work``, which runs on the CPU here, would need on a GPU."""
+    """The attention and append kernels that ``work``, which runs on the CPU here, would need on a GPU.
+
+    Of steps that append and attend in one call also those of the two calls, which they are compared with.
+    """
     found: dict[KernelSpec, None] = {}
-    attend, append = attention_ops.reference, append_ops.reference
+    attend, append, take_step = attention_ops.reference, append_ops.reference, step_ops.reference
 
     def attend_here(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options=None):
         call = make_call(q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, **(options or {}))
@@ -60,8 +86,16 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         found[AppendSpec(append_ops.config_of(call))] = None
         return append(call)
 
+    def step_here(tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options):
+        calls = step_ops.make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        found.update(dict.fromkeys(_specs_of(*calls, fused=True)))
+        found.update(dict.fromkeys(_specs_of(*calls, fused=False)))
+        more = (softmax_scale, num_splits, return_lse, out, options)
+        return take_step(tensors, kv_format, rope, norm_eps, extras, *more)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_ops, "reference", attend_here)
         patch.setattr(append_ops, "reference", append_here)
+        patch.setattr(step_ops, "reference", step_here)
         work()
     return list(found)

@@ -238,6 +238,9 @@ class Gpu:
     def fma(self, a: Any, b: Any, c: Any) -> Lanes:
         return exact_fma(a, b, c)
 
+    def fma_in_unit(self, a: Any, b: Any, c: Any) -> Lanes:
+        return np.fmin(np.fmax(exact_fma(a, b, c), Float32(0.0)), Float32(1.0))
+
     def multiply(self, a: Any, b: Any) -> Lanes:
         with np.errstate(all="ignore"):
             return Float32(a) * Float32(b)

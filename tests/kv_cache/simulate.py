@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,20 +29,25 @@ def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
     for module in (kernel, bulk):
-        monkeypatch.setattr(module, "write_row", write_row.write_row.__wrapped__)
+        monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
     return gpu
 
 
-def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_team: int = 2) -> torch.Tensor | None:
-    """Launches the kernel that `append_kv` would, every warp in turn; writes the caches, returns q_out."""
+def simulate_append(
+    call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_team: int = 2, by_kind: bool = True, **changes: Any
+) -> torch.Tensor | None:
+    """Launches the kernel that `append_kv` would, every warp in turn; writes the caches, returns q_out.
+
+    Its configuration has ``changes``; teams take ``rows_per_team`` q heads; by_kind: the order of CTAs.
+    """
     from cute_kernels.kv_cache import kernel
 
-    config = ops.config_of(call)
+    config = replace(ops.config_of(call), **changes)
     gpu = _make_gpu(monkeypatch)
     simulated: Any = _unwrapped(
         kernel.AppendKernel,
-        *("kernel", "fetch", "fetch_rows", "locate", "find_request"),
-        *("process_q", "process_k", "process_v", "turn", "add_bias", "normalise"),
+        *("kernel", "ask", "fetch", "fetch_rows", "locate", "find_request"),
+        *("process_q", "process_k", "process_v", "write", "turn", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
@@ -89,13 +95,14 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch, rows_per_
     )
     extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))
     factor = Float32(1.0 if call.rope is None else call.rope.attention_factor)
-    q_chunks, kv_chunks = (-(-heads // rows_per_team) for heads in (call.num_q_heads, call.num_kv_heads))
-    shares = tuple(Int32(n) for n in (rows_per_team, q_chunks, kv_chunks))
+    kv_rows = max(rows_per_team // config.q_rows_per_kv_row, 1)
+    q_chunks, kv_chunks = -(-call.num_q_heads // rows_per_team), -(-call.num_kv_heads // kv_rows)
+    shares = kernel.Shares(*(Int32(n) for n in (rows_per_team, kv_rows, kv_chunks)), by_kind=by_kind, few=True)
     for block in range(-(-call.num_tokens // config.tokens_per_cta)):
         for chunk in range(q_chunks + 2 * kv_chunks):
             for warp in range(config.num_warps):
-                gpu.block, gpu.warp = (chunk, block, 0), warp
-                simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, *shares)
+                gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
+                simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, shares)
     gpu.get(at["k_cache"], call.k_cache)
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from cute_kernels.kv_cache.compile import AppendSpec, shipped_specs
 from cute_kernels.kv_cache.config import (
-    MAX_ROWS_PER_TEAM,
     AppendConfig,
     BulkConfig,
     divisor_of,
@@ -43,6 +42,7 @@ def test_what_ships_can_be_implemented(config):
         (APPEND, {"rotary_dim": 63}, "rotary_dim 63 is not an even number"),
         (APPEND, {"num_warps": 33}, "num_warps 33 is not from 1 to 32"),
         (APPEND, {"rows_in_flight": 9}, "rows_in_flight 9 is not from 1 to 8"),
+        (APPEND, {"q_rows_in_flight": 17}, "q_rows_in_flight 17 is not from 1 to 16"),
         (BULK, {"direction": "back"}, "direction 'back' is not 'quantize' or 'dequantize'"),
         (BULK, {"head_dim": 100}, "head_dim 100 is not one of"),
         (BULK, {"dtype": "fp64"}, "dtype 'fp64' is not one of bf16, fp16, fp32"),
@@ -56,8 +56,8 @@ def test_what_cannot_be_implemented_says_why(config, changes, reason):
 
 
 def test_names_tell_configurations_apart():
-    changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 2}
-    changes |= {"has_bias": True, "has_norm": True}
+    changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 4}
+    changes |= {"has_bias": True, "has_norm": True, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4, "leads": True}
     configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
     assert len({config.name for config in configs}) == len(set(configs))
     assert all(re.fullmatch(r"\w+", config.name) for config in configs)
@@ -94,8 +94,15 @@ def test_dividing_by_multiplication(divisor, data):
     num_q_heads=st.integers(0, 100),
     num_kv_heads=st.integers(1, 40),
     wave=st.integers(1, 2000),
+    ratio=st.sampled_from((1, 2, 4)),
 )
-def test_teams_take_as_few_rows_as_one_wave_allows(blocks, num_q_heads, num_kv_heads, wave):
-    rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave)
-    fits = [n for n in (1, 2, 4, 8, 16) if blocks * (-(-num_q_heads // n) + 2 * -(-num_kv_heads // n)) <= wave]
-    assert rows == (fits[0] if fits else MAX_ROWS_PER_TEAM)
+def test_teams_take_as_few_rows_as_one_wave_allows(blocks, num_q_heads, num_kv_heads, wave, ratio):
+    """KV heads a ``ratio``-th of the q heads, at least one."""
+
+    def ctas(q_rows: int, kv_rows: int) -> int:
+        return blocks * (-(-num_q_heads // q_rows) + 2 * -(-num_kv_heads // kv_rows))
+
+    rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio)
+    shares = [(n, max(n // ratio, 1)) for n in (1, 2, 4, 8, 16)]
+    fits = [share for share in shares if ctas(*share) <= wave]
+    assert rows == (fits[0] if fits else shares[-1])

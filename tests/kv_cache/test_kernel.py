@@ -90,7 +90,7 @@ def test_every_place(place, new, monkeypatch):
 def test_requests_of_a_prefill_are_found_among_any_number(batch, monkeypatch):
     """Most requests are empty, so boundaries coincide; the search takes one, two and three steps."""
     new = tuple(3 if i in (0, batch // 2, batch - 1) else (i * 7) % 5 // 4 for i in range(batch))
-    new = (*new[:-1], new[-1] + sum(new) % 2)
+    new = (*new[:-1], new[-1] + -sum(new) % 4)  # whole warps
     check(Shape(num_q_heads=1, num_kv_heads=1, new=new, lengths=new, rope=Rope(128)), monkeypatch, 4)
 
 
@@ -168,3 +168,21 @@ def test_nan_and_infinity_stay_within_their_row_and_are_stored_as_the_format_say
         x[3, 0, ::2] = torch.nan
     before = clone_caches(call)
     assert_appended(call, before, simulate_append(call, monkeypatch))
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_g2", "e4m3_token_head", "int8_channel"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"split": False},
+        {"lane_columns": 8},
+        {"num_warps": 4, "rows_in_flight": 4, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by_kind", [False, True], ids=["heads before tokens", "tokens before heads"])
+def test_choices_that_change_who_does_what_change_no_row(kv_format, choice, by_kind, monkeypatch):
+    call = make_call(SMALL.with_(kv_format=kv_format, num_q_heads=9, num_kv_heads=3, rope=Rope(128), new=(1,) * 8))
+    before = clone_caches(call)
+    q_out = simulate_append(call, monkeypatch, rows_per_team=8, by_kind=by_kind, **choice)
+    assert_appended(call, before, q_out)

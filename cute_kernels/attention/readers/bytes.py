@@ -123,9 +123,12 @@ class _ByteKeys(CodeKeyReader):
         """[block][unit] words of the lane's columns: neighbours, four or (as many as an MMA contracts) two."""
         column_bytes = 2 * self.lane_codes
         count = self.lane_codes // 2
-        first = lane % 4 * column_bytes
+        first, constant = lane % 4 * column_bytes, not self.config.after_append
         return [
-            [ptx.load_global_words(address + first, unit * 4 * column_bytes, count) for unit in range(num_units)]
+            [
+                ptx.load_global_words(address + first, unit * 4 * column_bytes, count, constant=constant)
+                for unit in range(num_units)
+            ]
             for address in addresses
         ]
 

@@ -31,7 +31,12 @@ class DenseKeyReader(SwizzledLoads):
         """Starts loading the lane's B operands of its query head in every block; addresses: of those heads."""
         column = 2 * (lane % 4)
         places = range(2 * self.num_loads)
-        return Query([[ptx.load_global_words(a + 2 * column, 2 * MATRIX * i, 1)[0] for i in places] for a in addresses])
+        constant = not self.config.after_append
+
+        def load(address, place: int):
+            return ptx.load_global_words(address + 2 * column, 2 * MATRIX * place, 1, constant=constant)[0]
+
+        return Query([[load(address, place) for place in places] for address in addresses])
 
     def take_query(self, state: State, query: Query, softmax_scale: Float32):
         """The queries are B operands as they come."""

@@ -1,0 +1,69 @@
+"""AWQ checkpoints (AutoAWQ's "gemm" version): codes packed along the output features."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.integrations.checkpoints import fields
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import PackedWeight
+
+COLUMN_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column of each nibble of a word, lowest first."""
+_PER_WORD = 8
+
+
+def from_awq(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    group_size: int | None = None,
+    input_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The weight of an AWQ layer: W[n, k] = (q - z) * s, 4 bits.
+
+    Args:
+        qweight: int32 [K, N / 8].
+        qzeros: int32 [G, N / 8], packed alike.
+        scales: floating [G, N].
+        group_size: of the configuration (-1: one scale per channel), or None for what K and G say.
+        input_scale: [K], what inputs are multiplied with first, where a checkpoint keeps AWQ's scales apart.
+        dtype: of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
+        device: where the result is put, default that of the scales.
+
+    Raises:
+        TypeError, ValueError: a tensor does not fit; the message names it.
+    """
+    fields.check_tensor("qweight", qweight, (torch.int32,), 2, "[K, N / 8]")
+    fields.check_tensor("qzeros", qzeros, (torch.int32,), 2, "[groups, N / 8]")
+    fields.check_tensor("scales", scales, (torch.float16, torch.bfloat16, torch.float32), 2, "[groups, N]")
+    k, (groups, n) = qweight.shape[0], scales.shape
+    if n % _PER_WORD:
+        raise ValueError(f"scales: got shape {list(scales.shape)}, want [groups, N] with N a multiple of {_PER_WORD}")
+    fields.check_shape(
+        "qweight", qweight, (k, n // _PER_WORD), f"{_PER_WORD} codes a word for the {n} columns of scales"
+    )
+    fields.check_shape("qzeros", qzeros, (groups, n // _PER_WORD), f"{_PER_WORD} codes a word for each group of scales")
+    if input_scale is not None:
+        fields.check_tensor("input_scale", input_scale, (torch.float16, torch.bfloat16, torch.float32), 1, f"[{k}]")
+        fields.check_shape("input_scale", input_scale, (k,), "one for each input")
+
+    return pack_codes(
+        lambda start, stop: _columns(qweight[:, start // _PER_WORD : stop // _PER_WORD]).T,
+        fields.to_scales("scales", scales.T, dtype),
+        _columns(qzeros).T,
+        bits=4,
+        group_size=fields.group_size_of(k, groups, group_size),
+        shape=(n, k),
+        input_scale=input_scale,
+        device=device,
+    )
+
+
+def _columns(words: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [rows, 8 * W] of int32 words [rows, W], columns in order."""
+    nibble_of = [COLUMN_ORDER.index(column) for column in range(_PER_WORD)]
+    return fields.unpack_words(words, 4).unflatten(-1, (-1, _PER_WORD))[..., nibble_of].flatten(-2)

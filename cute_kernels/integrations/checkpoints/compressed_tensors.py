@@ -1,0 +1,94 @@
+"""compressed-tensors checkpoints (llm-compressor), format "pack-quantized": codes packed along the inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.integrations.checkpoints import fields
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import PackedWeight, symmetric_zero
+
+
+def from_compressed_tensors(
+    weight_packed: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None = None,
+    weight_shape: torch.Tensor | None = None,
+    weight_g_idx: torch.Tensor | None = None,
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The weight of a layer in "pack-quantized": W[n, k] = (q - z) * s, q and z signed but stored with 8 (128) added.
+
+    Args:
+        weight_packed: int32 [N, K * bits / 32], the last word of a row filled up.
+        weight_scale: floating [N, G], or [1] for one scale of the whole weight.
+        weight_zero_point: int32 [N * bits / 32, G], packed along N, or int8 [N, G] as it is; None for a symmetric
+            weight.
+        weight_shape: int64 [2]: (N, K).
+        weight_g_idx: int [K], the group of each input, or None for groups in order.
+        bits: 4 or 8; default what weight_shape says, 4 without one.
+        group_size, dtype, device: as for `from_awq`.
+
+    Raises:
+        TypeError, ValueError: a tensor does not fit; the message names it.
+    """
+    fields.check_tensor("weight_packed", weight_packed, (torch.int32,), 2, "[N, K * bits / 32]")
+    if not isinstance(weight_scale, torch.Tensor) or weight_scale.numel() != 1:
+        floating = (torch.float16, torch.bfloat16, torch.float32)
+        fields.check_tensor("weight_scale", weight_scale, floating, 2, "[N, groups]")
+    n = weight_packed.shape[0]
+    scales = weight_scale.reshape(1, 1).expand(n, 1) if weight_scale.numel() == 1 else weight_scale
+    bits, k = _bits_and_k(weight_packed, weight_shape, bits)
+    groups = scales.shape[1]
+    fields.check_shape("weight_scale", scales, (n, groups), "a row for each row of weight_packed")
+    size = fields.group_size_of(k, groups, group_size)
+    zeros = None if weight_zero_point is None else _zeros(weight_zero_point, n, groups, bits)
+    return pack_codes(
+        lambda start, stop: fields.unpack_words(weight_packed[start:stop], bits)[:, :k],
+        fields.to_scales("weight_scale", scales, dtype),
+        zeros,
+        bits=bits,
+        group_size=size,
+        shape=(n, k),
+        perm=fields.perm_of("weight_g_idx", weight_g_idx, k, groups, size),
+        device=device,
+    )
+
+
+def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, bits: int | None) -> tuple[int, int]:
+    n, words = weight_packed.shape
+    if weight_shape is None:
+        bits = bits or 4
+        return bits, words * fields.check_bits(bits)
+    fields.check_tensor("weight_shape", weight_shape, (torch.int64, torch.int32), 1, "[2]")
+    fields.check_shape("weight_shape", weight_shape, (2,), "(N, K)")
+    rows, k = weight_shape.tolist()
+    fitting = [each for each in (4, 8) if -(-k // fields.check_bits(each)) == words and bits in (None, each)]
+    if rows != n or not fitting:
+        per_word = "8 or 4" if bits is None else fields.check_bits(bits)
+        raise ValueError(
+            f"weight_packed: got shape {[n, words]}, want {per_word} codes a word for weight_shape {[rows, k]}"
+        )
+    return fitting[0], k
+
+
+def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
+    """uint8 zero points [N, G] as codes."""
+    dtypes = (torch.int32, torch.int8)
+    fields.check_tensor("weight_zero_point", weight_zero_point, dtypes, 2, "[N * bits / 32, groups] or [N, groups]")
+    if weight_zero_point.dtype == torch.int32:
+        per_word = fields.check_bits(bits)
+        fields.check_shape(
+            "weight_zero_point", weight_zero_point, (-(-n // per_word), groups), f"{per_word} codes a word"
+        )
+        return fields.unpack_words(weight_zero_point.T, bits)[:, :n].T
+    fields.check_shape("weight_zero_point", weight_zero_point, (n, groups), "one for each scale")
+    codes = weight_zero_point.int() + symmetric_zero(bits)
+    if bool(((codes < 0) | (codes >= 1 << bits)).any()):
+        low = -symmetric_zero(bits)
+        raise ValueError(f"weight_zero_point: got values outside {low} to {-low - 1}, want {bits}-bit ones")
+    return codes.to(torch.uint8)

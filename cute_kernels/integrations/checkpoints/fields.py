@@ -1,0 +1,133 @@
+"""What the importers share: codes in words, groups, scales and zero points under their checkpoint's names."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.linear.weight import GROUP_SIZES, SCALE_DTYPES
+from layouts import transform
+
+PER_CHANNEL = -1  # what quantisation configurations write for one scale per output channel
+ZERO_TOLERANCE = 1e-3  # of a floating zero point that is to be an integer
+
+
+def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dim: int, what: str) -> None:
+    """Raises TypeError or ValueError unless ``tensor`` has one of the dtypes and ``dim`` dimensions: ``what``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
+    if tensor.dim() != dim:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {what}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)}: {what}")
+
+
+def check_bits(bits: int) -> int:
+    """Codes in a 32-bit word."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits: got {bits!r}, want 4 or 8")
+    return 32 // bits
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes [..., W * 32 / bits] of int32 words [..., W], the lowest bits first."""
+    return transform.unpack(words.contiguous().view(torch.uint8), bits)
+
+
+def group_size_of(k: int, groups: int, given: int | None) -> int | None:
+    """The group size of ``groups`` groups along K, or None if there is one.
+
+    ``given`` is what the checkpoint's configuration says, `PER_CHANNEL` among it, or None to take what fits. Raises
+    ValueError if it does not fit, or no group size does.
+    """
+    if given == PER_CHANNEL or (given is None and groups == 1):
+        if groups != 1:
+            raise ValueError(
+                f"group_size: got {given}, one scale per channel, want what the scales' {groups} groups say"
+            )
+        return None
+    if given is not None:
+        if given not in GROUP_SIZES or -(-k // given) != groups:
+            wanted = f"one of {', '.join(map(str, GROUP_SIZES))} or {PER_CHANNEL}, {groups} groups of K = {k}"
+            raise ValueError(f"group_size: got {given}, want {wanted}")
+        return given
+    fitting = [size for size in GROUP_SIZES if -(-k // size) == groups]
+    if not fitting:
+        raise ValueError(
+            f"scales: got {groups} groups of K = {k}, want groups of {', '.join(map(str, GROUP_SIZES))} or 1"
+        )
+    if len(fitting) > 1:
+        raise ValueError(f"group_size: got None, want one of {fitting}, which all fit {groups} groups of K = {k}")
+    return fitting[0]
+
+
+def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Scales in ``dtype``: bf16 or fp16, by default their own, and bf16 if that is neither.
+
+    Raises:
+        TypeError, ValueError: dtype is another one, or a scale is not finite, before or after rounding.
+    """
+    if dtype is None:
+        dtype = scales.dtype if scales.dtype in SCALE_DTYPES else torch.bfloat16
+    if dtype not in SCALE_DTYPES:
+        raise TypeError(f"dtype: got {dtype}, want None, torch.bfloat16 or torch.float16")
+    rounded = scales.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        raise ValueError(f"{name}: got values that are not finite in {dtype}, want finite ones")
+    return rounded
+
+
+def to_zeros(name: str, zeros: torch.Tensor, bits: int, tolerance: torch.Tensor | float, remedy: str) -> torch.Tensor:
+    """uint8 codes of floating zero points that are integers up to ``tolerance``; ``remedy`` if they are not.
+
+    Raises:
+        ValueError: a zero point is no integer, or no code.
+    """
+    whole, top = zeros.round(), (1 << bits) - 1
+    off = (zeros - whole).abs()
+    if not bool((off <= tolerance).all()):
+        worst = zeros.flatten()[off.nan_to_num(torch.inf).argmax()].item()
+        raise ValueError(
+            f"{name}: got the zero point {worst:.4g}, want integers as the kernels subtract them: {remedy}"
+        )
+    if bool(((whole < 0) | (whole > top)).any()):
+        found = f"{whole.min().item():.4g} to {whole.max().item():.4g}"
+        raise ValueError(f"{name}: got zero points {found}, want codes 0 to {top}: {remedy}")
+    return whole.to(torch.uint8)
+
+
+def perm_of(name: str, g_idx: torch.Tensor | None, k: int, groups: int, group_size: int | None) -> torch.Tensor | None:
+    """The permutation that brings inputs of a group together (stable), or None if they are together already.
+
+    Args:
+        g_idx: int [K], the group of each input; None, empty or all -1 for groups in order.
+
+    Raises:
+        TypeError, ValueError: g_idx is no such tensor, names a group that does not exist, or a group of it has not as
+            many inputs as the others.
+    """
+    if g_idx is None or (isinstance(g_idx, torch.Tensor) and g_idx.numel() == 0):
+        return None
+    check_tensor(name, g_idx, (torch.int32, torch.int64), 1, f"[{k}]")
+    check_shape(name, g_idx, (k,), "a group for each input")
+    if bool((g_idx == -1).all()):
+        return None
+    wrong = (g_idx < 0) | (g_idx >= groups)
+    if bool(wrong.any()):
+        where = int(wrong.int().argmax())
+        raise ValueError(f"{name}: got group {int(g_idx[where])} for input {where}, want 0 to {groups - 1}")
+    length = group_size or k
+    in_order = torch.arange(k, device=g_idx.device) // length
+    if torch.equal(g_idx.long(), in_order):
+        return None
+    perm = g_idx.argsort(stable=True)
+    if not torch.equal(g_idx[perm].long(), in_order):
+        counts = torch.bincount(g_idx, minlength=groups)
+        want = torch.bincount(in_order, minlength=groups)
+        group = int((counts != want).int().argmax())
+        raise ValueError(f"{name}: got {int(counts[group])} inputs in group {group}, want {int(want[group])}")
+    return perm

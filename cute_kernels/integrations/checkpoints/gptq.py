@@ -1,0 +1,78 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): codes packed along the inputs, zero points along the output features."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.integrations.checkpoints import fields
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import PackedWeight, symmetric_zero
+
+FORMATS = ("gptq", "gptq_v2")
+"""`checkpoint_format` of the configuration: "gptq" (v1, and the default) stores zero points less one."""
+
+
+def from_gptq(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int | None = None,
+    checkpoint_format: str = "gptq",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
+
+    Some v1 checkpoints are written with v2's zero points and nothing in them says so; a symmetric one shows in zero
+    points 9 (129) for every group instead of 8 (128), which is refused.
+
+    Args:
+        qweight: int32 [K * bits / 32, N].
+        qzeros: int32 [G, N * bits / 32], z - 1 ("gptq") or z ("gptq_v2"). v1 subtracts one from whole words, so a zero
+            point 0 borrows from its neighbour; one is added to whole words again, which gives back what was written.
+        scales: floating [G, N].
+        g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
+            that groups lie together, and `PackedWeight.perm` says how.
+        bits: 4 or 8.
+        group_size, dtype, device: as for `from_awq`.
+
+    Raises:
+        TypeError, ValueError: a tensor does not fit; the message names it.
+    """
+    per_word = fields.check_bits(bits)
+    if checkpoint_format not in FORMATS:
+        raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, want {' or '.join(map(repr, FORMATS))}")
+    fields.check_tensor("qweight", qweight, (torch.int32,), 2, f"[K / {per_word}, N]")
+    fields.check_tensor("qzeros", qzeros, (torch.int32,), 2, f"[groups, N / {per_word}]")
+    fields.check_tensor("scales", scales, (torch.float16, torch.bfloat16, torch.float32), 2, "[groups, N]")
+    groups, n = scales.shape
+    k = qweight.shape[0] * per_word
+    fields.check_shape("qweight", qweight, (qweight.shape[0], n), f"a column for each of the {n} columns of scales")
+    if isinstance(g_idx, torch.Tensor) and g_idx.numel():
+        fields.check_shape("qweight", qweight, (-(-g_idx.numel() // per_word), n), f"{per_word} codes a word for g_idx")
+    fields.check_shape(
+        "qzeros", qzeros, (groups, -(-n // per_word)), f"{per_word} codes a word for each group of scales"
+    )
+    size = fields.group_size_of(k, groups, group_size)
+    if checkpoint_format == "gptq":
+        qzeros = qzeros + (0x11111111 if bits == 4 else 0x01010101)
+    zeros = fields.unpack_words(qzeros, bits)[:, :n].T
+    one_off = symmetric_zero(bits) + 1
+    if checkpoint_format == "gptq" and bool((zeros == one_off).all()):
+        raise ValueError(
+            f"qzeros: got the zero point {one_off} everywhere, a symmetric weight's less nothing, want it less one in "
+            "format 'gptq': give checkpoint_format='gptq_v2'"
+        )
+    return pack_codes(
+        lambda start, stop: fields.unpack_words(qweight[:, start:stop].T, bits),
+        fields.to_scales("scales", scales.T, dtype),
+        zeros,
+        bits=bits,
+        group_size=size,
+        shape=(n, k),
+        perm=fields.perm_of("g_idx", g_idx, k, groups, size),
+        device=device,
+    )

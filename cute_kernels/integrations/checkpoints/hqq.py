@@ -1,0 +1,102 @@
+"""HQQ layers: codes of the first half of the groups in the high nibbles, floating zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cute_kernels.integrations.checkpoints import fields
+from cute_kernels.linear.quantize import CodesOf, pack_codes
+from cute_kernels.linear.weight import PackedWeight
+
+REMEDY = (
+    "HQQ fits floating ones unless it is told to round them. `hqq.dequantize` gives the weight, which "
+    "`quantize_weight(..., bits=8)` keeps to within half of its own, finer steps"
+)
+
+
+def from_hqq(
+    W_q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    *,
+    shape: Sequence[int],
+    bits: int = 4,
+    group_size: int | None = None,
+    axis: int = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> PackedWeight:
+    """The weight of an HQQ layer: W = (q - z) * s; only with zero points that are integers.
+
+    Args:
+        W_q: uint8, N * K * bits / 8 bytes: byte i holds, in row-major [N, K], code i in the high and code i + N * K / 2
+            in the low nibble; 8-bit codes are stored as they are.
+        scale, zero: floating, N * G numbers in row-major [N, G].
+        shape: (N, K), which HQQ keeps in its meta data.
+        bits: 4 or 8 (HQQ's nbits).
+        group_size: of the meta data (-1: one scale per row), or None for what K and G say.
+        axis: of the meta data: 1, groups along K, is what kernels can use.
+        dtype, device: as for `from_awq`.
+
+    Raises:
+        TypeError, ValueError: a tensor does not fit, or a zero point is no integer to 0.001 or no code; the message
+            names it.
+    """
+    codes_of, groups = _codes(W_q, scale, zero, shape, bits, axis)
+    n, k = shape
+    return pack_codes(
+        codes_of,
+        fields.to_scales("scale", scale.reshape(n, groups), dtype),
+        fields.to_zeros("zero", zero.float().reshape(n, groups), bits, fields.ZERO_TOLERANCE, REMEDY),
+        bits=bits,
+        group_size=fields.group_size_of(k, groups, group_size),
+        shape=(n, k),
+        device=device,
+    )
+
+
+def dequantize(
+    W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, *, shape: Sequence[int], bits: int = 4, axis: int = 1
+) -> torch.Tensor:
+    """W fp32 [N, K] of any zero points; arguments and errors as for `from_hqq`."""
+    codes_of, groups = _codes(W_q, scale, zero, shape, bits, axis)
+    n, k = shape
+    if k % groups:
+        raise ValueError(f"scale: got {groups} groups of K = {k}, want groups of one size")
+    scales, zeros = (values.float().reshape(n, groups, 1) for values in (scale, zero))
+    return ((codes_of(0, n).view(n, groups, -1).float() - zeros) * scales).view(n, k)
+
+
+def _codes(
+    W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: Sequence[int], bits: int, axis: int
+) -> tuple[CodesOf, int]:
+    """The codes of a range of rows, and the number of groups of a row."""
+    fields.check_bits(bits)
+    if axis != 1:
+        raise ValueError(f"axis: got {axis}, want 1: groups along K")
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"shape: got {list(shape)}, want (N, K)")
+    n, k = shape
+    floating = (torch.float16, torch.bfloat16, torch.float32)
+    for name, tensor, dtypes in (("W_q", W_q, (torch.uint8,)), ("scale", scale, floating), ("zero", zero, floating)):
+        fields.check_tensor(name, tensor, dtypes, getattr(tensor, "ndim", 0), "any")
+    if W_q.numel() * 8 != n * k * bits:
+        raise ValueError(f"W_q: got {W_q.numel()} bytes, want {n * k * bits // 8}: {bits}-bit codes of {[n, k]}")
+    if scale.numel() % n or scale.numel() == 0:
+        raise ValueError(f"scale: got {scale.numel()} numbers, want a multiple of the {n} rows")
+    if zero.numel() != scale.numel():
+        raise ValueError(f"zero: got {zero.numel()} numbers, want {scale.numel()}, as many as scale")
+    stored = W_q.reshape(-1)
+    half = stored.numel()
+
+    def codes_of(start: int, stop: int) -> torch.Tensor:
+        first, last = start * k, stop * k
+        if bits == 8:
+            return stored[first:last].view(-1, k)
+        high = stored[min(first, half) : min(last, half)] >> 4
+        low = stored[max(first - half, 0) : max(last - half, 0)] & 0xF
+        return torch.cat((high, low)).view(-1, k)
+
+    return codes_of, scale.numel() // n

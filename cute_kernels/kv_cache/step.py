@@ -1,0 +1,167 @@
+"""A layer's decoding step in one call: append of the new tokens, then attention with them, overlapped on the GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from cute_kernels.attention.call import CallOptions
+from cute_kernels.attention.checks import format_pair
+from cute_kernels.kv_cache import step_ops
+from cute_kernels.kv_cache.rope import Rope
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class StepOptions(CallOptions, total=False):
+    """What a plain step leaves alone, besides `CallOptions`; :func:`append_and_decode` says what each means."""
+
+    qkv_bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None
+    rope: Rope | None
+    position_ids: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+    softmax_scale: float | None
+    num_splits: int | None
+    out: torch.Tensor | None
+
+
+@overload
+def append_and_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str | tuple[str, str],
+    return_lse: Literal[False] = ...,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor: ...
+
+
+@overload
+def append_and_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str | tuple[str, str],
+    return_lse: Literal[True],
+    **options: Unpack[StepOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def append_and_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str | tuple[str, str],
+    return_lse: bool = ...,
+    **options: Unpack[StepOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def append_and_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str | tuple[str, str],
+    qkv_bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
+    rope: Rope | None = None,
+    position_ids: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    block_table: torch.Tensor | None = None,
+    cache_layout: str = "NHD",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """`append_kv` of each request's last q_len tokens, then `decode_attention` of their queries over the whole cache.
+
+    The result is that of the two calls, bit for bit where ``num_splits`` is given. On a GPU the second kernel starts
+    while the first one runs: it reads the tokens that were in the cache before, and waits for the append only for the
+    new ones and for the rotated queries.
+
+    Args:
+        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim], before norm and RoPE; q_len 1 to 16.
+        k, v: [batch, q_len, num_kv_heads, head_dim] in q's dtype; V may have another head_dim. q, k and v may be views
+            of one fused QKV tensor: the last two dimensions contiguous, tokens evenly spaced.
+        k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as `decode_attention` has them.
+            block_table is contiguous. A place that a new token goes to must belong to its request alone.
+        seq_lens: int32 [batch], tokens of each request after the append: the new ones take positions
+            seq_lens[b] - q_len to seq_lens[b] - 1, those below 0 are not written. There are no slots: a token that went
+            elsewhere than its position says could be read before it is written.
+        qkv_bias: (q's, k's, v's), each [heads * head_dim] in q's dtype, or None.
+        rope, q_norm, k_norm, norm_eps: as `append_kv` has them.
+        position_ids: int32 or int64 [batch, q_len], contiguous: positions for RoPE in place of those in the cache.
+        softmax_scale, causal, window, soft_cap, sinks, alibi_slopes, num_splits: as `decode_attention` has them.
+        bias: of the scores, as `decode_attention` has it.
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: where to write the result, contiguous.
+
+    Returns:
+        As `decode_attention`: out [batch, q_len, num_q_heads, head_dim of V] in q's dtype, with ``return_lse`` also
+        lse, fp32 [batch, q_len, num_q_heads].
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted, and
+            nothing was appended. Lengths and pages are looked at as `append_kv` and `decode_attention` do: on the CPU,
+            and with CUTE_KERNELS_DEBUG=1.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    if type(kv_format) is not str:
+        kv_format = format_pair(kv_format)
+    extras: step_ops.Extras | None = None
+    if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):
+        extras = (position_ids, *(qkv_bias or (None, None, None)), q_norm, k_norm)
+    options: CallOptions | None = None
+    plain = block_table is k_scale is v_scale is window is soft_cap is sinks is alibi_slopes is bias is None
+    if not plain or causal is not True or cache_layout != "NHD":
+        options = {
+            "block_table": block_table,
+            "cache_layout": cache_layout,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "causal": causal,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+            "bias": bias,
+        }
+    path = step_ops.path_of(q, k, v, k_cache, v_cache, seq_lens, extras, options)
+    tensors = (q, k, v, k_cache, v_cache, seq_lens)
+    result, lse = path(
+        tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options
+    )  # fmt: skip
+    return (result, lse) if return_lse else result

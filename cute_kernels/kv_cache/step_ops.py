@@ -1,0 +1,381 @@
+"""Calling append and attention as one: the plan and launch of both in eager mode, the registered operator.
+
+The second launch is a programmatic dependent of the first: it starts as soon as all CTAs of that one have, and waits
+for its end only where it needs what was appended (`DecodeKernel.await_append`). The first launch is an ordinary one, so
+that whatever the second reads before that wait was written before both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
+from cute_kernels.attention import ops as attention_ops
+from cute_kernels.attention import plan as attention_plan
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions, check_device_values
+from cute_kernels.attention.call import make_call as make_attention_call
+from cute_kernels.attention.checks import check_out, check_positive, format_pair, head_dim_of_row
+from cute_kernels.attention.reference import attention_of
+from cute_kernels.kv_cache import ops as append_ops
+from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.kv_cache.call import AppendCall, check_append
+from cute_kernels.kv_cache.rope import Rope, rope_of
+from cute_kernels.kv_cache.values import check_append_values
+from cute_kernels.kv_formats import format_of
+
+DEBUG = attention_ops.DEBUG
+_MAX_PLANS = 4096
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k, v, k_cache, v_cache, seq_lens."""
+
+Extras = tuple[torch.Tensor | None, ...]
+"""What most steps lack of an append: position_ids, q_bias, k_bias, v_bias, q_norm, k_norm."""
+
+NO_EXTRAS: Extras = (None,) * 6
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything about the two launches that does not change between calls of the same shapes, dtypes and options.
+
+    Attributes:
+        append, attention: of the two kernels.
+        q_shape: of the queries that attention gets.
+        token_shapes: of q, k and v as the append gets them.
+        cu_seqlens: where each request's new tokens begin; None if it has one.
+        has_extras: whether the append gets more than most do.
+    """
+
+    append: append_plan.Plan
+    attention: attention_plan.Plan
+    q_shape: torch.Size
+    token_shapes: tuple[torch.Size, torch.Size, torch.Size]
+    cu_seqlens: torch.Tensor | None
+    has_extras: bool
+
+    def launch(
+        self,
+        tensors: Tensors,
+        norm_eps: float,
+        extras: Extras | None,
+        softmax_scale: float | None,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches both on the current stream, one directly after the other: (out or a new one, lse if asked for)."""
+        q, k, v, k_cache, v_cache, seq_lens = tensors
+        of_q, of_k, of_v = self.token_shapes
+        table = None if options is None else options["block_table"]
+        more = None
+        if self.has_extras:
+            scales = (None, None) if options is None else (options["k_scale"], options["v_scale"])
+            more = (self.cu_seqlens, None, *(extras or NO_EXTRAS), *scales)
+        new = (k.view(of_k), v.view(of_v), k_cache, v_cache)
+        rotated = self.append.launch(
+            (*new, None, None, None, None, norm_eps, q.view(of_q), None, seq_lens, table), more
+        )  # fmt: skip
+        assert rotated is not None
+        return self.attention.launch(
+            rotated.view(self.q_shape), k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse
+        )
+
+
+_plans: dict[tuple[Any, ...], StepPlan] = {}
+
+
+def launch(
+    tensors: Tensors,
+    kv_format: str | tuple[str, str],
+    rope: Rope | None,
+    norm_eps: float,
+    extras: Extras | None,
+    softmax_scale: float | None,
+    num_splits: int | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: CallOptions | None,
+) -> tuple[torch.Tensor, Any]:
+    """A step on CUDA tensors: (out, lse or None). ``options`` and ``extras`` are None for a call that uses none.
+
+    The key of a step's plan holds all that the second launch could be refused for after the first one: the rest is
+    compared by the first compiled function, as :func:`cute_kernels.kv_cache.ops.launch` says.
+    """
+    q, k, v, k_cache, v_cache, seq_lens = tensors
+    try:
+        key = (
+            q.shape,
+            k.shape,
+            v.shape,
+            k_cache.shape,
+            v_cache.shape,
+            seq_lens.shape,
+            q.dtype,
+            k_cache.dtype,
+            v_cache.dtype,
+            k_cache.is_contiguous() and v_cache.is_contiguous(),
+            (k_cache.data_ptr() | v_cache.data_ptr()) % attention_plan.ALIGNMENT,
+            q.get_device(),
+            kv_format,
+            None if rope is None else rope.text,
+            norm_eps,
+            num_splits,
+            None if out is None else attention_ops.identity(out),
+            None if extras is None else tuple([None if x is None else attention_ops.identity(x) for x in extras]),
+            None if options is None else attention_ops.options_key(options),
+        )
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
+        _checked(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        raise
+    if softmax_scale is not None:
+        check_positive("softmax_scale", softmax_scale)
+    if plan is None or DEBUG:
+        append, attention = _checked(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        if DEBUG:
+            _check_values(append, attention)
+        if plan is None:
+            if not (k_cache.numel() and attention.max_seq_len and attention.batch):
+                return attention_ops.without_tokens(attention)
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            plan = _plans[key] = make_plan(append, attention)
+    try:
+        return plan.launch(tensors, norm_eps, extras, softmax_scale, return_lse, out, options)
+    except (TypeError, ValueError, RuntimeError):
+        _checked(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        raise
+
+
+def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
+    """The plan of a checked step that has tokens."""
+    assert append.q is not None
+    return StepPlan(
+        append=append_plan.make_plan(append, leads=True),
+        attention=attention_plan.make_plan(attention, after_append=True),
+        q_shape=attention.q.shape,
+        token_shapes=(append.q.shape, append.k.shape, append.v.shape),
+        cu_seqlens=append.cu_seqlens,
+        has_extras=any(extra is not None for extra in append.extras),
+    )
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    tensors: Tensors,
+    kv_format: str | tuple[str, str],
+    rope: Rope | None,
+    norm_eps: float,
+    extras: Extras | None,
+    num_splits: int | None,
+    out: torch.Tensor | None,
+    options: CallOptions | None,
+) -> tuple[AppendCall, AttentionCall]:
+    """The two calls of a step, after all that can be said of it without waiting for the device."""
+    append, attention = make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+    append_plan.check_alignment(append)
+    attention_plan.check_alignment(attention)
+    return append, attention
+
+
+def make_calls(
+    tensors: Tensors,
+    kv_format: str | tuple[str, str],
+    rope: Rope | None,
+    norm_eps: float,
+    extras: Extras | None,
+    num_splits: int | None,
+    out: torch.Tensor | None,
+    options: CallOptions | None,
+) -> tuple[AppendCall, AttentionCall]:
+    """A step as the two calls that it stands for; attention's q is a tensor of the kind that the append will make.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+    """
+    q, k, v, k_cache, v_cache, seq_lens = tensors
+    check_tensors(q=q, k=k, v=v)
+    complete: Any = options or NO_OPTIONS
+    attention = make_attention_call(
+        q=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        seq_lens=seq_lens,
+        kv_format=kv_format,
+        num_splits=num_splits,
+        out=out,
+        **complete,
+    )
+    position_ids, q_bias, k_bias, v_bias, q_norm, k_norm = extras or NO_EXTRAS
+    batch, q_len = q.shape[:2]
+    if isinstance(position_ids, torch.Tensor):
+        if position_ids.shape != (batch, q_len):
+            raise ValueError(f"position_ids: got shape {shape_of(position_ids)}, want {[batch, q_len]}, tokens of q")
+        if not position_ids.is_contiguous():
+            raise ValueError(f"position_ids: got strides {position_ids.stride()}, want it contiguous")
+        position_ids = position_ids.view(-1)
+    k_format, v_format = format_pair(kv_format)
+    append = AppendCall(
+        k=_as_tokens("k", k, q.shape),
+        v=_as_tokens("v", v, q.shape),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_format=k_format,
+        v_format=v_format,
+        cache_layout=complete["cache_layout"],
+        rope=rope,
+        norm_eps=norm_eps,
+        q=_as_tokens("q", q, q.shape),
+        seq_lens=seq_lens,
+        block_table=complete["block_table"],
+        cu_seqlens=_starts(batch, q_len, q.device) if q_len > 1 else None,
+        position_ids=position_ids,
+        q_bias=q_bias,
+        k_bias=k_bias,
+        v_bias=v_bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        k_scale=complete["k_scale"],
+        v_scale=complete["v_scale"],
+    )
+    check_append(append)
+    return append, attention
+
+
+def _as_tokens(name: str, x: torch.Tensor, q_shape: torch.Size) -> torch.Tensor:
+    """[batch, q_len, heads, head_dim] as a view [tokens, heads, head_dim]."""
+    if x.dim() != 4 or x.shape[:2] != q_shape[:2]:
+        batch, q_len = q_shape[:2]
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want [{batch}, {q_len}, heads, head_dim], the tokens of q")
+    try:
+        return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: got strides {x.stride()} for shape {shape_of(x)}, want tokens evenly spaced: "
+            f"{x.shape[1] * x.stride(1)} from one request to the next"
+        ) from None
+
+
+def _starts(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)
+
+
+def _check_values(append: AppendCall, attention: AttentionCall) -> None:
+    check_append_values(append)
+    check_device_values(attention)
+
+
+# -- other ways in ----------------------------------------------------------------------------------------------------
+
+
+def reference(
+    tensors: Tensors,
+    kv_format: str | tuple[str, str],
+    rope: Rope | None,
+    norm_eps: float,
+    extras: Extras | None,
+    softmax_scale: float | None,
+    num_splits: int | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: CallOptions | None,
+) -> tuple[torch.Tensor, Any]:
+    """A step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    check_positive("softmax_scale", softmax_scale)
+    append, attention = make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+    _check_values(append, attention)
+    rotated = append_ops.reference(append)
+    assert rotated is not None
+    scale = attention.softmax_scale if softmax_scale is None else float(softmax_scale)
+    result, lse = attention_of(replace(attention, q=rotated.view(attention.q.shape), softmax_scale=scale))
+    return (result.to(rotated.dtype) if out is None else out.copy_(result)), lse
+
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "append_and_decode(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor seq_lens, "
+    "str k_format, str v_format, str? rope, float norm_eps, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, "
+    "Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, float? softmax_scale=None, int? num_splits=None, "
+    "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
+    "int? window=None, float? soft_cap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def dispatch(
+    tensors: Tensors,
+    kv_format: str | tuple[str, str],
+    rope: Rope | None,
+    norm_eps: float,
+    extras: Extras | None,
+    softmax_scale: float | None,
+    num_splits: int | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: CallOptions | None,
+) -> tuple[torch.Tensor, Any]:
+    """A step through the registered operator: (out, lse, asked for or not)."""
+    text = None if rope is None else rope.text
+    if out is not None:
+        check_out(out, tensors[0], tensors[2].shape[3])  # before anything is appended
+    result, lse = torch.ops.cute_kernels.append_and_decode(
+        *tensors,
+        *format_pair(kv_format),
+        text,
+        norm_eps,
+        *(extras or NO_EXTRAS),
+        softmax_scale=softmax_scale,
+        num_splits=num_splits,
+        **(options or {}),
+    )
+    return (result if out is None else out.copy_(result)), lse
+
+
+def _implementation(path: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """The operator on one device, by :func:`launch` or :func:`reference`."""
+
+    def run(
+        q, k, v, k_cache, v_cache, seq_lens, k_format, v_format, rope, norm_eps, *extras,
+        softmax_scale=None, num_splits=None, **options,
+    ):  # fmt: skip
+        tensors = (q, k, v, k_cache, v_cache, seq_lens)
+        formats = k_format if k_format == v_format else (k_format, v_format)
+        made = None if rope is None else rope_of(rope)
+        given = None if all(extra is None for extra in extras) else extras
+        complete: Any = {**NO_OPTIONS, **options} if options else None
+        return path(tensors, formats, made, norm_eps, given, softmax_scale, num_splits, True, None, complete)
+
+    return run
+
+
+def _on_meta(q, k, v, k_cache, v_cache, seq_lens, k_format, v_format, *others, **options):
+    v_head_dim = head_dim_of_row(format_of(v_format), v_cache.shape[3])
+    return q.new_empty((*q.shape[:3], v_head_dim)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_library.impl("append_and_decode", _implementation(reference), "CPU")
+_library.impl("append_and_decode", _implementation(launch), "CUDA")
+torch.library.register_fake("cute_kernels::append_and_decode", _on_meta, lib=_library)
+
+
+def path_of(
+    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, seq_lens: Any, extras: Extras | None, options: Any
+) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
+
+    The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
+    argument that is no tensor at all.
+    """
+    if is_compiling() or needs_dispatch(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens):
+        return dispatch
+    plain = attention_ops.are_plain(extras or ()) and (options is None or attention_ops.are_plain(options.values()))
+    return dispatch if not plain else launch if q.is_cuda else reference

@@ -1,0 +1,79 @@
+"""Weight-only quantised linear layers: INT4 and INT8 weights, bf16 and fp16 activations.
+
+Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (what a layer means), `checks`, `ops`,
+`launch`; `module` has the layer as an nn.Module. Checkpoints of other projects come in through
+`cute_kernels.integrations.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.linear import ops
+from cute_kernels.linear.module import QuantizedLinear, quantize_model
+from cute_kernels.linear.quantize import interleave_weights, quantize_weight
+from cute_kernels.linear.reference import linear_reference
+from cute_kernels.linear.weight import PackedWeight
+
+__all__ = [
+    "PackedWeight",
+    "QuantizedLinear",
+    "interleave_weights",
+    "linear",
+    "linear_reference",
+    "quantize_model",
+    "quantize_weight",
+]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
+
+    Sums are in fp32, bias, activation and residual too; the result is rounded once. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient:
+    the result does not require one, whatever its operands do.
+
+    Args:
+        x: bf16 or fp16 [..., K], in the dtype of the weight's scales and on its device; any strides, any of the leading
+            sizes may be 0. `input_scale` and `perm` of the weight are applied to it first.
+        weight: [N, K], from `quantize_weight` or one of `PackedWeight.from_...`.
+        bias: [N] in x's dtype.
+        residual: added last, of the result's shape and dtype. It may be ``out``.
+        activation: None, "silu", "gelu" (the exact one, with erf) or "swiglu": silu(gate) * up, where the weight's even
+            rows make gate and its odd rows make up, so the result has N / 2 columns.
+        out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        out: contiguous, written and returned.
+
+    Returns:
+        [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+    return ops.apply(
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.perm,
+        weight.input_scale,
+        bits=weight.bits,
+        group_size=weight.group_size,
+        shape=weight.shape,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        out_dtype=out_dtype,
+        out=out,
+    )

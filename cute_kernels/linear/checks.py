@@ -1,0 +1,66 @@
+"""What the arguments of a linear layer may look like; errors name the argument, what came and what is wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors
+from cute_kernels.linear.reference import ACTIVATIONS, out_features
+from cute_kernels.linear.weight import SCALE_DTYPES
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless x is ``dtype`` [..., k] where the weight is."""
+    if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
+        raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")
+    if x.dtype != dtype:
+        raise TypeError(f"x: got dtype {x.dtype}, want {dtype}, that of the weight's scales")
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(f"x: got shape {list(x.shape)}, want [..., {k}]")
+    if x.device != device:
+        raise ValueError(f"x: got a tensor on {x.device}, want it on {device}, where the weight is")
+
+
+def check_activation(activation: Any, n: int) -> None:
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, want None, {', '.join(map(repr, ACTIVATIONS))}")
+    if activation == "swiglu" and n % 2:
+        raise ValueError(f"activation: got 'swiglu' for a weight of {n} rows, want an even number: gate and up in turn")
+
+
+def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
+    check_tensors(bias=bias)
+    _check("bias", bias, x.dtype, (n,), x.device)
+    if not bias.is_contiguous():
+        raise ValueError(f"bias: got strides {bias.stride()}, want a contiguous tensor")
+
+
+def check_out_dtype(out_dtype: Any) -> None:
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
+
+
+def check_result(
+    name: str, tensor: torch.Tensor, x: torch.Tensor, n: int, activation: str | None, out_dtype: torch.dtype
+) -> None:
+    """Raises TypeError or ValueError unless ``tensor`` (residual or out) has dtype, shape and place of the result."""
+    check_tensors(**{name: tensor})
+    _check(name, tensor, out_dtype, (*x.shape[:-1], out_features(n, activation)), x.device)
+
+
+def check_out(out: torch.Tensor) -> None:
+    if not out.is_contiguous():
+        raise ValueError(f"out: got strides {out.stride()} for shape {list(out.shape)}, want a contiguous tensor")
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where x is")

@@ -1,0 +1,70 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.schedule import shipped_configs
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+
+KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
+NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
+
+
+@dataclass(frozen=True, eq=False)
+class LinearSpec(KernelSpec):
+    """One weight-only GEMM kernel.
+
+    The function takes what :meth:`LinearKernel.__call__` describes: x as a torch tensor, then addresses and integers.
+    It runs on torch's current stream.
+    """
+
+    config: LinearConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        """The modules that say what the kernel is, not all of the room: the others change nothing that is compiled."""
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+
+    def compile(self, arch: str) -> Any:
+        return compile_linear(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile; others compile on demand."""
+    return [LinearSpec(config) for config in shipped_configs()]
+
+
+def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.linear.kernel import LinearKernel
+
+    reason = config.can_implement()
+    if reason is not None:
+        raise ValueError(f"config: {reason} ({config})")
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+    shape = (cute.sym_int(), cute.sym_int(divisibility=8))
+    x = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
+    numbers = [cutlass.Int64(0)] * NUM_ADDRESSES + [cutlass.Int32(1)] * NUM_INTEGERS
+    return cute.compile(
+        LinearKernel(config),
+        x,
+        *numbers,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )

@@ -1,0 +1,204 @@
+"""Every compile-time choice of the memory-bound weight-only GEMM, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
+
+WARP_THREADS = 32
+ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
+BLOCK_TOKENS = 8  # columns of mma.m16n8
+GROUP_SIZES = (0, 32, 64, 128, 256)  # 0: one scale per output feature
+UNIT_K = (64, 128, 256)
+SCALE_BYTES, ZERO_BYTES = 2 * TILE_N, TILE_N  # of one group of a tile's rows
+STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
+X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
+BARRIER_BYTES = 8
+FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
+MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
+MAX_THREADS = 1024
+ALIGNMENT = 128  # bytes, of what bulk copies fill
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """One compiled variant.
+
+    A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *units* of ``unit_k`` inputs; a
+    stage of its ring holds a *chunk* of up to ``chunk_units`` units of a block. ``4 * k_warps`` warps multiply: each
+    has 16 rows of every tile, and every ``k_warps``-th unit of a chunk.
+
+    Attributes:
+        bits: of a code, 4 or 8.
+        dtype: "bf16" or "fp16", of activations and scales.
+        group_size: inputs that share a scale; 0 for one scale per output feature.
+        zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
+        max_tokens: rows of x that it has room for, 8, 16 or 32.
+        n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
+        k_warps: warps that share the units of a chunk.
+        unit_k: inputs of a unit: a multiple of the group size that divides the padded K.
+        chunk_units: units of a stage.
+        num_stages: stages of the ring; nearly all of them are in flight.
+        num_buffers: of results on their way from the multiplying warps to those that store them.
+        epilogue_warps: warps that add up, store and combine results.
+        x_bytes: shared memory for the activations of a CTA's part of K.
+        use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
+    """
+
+    bits: int
+    dtype: str
+    group_size: int
+    zero_point: bool = False
+    max_tokens: int = 8
+    n_tiles: int = 1
+    k_warps: int = 2
+    unit_k: int = 128
+    chunk_units: int = 4
+    num_stages: int = 6
+    num_buffers: int = 2
+    epilogue_warps: int = 4
+    x_bytes: int = 48 * 1024
+    use_pdl: bool = False
+
+    @property
+    def tile_k(self) -> int:
+        """Inputs of a tile of codes."""
+        return tile_k(self.bits)
+
+    @property
+    def block_rows(self) -> int:
+        """Output features of a block."""
+        return TILE_N * self.n_tiles
+
+    @property
+    def token_blocks(self) -> int:
+        """MMAs that share an A operand."""
+        return self.max_tokens // BLOCK_TOKENS
+
+    @property
+    def math_warps(self) -> int:
+        return ROW_WARPS * self.k_warps
+
+    @property
+    def num_threads(self) -> int:
+        """Multiplying warps, one that copies weights, one that copies activations, and those of the epilogue."""
+        return (self.math_warps + 2 + self.epilogue_warps) * WARP_THREADS
+
+    @property
+    def unit_tiles(self) -> int:
+        return self.unit_k // self.tile_k
+
+    @property
+    def unit_groups(self) -> int:
+        """Groups of a unit; 0 where scales are per output feature."""
+        return self.unit_k // self.group_size if self.group_size else 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Codes of a unit of one tile's rows."""
+        return self.unit_tiles * TILE_BYTES
+
+    @property
+    def unit_scale_bytes(self) -> int:
+        return self.unit_groups * SCALE_BYTES
+
+    @property
+    def unit_zero_bytes(self) -> int:
+        return self.unit_groups * ZERO_BYTES if self.zero_point else 0
+
+    @property
+    def unit_stage_bytes(self) -> int:
+        """What a unit of a block takes of a stage."""
+        return self.n_tiles * (self.unit_bytes + self.unit_scale_bytes + self.unit_zero_bytes)
+
+    @property
+    def scale_offset(self) -> int:
+        """Where in a stage the scales lie; before them the codes, tile by tile."""
+        return self.n_tiles * self.chunk_units * self.unit_bytes
+
+    @property
+    def zero_offset(self) -> int:
+        """Where in a stage the zero points lie."""
+        return self.scale_offset + self.n_tiles * self.chunk_units * self.unit_scale_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return _round_up(self.chunk_units * self.unit_stage_bytes, ALIGNMENT)
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.num_stages * self.stage_bytes
+
+    @property
+    def staging_pitch(self) -> int:
+        """Bytes from a token to the next of a staging buffer."""
+        return (self.block_rows + STAGING_PAD) * 4
+
+    @property
+    def slice_bytes(self) -> int:
+        """Results of the warps that take the same units."""
+        return self.max_tokens * self.staging_pitch
+
+    @property
+    def buffer_bytes(self) -> int:
+        """One staging buffer."""
+        return self.k_warps * self.slice_bytes
+
+    @property
+    def num_barriers(self) -> int:
+        """Of full and of empty stages and staging buffers."""
+        return 2 * self.num_stages + 2 * self.num_buffers
+
+    @property
+    def smem_bytes(self) -> int:
+        return (
+            self.ring_bytes
+            + _round_up(self.x_bytes, ALIGNMENT)
+            + _round_up(self.num_buffers * self.buffer_bytes, ALIGNMENT)
+            + self.num_barriers * BARRIER_BYTES
+        )
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
+        shape = f"m{self.max_tokens}n{self.block_rows}k{self.unit_k}w{self.k_warps}e{self.epilogue_warps}"
+        ring = f"c{self.chunk_units}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
+        return f"linear_{weight}_{shape}_{ring}{'_pdl' if self.use_pdl else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        choices = {
+            "bits": (4, 8),
+            "dtype": ("bf16", "fp16"),
+            "group_size": GROUP_SIZES,
+            "max_tokens": (8, 16, 32),
+            "n_tiles": (1, 2),
+            "unit_k": UNIT_K,
+            "num_buffers": (1, 2),
+            "epilogue_warps": (1, 2, 4),
+        }
+        for field, wanted in choices.items():
+            found = getattr(self, field)
+            if found not in wanted:
+                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if self.group_size and self.unit_k % self.group_size:
+            return f"unit_k {self.unit_k} is not a multiple of group_size {self.group_size}"
+        if self.k_warps < 1 or self.chunk_units < 1:
+            return f"k_warps {self.k_warps} and chunk_units {self.chunk_units} must be at least 1"
+        if self.num_stages < 2:
+            return f"num_stages {self.num_stages} is not at least 2"
+        if self.num_threads > MAX_THREADS:
+            return f"{self.num_threads} threads are more than the {MAX_THREADS} of a CTA"
+        if self.smem_bytes > MAX_SHARED_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,97 @@
+"""From codes to the A operand of mma.m16n8k16: the 16 bytes of a thread are its fragments of consecutive k16 steps.
+
+The blob's order (:mod:`layouts.weights.hopper`) leaves nothing to shuffle. A code is put into the low mantissa bits of
+a float with a fixed exponent (FasterTransformer's magic numbers), and one packed addition takes off that offset and
+the zero point together. Both are integers that the format holds, so code - zero comes out exactly. Instructions per 8
+codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Uint32
+
+from cute_kernels.device import ptx
+
+LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
+BF16_128 = 0x43004300  # a code in its low bits: 128 + code
+F16_1024 = 0x64006400  # 1024 + code; 1024 + 16 code for a code four bits further up
+MINUS_BF16_128, MINUS_F16_1024, MINUS_F16_64 = 0xC300C300, 0xE400E400, 0xD400D400
+F16_SIXTEENTH = 0x2C002C00
+FP32_TWO_TO_23, MINUS_TWO_TO_23 = 0x4B000000, 0xCB000000
+
+
+class Decoder:
+    """Codes of one width to one 16-bit float.
+
+    Attributes:
+        words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
+        steps: k16 steps of 16 bytes.
+    """
+
+    def __init__(self, bits: int, dtype: str):
+        self.bits, self.dtype = bits, dtype
+        self.words_per_step = bits // 4
+        self.steps = 4 // self.words_per_step
+        self._fragment = {
+            (4, "bf16"): self._nibbles_to_bf16,
+            (4, "fp16"): self._nibbles_to_f16,
+            (8, "bf16"): self._bytes_to_bf16,
+            (8, "fp16"): self._bytes_to_f16,
+        }[bits, dtype]
+
+    @property
+    def symmetric_zero(self) -> int:
+        """Zero point of symmetric weights."""
+        return 1 << (self.bits - 1)
+
+    def offsets(self, zeros) -> list[Any]:
+        """What is added to the decoded codes of the thread's two rows, given their zero points (Uint32)."""
+        if (self.bits, self.dtype) == (8, "bf16"):
+            return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
+        low, high = zeros
+        if (self.bits, self.dtype) == (4, "fp16"):
+            # The second row's codes stand four bits further up, where 64 + code / 16 * 16 has its units.
+            return [low * Uint32(0x00010001) + Uint32(MINUS_F16_1024), high * Uint32(0x00100010) + Uint32(MINUS_F16_64)]
+        magic = MINUS_BF16_128 if self.dtype == "bf16" else MINUS_F16_1024
+        return [zero * Uint32(0x00010001) + Uint32(magic) for zero in zeros]
+
+    def fragment(self, words, step: int, offsets) -> list[Any]:
+        """The four registers of the A operand of a k16 step: code - zero, exactly.
+
+        words: the thread's 16 bytes. Registers 0 and 2 are of row g, 1 and 3 of row g + 8.
+        """
+        first = step * self.words_per_step
+        return self._fragment(words[first : first + self.words_per_step], offsets)
+
+    def _nibbles_to_bf16(self, words, offsets):
+        pairs = [((words[0] >> (4 * i)) & Uint32(LOW_NIBBLES)) | Uint32(BF16_128) for i in range(4)]
+        return [ptx.add_bf16x2(pair, offsets[i % 2]) for i, pair in enumerate(pairs)]
+
+    def _nibbles_to_f16(self, words, offsets):
+        registers = []
+        for word in (words[0], words[0] >> 8):
+            low = (word & Uint32(LOW_NIBBLES)) | Uint32(F16_1024)
+            high = (word & Uint32(HIGH_NIBBLES)) | Uint32(F16_1024)
+            registers.append(ptx.add_f16x2(low, offsets[0]))
+            registers.append(ptx.fma_f16x2(high, Uint32(F16_SIXTEENTH), offsets[1]))
+        return registers
+
+    def _bytes_to_bf16(self, words, offsets):
+        registers = []
+        for word in words:
+            floats = [ptx.prmt(word, Uint32(FP32_TWO_TO_23), Uint32(0x7650 + byte)) for byte in range(4)]
+            values = [number.bitcast(Float32) + offsets[byte % 2] for byte, number in enumerate(floats)]
+            # Integers below 256: all their bits are in the upper half.
+            bits = [value.bitcast(Uint32) for value in values]
+            registers += [ptx.prmt(bits[i], bits[i + 2], Uint32(0x7632)) for i in range(2)]
+        return registers
+
+    def _bytes_to_f16(self, words, offsets):
+        registers = []
+        for word in words:
+            for row, selector in enumerate((0x5250, 0x5351)):
+                pair = ptx.prmt(word, Uint32(F16_1024), Uint32(selector))
+                registers.append(ptx.add_f16x2(pair, offsets[row]))
+        return registers

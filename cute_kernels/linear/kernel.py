@@ -1,0 +1,430 @@
+"""Memory-bound weight-only GEMM, one launch: out^T = W X^T with codes streamed once, at the rate of the memory.
+
+Shape of the work: K is cut into slices, one for each CTA of a group, and the blocks of output features into as many
+equal ranges of units as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
+thread of a persistent CTA keeps a ring of bulk copies full; the multiplying warps wait for a stage, decode the 16
+bytes of each thread into the A operand of mma.m16n8k16 (:mod:`.decode`), and meet the activations of their slice of K,
+which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 sums of a
+group. What a block sums up to goes through a
+staging buffer to warps of its own (:mod:`.epilogue`), so that neither adding up nor storing holds up the stream. There
+is no CTA barrier after the first one.
+
+The tensor cores are used as on sm_80: at 16 tokens and 4 bits an SM has 6.5 cycles for the 256 codes of an A operand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.linear.config import ROW_WARPS, SCALE_BYTES, WARP_THREADS, X_PAD, ZERO_BYTES, LinearConfig
+from cute_kernels.linear.decode import Decoder
+from cute_kernels.linear.epilogue import Epilogue
+from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, Shape, Work
+from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
+
+FRAGMENT_BYTES = 16  # of a thread, in a tile
+MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
+X_CHUNKS = 4  # chunks whose activations come together
+FEW_SUMS = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two sums each
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory of a CTA: addresses, and pointers to barriers."""
+
+    ring: Any
+    x: Any
+    x_pitch: Any  # bytes from a token to the next
+    staging: Any
+    full: Any
+    empty: Any
+    staged: Any
+    drained: Any
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A thread's places; run-time integers. g, t: its row and pair of columns in MMA fragments."""
+
+    row_warp: Any
+    k_warp: Any
+    g: Any
+    t: Any
+    code_offset: Any  # of its 16 bytes in a tile
+    scale_offset: Any  # of its first row's scale among those of a group
+    x_rows: Any  # for each block of tokens, where ldmatrix reads the first k16 steps
+
+
+class LinearKernel:
+    """One compiled variant; :class:`LinearConfig` says which."""
+
+    def __init__(self, config: LinearConfig):
+        self.config = config
+        self.decoder = Decoder(config.bits, config.dtype)
+        self.epilogue = Epilogue(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        zeros: Int64,
+        bias: Int64,
+        residual: Int64,
+        out: Int64,
+        workspace: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        units: Int32,
+        num_slices: Int32,
+        num_groups: Int32,
+        max_parts: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        stream,
+    ):
+        """Launches over (slices of K, groups), all of which must fit on the GPU together.
+
+        x: [m, k], m <= max_tokens, k a multiple of 8. Addresses: codes uint8 [num_tiles, units * unit_tiles, 2048],
+        scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
+        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [blocks, max_parts, m * block_rows],
+        every word EMPTY before and after. units: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
+        """
+        config = self.config
+        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
+        num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
+        slice_units = cute.ceil_div(units, num_slices)
+        total = num_blocks * slice_units
+        base = total // num_groups
+        shape = Shape(
+            m=m,
+            n=n,
+            k=k,
+            num_tiles=num_tiles,
+            units=units,
+            slice_units=slice_units,
+            slice_reciprocal=((Int64(1) << RECIPROCAL_BITS) + slice_units - 1) // slice_units,
+            num_slices=num_slices,
+            base=base,
+            rest=total - base * num_groups,
+            max_parts=max_parts,
+            activation=activation,
+            out_kind=out_kind,
+        )
+        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
+        self.kernel(operands, shape).launch(
+            grid=(num_slices, num_groups, 1),
+            block=(config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=config.use_pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands, shape):
+        config = self.config
+        slice_index, group, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.allocate(shape)
+        work = Work.of(shape, group, slice_index)
+        if warp == config.math_warps:
+            if lane == 0:
+                self.init_barriers(memory)
+        else:
+            self.clear_tail(memory, work, warp * WARP_THREADS + lane)
+        cute.arch.sync_threads()
+        if warp < config.math_warps:
+            self.multiply(operands, memory, work, warp, lane)
+        elif warp == config.math_warps:
+            self.copy_weights(operands, memory, work, lane)
+        else:
+            if const_expr(config.use_pdl):
+                cute.arch.griddepcontrol_wait()
+            if warp == config.math_warps + 1:
+                self.copy_activations(operands, memory, work, lane)
+            else:
+                tid = (warp - (config.math_warps + 2)) * WARP_THREADS + lane
+                self.epilogue.run(operands, memory, work, tid, lane)
+
+    def allocate(self, shape) -> Memory:
+        config = self.config
+        smem = cutlass.utils.SmemAllocator()
+        ring = smem.allocate(config.ring_bytes, byte_alignment=128)
+        x = smem.allocate(config.x_bytes, byte_alignment=128)
+        staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
+        full = smem.allocate_array(cutlass.Int64, config.num_barriers)
+        empty = full + config.num_stages
+        staged = empty + config.num_stages
+        drained = staged + config.num_buffers
+        return Memory(
+            ring=ring.toint(),
+            x=x.toint(),
+            x_pitch=shape.slice_units * (2 * config.unit_k) + X_PAD,
+            staging=staging.toint(),
+            full=full,
+            empty=empty,
+            staged=staged,
+            drained=drained,
+        )
+
+    def init_barriers(self, memory: Memory):
+        config = self.config
+        for i in range(config.num_stages):
+            cute.arch.mbarrier_init(memory.full + i, 2)  # weights, activations
+            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
+        for i in range(config.num_buffers):
+            cute.arch.mbarrier_init(memory.staged + i, config.math_warps)
+            cute.arch.mbarrier_init(memory.drained + i, config.epilogue_warps)
+        cute.arch.mbarrier_init_fence()
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def clear_tail(self, memory, work, tid):
+        """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
+        unit_bytes = 2 * self.config.unit_k
+        wanted = work.own_units * unit_bytes
+        present = cutlass.max(work.shape.k * 2 - work.first_unit * unit_bytes, 0)
+        if (present < wanted) & (tid < self.config.math_warps * WARP_THREADS):
+            for token in cutlass.range(work.shape.m, unroll=1):
+                start = memory.x + token * memory.x_pitch
+                step = self.config.math_warps * WARP_THREADS * 16
+                for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
+                    ptx.store_shared_zero16(start + place, 0)
+
+    @cute.jit
+    def copy_activations(self, operands, memory, work, lane):
+        """Brings the slice of all tokens, a lane for each, along with the first weights that meet it.
+
+        All of it ahead would wait behind, or hold up, a ring full of weights. This warp takes part in every stage, also
+        where it has nothing to bring: else it could be a round of the ring ahead, and take one parity for another.
+        """
+        config = self.config
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(work.num_segments, unroll=1):
+            segment = work.segment(index)
+            for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+                # Several chunks' worth with the first of them: short copies would be many.
+                reach = cutlass.select_(
+                    (unit - segment.begin) % (X_CHUNKS * config.chunk_units) == 0,
+                    Int32(X_CHUNKS * config.chunk_units),
+                    Int32(0),
+                )
+                end = cutlass.min(unit + reach, segment.end)
+                first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
+                barrier = memory.full + stage
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
+                cute.arch.sync_warp()
+                if (lane < work.shape.m) & (size > 0):
+                    start = Int64(lane) * work.shape.k + work.first_unit * config.unit_k
+                    ptx.bulk_copy_to_shared(
+                        memory.x + lane * memory.x_pitch + first,
+                        operands.x + start * 2 + first,
+                        size,
+                        Int32(barrier.toint()),
+                    )
+                stage, phase = advance(stage, phase, config.num_stages)
+
+    @cute.jit
+    def copy_weights(self, operands, memory, work, lane):
+        """Keeps the ring full, one lane."""
+        config = self.config
+        stage, phase = Int32(0), Int32(1)
+        if lane == 0:
+            for index in cutlass.range(work.num_segments, unroll=1):
+                segment = work.segment(index)
+                for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                    end = cutlass.min(unit + config.chunk_units, segment.end)
+                    self.copy_chunk(operands, memory, work, segment.block, unit, end - unit, stage)
+                    stage, phase = advance(stage, phase, config.num_stages)
+            if const_expr(config.use_pdl):
+                cute.arch.griddepcontrol_launch_dependents()
+
+    def copy_chunk(self, operands, memory, work, block, unit, count, stage):
+        """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points."""
+        config = self.config
+        barrier = memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.unit_stage_bytes)
+        address = Int32(barrier.toint())
+        target = memory.ring + stage * config.stage_bytes
+        parts = [
+            (operands.codes, 0, config.unit_bytes),
+            (operands.scales, config.scale_offset, config.unit_scale_bytes),
+            (operands.zeros, config.zero_offset, config.unit_zero_bytes),
+        ]
+        for i in range(config.n_tiles):
+            # Of an odd number of tiles, the last block takes the last one twice.
+            tile = cutlass.min(block * config.n_tiles + i, work.shape.num_tiles - 1)
+            place = work.unit_of_tile(tile, unit)
+            for source, offset, unit_bytes in parts:
+                if unit_bytes:
+                    ptx.bulk_copy_to_shared(
+                        target + (offset + i * config.chunk_units * unit_bytes),
+                        source + place * unit_bytes,
+                        count * unit_bytes,
+                        address,
+                    )
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def lane_places(self, memory, work, warp, lane) -> Lane:
+        row_warp, g = warp % ROW_WARPS, lane // 4
+        rows = [
+            memory.x + cutlass.min(8 * block + lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16
+            for block in range(self.config.token_blocks)
+        ]
+        return Lane(
+            row_warp=row_warp,
+            k_warp=warp // ROW_WARPS,
+            g=g,
+            t=lane % 4,
+            code_offset=row_warp * (WARP_THREADS * FRAGMENT_BYTES) + lane * FRAGMENT_BYTES,
+            scale_offset=row_warp * 16 + g,
+            x_rows=rows,
+        )
+
+    @cute.jit
+    def multiply(self, operands, memory, work, warp, lane):
+        """A multiplying warp: its units of every chunk, then its part of the block's results."""
+        config = self.config
+        place = self.lane_places(memory, work, warp, lane)
+        stage, phase = Int32(0), Int32(0)
+        buffer, drained_phase = Int32(0), Int32(1)
+        sums = cute.make_rmem_tensor(config.n_tiles * config.token_blocks * 4, Float32)
+        for index in cutlass.range(work.num_segments, unroll=1):
+            segment = work.segment(index)
+            sums.fill(0.0)
+            channel = self.load_channel(operands, work, segment.block, place)
+            for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+                cute.arch.mbarrier_wait(memory.full + stage, phase)
+                count = cutlass.min(segment.end - unit, config.chunk_units)
+                base = memory.ring + stage * config.stage_bytes
+                for i in cutlass.range(place.k_warp, count, config.k_warps, unroll=1):
+                    self.multiply_unit(sums, base, i, (unit + i) * (2 * config.unit_k), place, channel)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.empty + stage)
+                stage, phase = advance(stage, phase, config.num_stages)
+            cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
+            self.stage_sums(sums, memory, buffer, place, channel)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.staged + buffer)
+            buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
+
+    def multiply_unit(self, sums, base, unit, x_offset, place: Lane, channel):
+        """Adds W X^T of a unit to ``sums``: [tile][block of tokens][4].
+
+        base: address of the stage; unit: its place in the chunk; x_offset: bytes from the slice's beginning in x.
+        """
+        config, decoder = self.config, self.decoder
+        group_size = config.group_size or config.unit_k
+        steps = group_size // STEP_K
+        groups = config.unit_k // group_size
+        # An MMA takes some 30 cycles to come back.
+        num_chains = 2 if config.n_tiles * config.token_blocks <= FEW_SUMS else 1
+        codes = base + (unit * config.unit_bytes + place.code_offset)
+        words = [
+            [
+                ptx.load_shared_vector(codes, (i * config.chunk_units * config.unit_tiles + tile) * TILE_BYTES, 4)
+                for tile in range(config.unit_tiles)
+            ]
+            for i in range(config.n_tiles)
+        ]
+        x_rows = [row + x_offset for row in place.x_rows]
+        for group in range(groups):
+            numbers = [self.load_group(base, i, unit, group, place, channel) for i in range(config.n_tiles)]
+            parts = [[[] for _ in range(config.token_blocks)] for _ in range(config.n_tiles)]
+            pair: list[Any] = []
+            for step in range(group * steps, (group + 1) * steps):
+                if step % 2 == 0:
+                    pair = [ptx.load_matrix_x4(row, step * STEP_K * 2, transpose=False) for row in x_rows]
+                for i in range(config.n_tiles):
+                    load = words[i][step // decoder.steps]
+                    a = decoder.fragment(load, step % decoder.steps, numbers[i][1])
+                    for block in range(config.token_blocks):
+                        b = pair[block][2 * (step % 2) : 2 * (step % 2) + 2]
+                        chains = parts[i][block]
+                        chain = (step - group * steps) % num_chains
+                        if chain == len(chains):
+                            chains.append([Float32(0.0)] * 4)
+                        chains[chain] = ptx.mma_m16n8k16(chains[chain], a, b, dtype=MMA_DTYPE[config.dtype])
+            for i in range(config.n_tiles):
+                for block in range(config.token_blocks):
+                    self.add_group(sums, i, block, parts[i][block], numbers[i][0])
+
+    def load_group(self, base, tile: int, unit, group: int, place: Lane, channel):
+        """(scales, offsets) of the thread's two rows in a group of a unit; scales are None if applied at the end."""
+        config, decoder = self.config, self.decoder
+        if not config.group_size:
+            return None, channel[tile][1]
+        row = base + (unit * config.unit_scale_bytes + place.scale_offset * 2)
+        offset = config.scale_offset + tile * config.chunk_units * config.unit_scale_bytes + group * SCALE_BYTES
+        scales = [self.to_float(ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
+        zeros = [Uint32(decoder.symmetric_zero)] * 2
+        if config.zero_point:
+            row = base + (unit * config.unit_zero_bytes + place.scale_offset)
+            offset = config.zero_offset + tile * config.chunk_units * config.unit_zero_bytes + group * ZERO_BYTES
+            zeros = [ptx.load_shared_part(row, offset + 8 * half, 1) for half in range(2)]
+        return scales, decoder.offsets(zeros)
+
+    def load_channel(self, operands, work, block, place: Lane):
+        """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
+        config, decoder = self.config, self.decoder
+        channel = []
+        if not config.group_size:
+            for i in range(config.n_tiles):
+                tile = cutlass.min(block * config.n_tiles + i, work.shape.num_tiles - 1)
+                row = Int64(tile) * TILE_N + place.scale_offset
+                words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
+                zeros = [Uint32(decoder.symmetric_zero)] * 2
+                if config.zero_point:
+                    zeros = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
+                channel.append(([self.to_float(word) for word in words], decoder.offsets(zeros)))
+        return channel
+
+    def to_float(self, word):
+        """The low 16 bits of a word, of the configuration's dtype."""
+        return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
+
+    def add_group(self, sums, tile: int, block: int, chains, scales):
+        """Adds a group's products times its scales; with no scales as they are."""
+        first = (tile * self.config.token_blocks + block) * 4
+        for chain in chains:
+            for i in range(4):
+                if scales is None:
+                    sums[first + i] = sums[first + i] + chain[i]
+                else:
+                    sums[first + i] = ptx.fma(chain[i], scales[i // 2], sums[first + i])
+
+    def stage_sums(self, sums, memory, buffer, place: Lane, channel):
+        """Stores a warp's results where the epilogue finds them: token by token, the block's rows side by side."""
+        config = self.config
+        base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
+        base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
+        for tile in range(config.n_tiles):
+            for block in range(config.token_blocks):
+                for i in range(4):
+                    value = sums[(tile * config.token_blocks + block) * 4 + i]
+                    if channel:
+                        value = value * channel[tile][0][i // 2]
+                    token, row = block * 8 + i % 2, tile * TILE_N + 8 * (i // 2)
+                    ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
+
+
+def advance(stage, phase, num_stages: int):
+    """The next place of a ring and the parity of its barrier."""
+    stage = stage + 1
+    wrapped = stage == num_stages
+    return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)

@@ -1,0 +1,73 @@
+"""Launching the CUDA kernels of the family."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, plan_of
+from cute_kernels.linear.schedule import MAX_TOKENS
+from layouts.weights.hopper import tile_k
+
+VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
+
+
+def launch(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    bits: int,
+    group_size: int,
+    n: int,
+    k: int,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """activation(x W^T + bias) + residual, [M, N] or [M, N / 2], on the current stream.
+
+    Args:
+        x: contiguous [M, K] in the scales' dtype, M >= 1, scaled and in packed order already.
+        codes, scales, zeros: as in `cute_kernels.linear.PackedWeight`; n and k its shape.
+        bias: [N] in x's dtype. residual: contiguous [M, columns of the result] in out_dtype.
+        group_size: 0 for one scale per row.
+        out: contiguous, in out_dtype, or None.
+
+    Rows beyond 32 are taken 32 at a time.
+    """
+    index = x.get_device()
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return launch(
+                x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out
+            )  # fmt: skip
+    columns = n // 2 if activation == "swiglu" else n
+    if out is None:
+        out = torch.empty((x.shape[0], columns), dtype=out_dtype, device=x.device)
+    x = _aligned(x)
+    row_bytes = columns * out.element_size()
+    constant = codes.data_ptr(), scales.data_ptr(), _address(zeros), _address(bias)
+    k_pad = codes.shape[1] * tile_k(bits)
+    numbers = n, ACTIVATIONS[activation], OUT_KINDS[out_dtype]
+    for first in range(0, x.shape[0], MAX_TOKENS):
+        rows = x if x.shape[0] <= MAX_TOKENS else x[first : first + MAX_TOKENS]
+        plan = plan_of(rows.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index)
+        offset = first * row_bytes
+        results = residual.data_ptr() + offset if residual is not None else 0, out.data_ptr() + offset
+        plan.run(rows, (*constant, *results), *numbers)
+    return out
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x with rows of whole 16-byte pieces that start on 16 bytes: a copy if it is not so."""
+    missing = -x.shape[1] % (VECTOR_BYTES // x.element_size())
+    if missing:
+        return functional.pad(x, (0, missing))
+    return x.clone() if x.data_ptr() % VECTOR_BYTES else x

@@ -1,0 +1,234 @@
+"""The layer as an nn.Module, and swapping the Linear layers of a model for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels.arguments import check_tensors
+from cute_kernels.linear import ops
+from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight
+
+ModelProgress = Callable[[str, int, int], None]
+"""Called with a layer's name, how many layers are done and how many there are."""
+
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
+
+    Its state dict has the tensors of `PackedWeight.state_dict`, "format" among them, and "bias". Loading one takes on
+    the number of bits, group size and options of what is loaded; only N and K must be the layer's. Tensors are copied,
+    into those that are there where they fit. A weight that lacks a tensor or does not fit is reported by
+    `load_state_dict`, and the layer is then as it was.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features], or None; kept in the dtype of the weight's scales.
+
+    Raises:
+        TypeError, ValueError: weight or bias is not as above; the message names it.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    perm: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    shape: tuple[int, int]
+    bits: int
+    group_size: int | None
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"weight: got {type(weight).__name__}, want a PackedWeight")
+        self.shape = weight.shape
+        for name in (*TENSOR_NAMES, "bias"):
+            self.register_buffer(name, None)
+        self._set(weight, self._checked_bias(bias, weight))
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> QuantizedLinear:
+        """The layer with a Linear's weight quantised; arguments and errors as for `quantize_weight`."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")
+        weight = quantize_weight(linear.weight, bits, group_size, zero_point, dtype, device=device)
+        layer = cls(weight, None if linear.bias is None else linear.bias.detach())
+        return layer.train(linear.training)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The weight; it shares the layer's tensors."""
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in TENSOR_NAMES}
+        return PackedWeight(**tensors, bits=self.bits, group_size=self.group_size, shape=self.shape)
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out_features] of x [..., in_features], in x's dtype, which is that of the scales."""
+        tensors = self._buffers  # nn.Module takes a detour to them as attributes
+        codes, scales = tensors["codes"], tensors["scales"]
+        assert codes is not None and scales is not None
+        return ops.apply(
+            x,
+            codes,
+            scales,
+            tensors["zeros"],
+            tensors["perm"],
+            tensors["input_scale"],
+            bits=self.bits,
+            group_size=self.group_size,
+            shape=self.shape,
+            bias=tensors["bias"],
+        )
+
+    def extra_repr(self) -> str:
+        has = [name for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"bits={self.bits}, group_size={self.group_size}, {self.scales.dtype}"
+            f"{', with ' if has else ''}{', '.join(has)}"
+        )
+
+    def _set(self, weight: PackedWeight, bias: torch.Tensor | None) -> None:
+        for name in TENSOR_NAMES:
+            setattr(self, name, getattr(weight, name))
+        self.bias = bias
+        self.bits, self.group_size = weight.bits, weight.group_size
+
+    def _checked_bias(self, bias: torch.Tensor | None, weight: PackedWeight) -> torch.Tensor | None:
+        if bias is None:
+            return None
+        check_tensors(bias=bias)
+        if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
+            raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating [{self.out_features}]")
+        return bias.to(weight.device, weight.dtype).contiguous()
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        unexpected = sorted(own.keys() - {*TENSOR_NAMES, "format", "bias"})
+        unexpected_keys.extend(prefix + name for name in unexpected)
+        missing = [name for name in ("codes", "scales", "format") if name not in own]
+        no_bias = self.bias is not None and "bias" not in own
+        missing_keys.extend(prefix + name for name in [*missing, *(["bias"] if no_bias else [])])
+        if missing:
+            return
+        try:
+            bias = self.bias if no_bias else own.get("bias")
+            names = (*TENSOR_NAMES, "format")
+            weight = PackedWeight.from_state_dict({name: own[name] for name in names if name in own})
+            if weight.shape != self.shape:
+                raise ValueError(f"format: got a weight {list(weight.shape)}, want {list(self.shape)}")
+            bias = self._checked_bias(bias, weight)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}{error}")
+            return
+        self._take(weight, bias, copy=not local_metadata.get("assign_to_params_buffers", False))
+
+    def _take(self, weight: PackedWeight, bias: torch.Tensor | None, copy: bool) -> None:
+        """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
+        device = weight.device if self.codes.is_meta else self.codes.device
+        for name, new in [*((name, getattr(weight, name)) for name in TENSOR_NAMES), ("bias", bias)]:
+            here = self._buffers[name]
+            if new is None or not copy:
+                setattr(self, name, new)
+            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+                here.copy_(new)
+            else:
+                setattr(self, name, new.to(device, copy=True))
+        self.bits, self.group_size = weight.bits, weight.group_size
+
+
+def quantize_model(
+    model: nn.Module,
+    *,
+    bits: int = 4,
+    group_size: int | None = 128,
+    zero_point: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    skip: Sequence[str] = ("lm_head",),
+    progress: ModelProgress | None = None,
+) -> nn.Module:
+    """Swaps the nn.Linear layers of a model for `QuantizedLinear`, in place, one after the other.
+
+    Each layer's weight is freed before the next one is quantised, if nothing else holds it. A layer that stands in
+    several places is quantised once. Subclasses of nn.Linear stay as they are, since their forward is their own.
+
+    Args:
+        bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
+        skip: layers that stay as they are: shell patterns for the qualified name or its last part.
+        progress: called after each layer with its qualified name, the number of layers done and that of all.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a layer's weight has values that are not finite; the message
+            names it. Layers before that one have been swapped.
+    """
+    if isinstance(model, nn.Linear):
+        raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")
+    if isinstance(skip, str):
+        raise TypeError(f"skip: got the string {skip!r}, want a sequence of names")
+    places: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear and not _is_skipped(name, skip):
+            places.setdefault(module, []).append(name)
+    total = len(places)
+    for done in range(1, total + 1):
+        linear = next(iter(places))
+        names = places.pop(linear)
+        try:
+            layer = QuantizedLinear.from_linear(linear, bits, group_size, zero_point, dtype, device=device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{names[0]}: {error}") from error
+        for name in names:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, layer)
+        del linear
+        if progress is not None:
+            progress(names[0], done, total)
+    return model
+
+
+def _is_skipped(name: str, skip: Sequence[str]) -> bool:
+    return any(fnmatchcase(candidate, pattern) for pattern in skip for candidate in (name, name.rpartition(".")[2]))

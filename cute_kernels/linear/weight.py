@@ -1,0 +1,358 @@
+"""`PackedWeight`: the quantised weight of a linear layer as the kernels read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from layouts.transform import unpack
+from layouts.weights import hopper
+
+TILE_N = hopper.TILE_N
+TILE_BYTES = hopper.TILE_BYTES
+K_MULTIPLE = 64
+BITS = (4, 8)
+GROUP_SIZES = (32, 64, 128, 256)
+SCALE_DTYPES = (torch.bfloat16, torch.float16)
+FORMAT_VERSION = 1
+TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
+BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
+_FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size")
+
+
+def symmetric_zero(bits: int) -> int:
+    """The code that stands for 0 in a weight without zero points: 8 or 128."""
+    return 1 << (bits - 1)
+
+
+def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
+    """(N_pad, K_pad) of a weight [N, K]: N in whole tiles of 64, K in whole groups and multiples of 64."""
+    (n, k), k_multiple = shape, max(K_MULTIPLE, group_size or 0)
+    return -(-n // TILE_N) * TILE_N, -(-k // k_multiple) * k_multiple
+
+
+def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
+    """Groups along the padded K; 1 without groups."""
+    return padded_shape(shape, group_size)[1] // group_size if group_size else 1
+
+
+def row_blocks(num_tiles: int, k: int) -> Iterator[tuple[int, int]]:
+    """Ranges of N tiles that cover ``num_tiles``, each of about `BLOCK_ELEMENTS` weights of ``k`` a row."""
+    step = max(1, BLOCK_ELEMENTS // (TILE_N * k))
+    for first in range(0, num_tiles, step):
+        yield first, min(first + step, num_tiles)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight:
+    """A weight [N, K] (out_features, in_features) in 4- or 8-bit codes: W[n, k] = (code - zero) * scale.
+
+    One set of tensors serves every kernel of the family. N and K are padded to N_pad and K_pad (`padded_shape`) with
+    codes that stand for 0; G is the number of groups along K_pad. The product is taken in fp32, where it is exact, and
+    rounded once.
+
+    Args:
+        codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
+            is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
+        scales: bf16 or fp16 [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Their dtype is
+            that of the activations.
+        zeros: uint8 [N_pad / 64, G, 64], or None for a symmetric weight, whose zero is code 8 or 128.
+        bits: 4 or 8.
+        group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row.
+        shape: (N, K), without padding.
+        perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
+        input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
+
+    Raises:
+        TypeError, ValueError: a field is not as above; the message names it.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int | None
+    shape: tuple[int, int]
+    perm: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_format(self.bits, self.group_size, self.shape)
+        n_pad, k_pad = padded_shape(self.shape, self.group_size)
+        tiles, k = n_pad // TILE_N, self.shape[1]
+        per_group = (tiles, num_groups(self.shape, self.group_size), TILE_N)
+        if self.scales.dtype not in SCALE_DTYPES:
+            raise TypeError(f"scales: got dtype {self.scales.dtype}, want torch.bfloat16 or torch.float16")
+        self._check("codes", torch.uint8, (tiles, k_pad // hopper.tile_k(self.bits), TILE_BYTES))
+        self._check("scales", self.scales.dtype, per_group)
+        self._check("zeros", torch.uint8, per_group)
+        self._check("perm", torch.int32, (k,))
+        self._check("input_scale", self.scales.dtype, (k,))
+
+    def _check(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = getattr(self, name)
+        if tensor is None:
+            return
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+        if tuple(tensor.shape) != shape:
+            n, k = self.shape
+            kind = (
+                f"{self.bits}-bit [{n}, {k}] in {'rows' if self.group_size is None else f'groups of {self.group_size}'}"
+            )
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {list(shape)} for a weight of {kind}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
+        if tensor.device != self.codes.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {self.codes.device}, where codes is")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scales, and of the activations that the weight takes."""
+        return self.scales.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        parts = [f"{self.bits}-bit", f"[{n}, {k}]", f"group_size={self.group_size}", str(self.dtype)]
+        parts += [f"with {name}" for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
+        return f"PackedWeight({', '.join(parts)}, {self.nbytes / 1e6:.1f} MB on {self.device})"
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name in TENSOR_NAMES if (value := getattr(self, name)) is not None}
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [N, K] in ``dtype`` (default: that of the scales), inputs in their own order: perm is undone.
+
+        `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
+        through fp32.
+        """
+        n, k = self.shape
+        out = torch.empty(n, k, dtype=dtype or self.dtype, device=self.device)
+        for first, last in row_blocks(self.codes.shape[0], self.codes.shape[1] * hopper.tile_k(self.bits)):
+            out[first * TILE_N : last * TILE_N] = self.dequantize_tiles(first, last)
+        return out
+
+    def dequantize_tiles(self, first: int, last: int) -> torch.Tensor:
+        """Rows 64 * first to 64 * last of W as exact fp32 products [rows, K]; the rows that pad N are left out."""
+        codes = self.unpack_tiles(first, last)
+        rows, groups = codes.shape[0], self.scales.shape[1]
+        w = codes.view(rows, groups, -1).float()
+        w -= symmetric_zero(self.bits) if self.zeros is None else rows_of(self.zeros[first:last]).unsqueeze(-1).float()
+        w *= rows_of(self.scales[first:last]).unsqueeze(-1).float()
+        w = w.view(rows, -1)[: self.shape[0] - first * TILE_N, : self.shape[1]]
+        if self.perm is None:
+            return w
+        return torch.empty_like(w).index_copy_(1, self.perm.long(), w)
+
+    def unpack_tiles(self, first: int, last: int) -> torch.Tensor:
+        """Codes uint8 [64 * (last - first), K_pad] of N tiles first to last, in packed order."""
+        return unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # The importers stand above this package, so they are looked up when they are called.
+
+    @classmethod
+    def from_awq(
+        cls, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, **options: Any
+    ) -> PackedWeight:
+        """The weight of an AWQ layer; see `cute_kernels.integrations.checkpoints.awq.from_awq`."""
+        from cute_kernels.integrations.checkpoints import awq
+
+        return awq.from_awq(qweight, qzeros, scales, **options)
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: torch.Tensor,
+        qzeros: torch.Tensor,
+        scales: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        **options: Any,
+    ) -> PackedWeight:
+        """The weight of a GPTQ layer; see `cute_kernels.integrations.checkpoints.gptq.from_gptq`."""
+        from cute_kernels.integrations.checkpoints import gptq
+
+        return gptq.from_gptq(qweight, qzeros, scales, g_idx, **options)
+
+    @classmethod
+    def from_compressed_tensors(
+        cls, weight_packed: torch.Tensor, weight_scale: torch.Tensor, **options: Any
+    ) -> PackedWeight:
+        """The weight of a "pack-quantized" layer; see
+        `cute_kernels.integrations.checkpoints.compressed_tensors.from_compressed_tensors`.
+        """
+        from cute_kernels.integrations.checkpoints import compressed_tensors
+
+        return compressed_tensors.from_compressed_tensors(weight_packed, weight_scale, **options)
+
+    @classmethod
+    def from_hqq(cls, W_q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, **options: Any) -> PackedWeight:
+        """The weight of an HQQ layer; see `cute_kernels.integrations.checkpoints.hqq.from_hqq`."""
+        from cute_kernels.integrations.checkpoints import hqq
+
+        return hqq.from_hqq(W_q, scale, zero, **options)
+
+    @classmethod
+    def from_torchao(cls, **tensors: Any) -> PackedWeight:
+        """The weight of a torchao layer; see `cute_kernels.integrations.checkpoints.torchao.from_torchao`."""
+        from cute_kernels.integrations.checkpoints import torchao
+
+        return torchao.from_torchao(**tensors)
+
+    @classmethod
+    def from_fastertransformer(cls, weight: torch.Tensor, scales: torch.Tensor, **options: Any) -> PackedWeight:
+        """A weight preprocessed for FasterTransformer or TensorRT-LLM; see
+        `cute_kernels.integrations.checkpoints.fastertransformer.from_fastertransformer`.
+        """
+        from cute_kernels.integrations.checkpoints import fastertransformer
+
+        return fastertransformer.from_fastertransformer(weight, scales, **options)
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedWeight:
+        """The weight on another device; itself if it is there."""
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
+        return replace(self, **moved)
+
+    def shard_n(self, rank: int, world_size: int) -> PackedWeight:
+        """A rank's output features (column-parallel), copied: equals packing those rows alone.
+
+        Raises:
+            ValueError: N is no multiple of 64 * world_size, or rank is not below world_size.
+        """
+        n, k = self.shape
+        _check_rank(rank, world_size)
+        if n % (TILE_N * world_size):
+            raise ValueError(f"world_size: got {world_size}, want one with N = {n} a multiple of {TILE_N} * world_size")
+        own: dict[str, Any] = {"codes": hopper.shard_n(self.codes, rank, world_size).clone()}
+        for name in ("scales", "zeros"):
+            tensor = getattr(self, name)
+            own[name] = None if tensor is None else tensor.chunk(world_size)[rank].clone()
+        return replace(self, shape=(n // world_size, k), **own)
+
+    def shard_k(self, rank: int, world_size: int) -> PackedWeight:
+        """A rank's inputs (row-parallel), copied: equals packing those columns alone.
+
+        The partial products of all ranks add up to the layer; bias and residual are for one of them. With `perm` the
+        rank's packed positions must take inputs of its own share, which act-order weights rarely do.
+
+        Raises:
+            ValueError: a share of K is no multiple of 64 and of the group size, rank is not below world_size, or the
+                rank's part of perm takes other ranks' inputs.
+        """
+        n, k = self.shape
+        _check_rank(rank, world_size)
+        multiple = max(K_MULTIPLE, self.group_size or 0)
+        if k % (multiple * world_size):
+            raise ValueError(
+                f"world_size: got {world_size}, want one with K = {k} a multiple of {multiple} * world_size"
+            )
+        share = k // world_size
+        own: dict[str, Any] = {"codes": hopper.shard_k(self.codes, rank, world_size).contiguous()}
+        if self.group_size is not None:
+            for name in ("scales", "zeros"):
+                tensor = getattr(self, name)
+                own[name] = None if tensor is None else tensor.chunk(world_size, dim=1)[rank].contiguous()
+        if self.input_scale is not None:
+            own["input_scale"] = self.input_scale[rank * share : (rank + 1) * share].clone()
+        if self.perm is not None:
+            perm = self.perm[rank * share : (rank + 1) * share] - rank * share
+            if bool(((perm < 0) | (perm >= share)).any()):
+                raise ValueError(
+                    f"perm: rank {rank} of {world_size} would take inputs outside its {share}, want an act-order "
+                    "weight whole or sharded along N"
+                )
+            own["perm"] = perm
+        return replace(self, shape=(n, share), **own)
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors by the names of their fields, and "format", int64 [5]: version, N, K, bits, group_size or 0.
+
+        What safetensors or `torch.save` keep of a weight; `from_state_dict` is the inverse.
+        """
+        fields = (FORMAT_VERSION, *self.shape, self.bits, self.group_size or 0)
+        return {**self._tensors(), "format": torch.tensor(fields, dtype=torch.int64)}
+
+    @classmethod
+    def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedWeight:
+        """The weight of `state_dict`'s tensors, which are not copied.
+
+        Raises:
+            TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
+        """
+        for name in ("format", "codes", "scales"):
+            if name not in tensors:
+                raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
+        unknown = sorted(tensors.keys() - {*TENSOR_NAMES, "format"})
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]}: got a tensor of that name, want none but {', '.join(TENSOR_NAMES)}, format"
+            )
+        found = tensors["format"]
+        if found.dtype != torch.int64 or tuple(found.shape) != (len(_FORMAT_FIELDS),):
+            raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{len(_FORMAT_FIELDS)}]")
+        version, n, k, bits, group_size = found.tolist()
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
+        fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
+        weight = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
+        if weight.perm is not None:
+            check_permutation("perm", weight.perm)
+        return weight
+
+
+def rows_of(tiled: torch.Tensor) -> torch.Tensor:
+    """Scales or zeros [64 * tiles, G] of their tiles [tiles, G, 64]."""
+    return tiled.transpose(1, 2).flatten(0, 1)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_format(bits: Any, group_size: Any, shape: Any) -> None:
+    """Raises ValueError unless there is such a format of weights."""
+    if bits not in BITS:
+        raise ValueError(f"bits: got {bits!r}, want 4 or 8")
+    if group_size is not None and group_size not in GROUP_SIZES:
+        wanted = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None for one scale per row")
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"shape: got {list(shape)}, want [N, K] with N and K at least 1")
+
+
+def check_permutation(name: str, perm: torch.Tensor) -> None:
+    """Raises ValueError unless each index occurs once; waits for a GPU."""
+    if not torch.equal(perm.sort().values, torch.arange(perm.numel(), dtype=perm.dtype, device=perm.device)):
+        raise ValueError(f"{name}: got indices that are missing or repeated, want each of 0 to {perm.numel() - 1} once")
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size: got {world_size}, want at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank: got {rank}, want 0 to {world_size - 1}")

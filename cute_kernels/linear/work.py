@@ -1,0 +1,124 @@
+"""Which part of the weights a CTA takes, as the device computes it; :mod:`.schedule` says the same in plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64
+
+RECIPROCAL_BITS = 40  # x // n is x * ceil(2**40 / n) >> 40 for x * n < 2**40
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Addresses of a launch. bias, residual, zeros and workspace are 0 where there is none."""
+
+    x: Any  # [m, k] of the configuration's dtype
+    codes: Any
+    scales: Any
+    zeros: Any
+    bias: Any  # [n] of x's dtype
+    residual: Any  # as out, of x's dtype
+    out: Any
+    workspace: Any  # [blocks, max_parts, m * block_rows] fp32, EMPTY
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a launch; run-time integers."""
+
+    m: Any
+    n: Any
+    k: Any
+    num_tiles: Any  # tiles of 64 output features
+    units: Any  # of the padded K
+    slice_units: Any  # of a slice of K; the last slice may have fewer
+    slice_reciprocal: Any  # 2**RECIPROCAL_BITS over slice_units, rounded up
+    num_slices: Any  # CTAs of a group: each takes a slice of K
+    base: Any  # units of a slice, over all blocks, that a group takes;
+    rest: Any  # the first ``rest`` groups take one more
+    max_parts: Any  # partial results of a block, at most
+    activation: Any
+    out_kind: Any
+
+    def block_of(self, unit):
+        """The block of a unit, counted over all blocks of a slice."""
+        return Int32((Int64(unit) * self.slice_reciprocal) >> RECIPROCAL_BITS)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A CTA's units of one block: [begin, end) of its slice; run-time integers.
+
+    ``last``: whether its group is the last of those that share the block, and so puts the result together.
+    """
+
+    block: Any
+    begin: Any
+    end: Any
+    last: Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """A CTA's part: the ``slice_index``-th slice of units [first, first + count) of all blocks; run-time integers.
+
+    Its blocks are taken from the last to the first: so what it shares with the next group is ready long before that
+    group, which takes it last, adds it up.
+    """
+
+    shape: Shape
+    group: Any
+    slice_index: Any
+    first: Any
+    count: Any
+    first_block: Any
+    num_segments: Any
+    own_units: Any  # of the slice
+
+    @staticmethod
+    def of(shape: Shape, group, slice_index) -> Work:
+        first = group * shape.base + cutlass.min(group, shape.rest)
+        count = shape.base + cutlass.select_(group < shape.rest, Int32(1), Int32(0))
+        # A division would take over 100 cycles on the way to the first copy.
+        first_block = shape.block_of(first)
+        num_segments = shape.block_of(first + count - 1) - first_block + 1
+        own_units = cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units)
+        return Work(shape, group, slice_index, first, count, first_block, num_segments, own_units)
+
+    def segment(self, index) -> Segment:
+        block = self.first_block + (self.num_segments - 1) - index
+        start = block * self.shape.slice_units
+        begin = cutlass.max(self.first - start, 0)
+        stop = cutlass.min(self.first + self.count - start, self.shape.slice_units)
+        return Segment(block, begin, cutlass.min(stop, self.own_units), stop == self.shape.slice_units)
+
+    def first_group(self, block):
+        """The first of the groups that share a block of this one."""
+        shape = self.shape
+        start = block * shape.slice_units
+        longer = shape.rest * (shape.base + 1)
+        before = cutlass.select_(start < longer, start // (shape.base + 1), shape.rest + (start - longer) // shape.base)
+        return cutlass.select_(start < self.first, before, self.group)
+
+    @property
+    def first_unit(self):
+        """First unit of the slice."""
+        return self.slice_index * self.shape.slice_units
+
+    def missing_x(self, index, unit, end, unit_bytes: int):
+        """(first byte in the slice, bytes) of a token's activations that units [unit, end) of a segment want first.
+
+        The first segment brings those of its units, the second one the rest of the slice: any further ones are whole.
+        """
+        seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
+        first = cutlass.max(unit, seen) * unit_bytes
+        # x ends before the padded K does.
+        stop = cutlass.min(end * unit_bytes, self.shape.k * 2 - self.first_unit * unit_bytes)
+        return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
+
+    def unit_of_tile(self, tile, unit):
+        """A slice's unit among all units of all tiles."""
+        return Int64(tile) * self.shape.units + (self.first_unit + unit)

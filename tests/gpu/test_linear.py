@@ -1,0 +1,248 @@
+"""Weight-only linear layers on a GPU: every format against fp64, exactness, tails, epilogues, repeats, graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.ops import apply
+from cute_kernels.linear.plan import DTYPES, make_plan
+from cute_kernels.linear.reference import linear_reference
+from cute_kernels.linear.schedule import Problem, make_schedule, schedules
+from cute_kernels.linear.weight import PackedWeight, padded_shape
+from tests.linear.cases import known
+
+pytestmark = pytest.mark.gpu
+
+CUDA = "cuda"
+FORMATS = [
+    pytest.param(bits, dtype, group, zero, id=f"w{bits}-{str(dtype)[6:]}-g{group}{'-zero' if zero else ''}")
+    for bits in (4, 8)
+    for dtype in (torch.bfloat16, torch.float16)
+    for group in (32, 64, 128, 256, None)
+    for zero in (False, True)
+]
+every_format = pytest.mark.parametrize("bits, dtype, group, zero", FORMATS)
+# Of the largest result; a bf16 is off by up to half of 2**-7 of itself.
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}
+
+
+SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
+    *((m, 192, 640, 128) for m in (*range(1, 33),)),
+    *((m, n, k, 32) for m in (3, 16) for n in (1, 257) for k in (1, 65, 129, 2056)),
+    *((m, n, k, 32) for m in (7, 8, 16, 32) for n, k in ((130, 320), (1000, 2048), (1024, 512))),
+    *((m, n, k, 128) for m in (1, 8, 16, 32) for n, k in ((640, 4096), (4224, 2048), (20_000, 512))),
+    *((m, 1000, 2048, 128) for m in (3, 16)),
+    *((m, n, k, 32) for m in (4, 5) for n, k in ((256, 512), (128, 264))),
+    (3, 128, 72, 64),
+    (2, 140_032, 16_384, 128),
+]
+
+
+def specs() -> list[LinearSpec]:
+    """The kernels of this module."""
+
+    def problem(m, n, k, bits, dtype, group, zero):
+        k_pad = padded_shape((n, k), group)[1]
+        return Problem(m, n, k, k_pad, bits, DTYPES[dtype], group or 0, zero)
+
+    formats = [(bits, dtype, group, zero) for bits, dtype, group, zero in (param.values for param in FORMATS)]
+    found = [problem(m, n, k, *form) for form in formats for n, k in ((200, 520), (1000, 2048)) for m in (1, 8, 16, 31)]
+    found += [problem(32, 130, 576, *form) for form in formats]
+    for m, n, k, group in SHAPES:
+        found += [problem(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
+    return [LinearSpec(config) for config in dict.fromkeys(make_schedule(one).config for one in found)]
+
+
+def run(weight: PackedWeight, x: torch.Tensor, **options) -> torch.Tensor:
+    return apply(
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.perm,
+        weight.input_scale,
+        bits=weight.bits,
+        group_size=weight.group_size,
+        shape=weight.shape,
+        **options,
+    )
+
+
+def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
+
+
+def assert_near(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
+    error = (found.double() - exact).abs().max().item()
+    assert error <= tolerance * exact.abs().max().item(), error
+
+
+@every_format
+@pytest.mark.parametrize("n, k", [(200, 520), (1000, 2048)])
+def test_products_are_those_of_fp64(bits, dtype, group, zero, n, k):
+    reference = known(n, k, bits, group, zero, dtype)
+    weight, dense = reference.pack().to(CUDA), reference.dense.to(CUDA)
+    for m in (1, 5, 8, 13, 16, 31):
+        x = activations(m, k, dtype, m)
+        exact = x.double() @ dense.T
+        assert_near(run(weight, x, out_dtype=torch.float32), exact, TOLERANCE[torch.float32])
+        assert_near(run(weight, x), exact, TOLERANCE[dtype])
+
+
+@every_format
+def test_one_hot_rows_return_the_weights_bit_by_bit(bits, dtype, group, zero):
+    weight = known(130, 576, bits, group, zero, dtype).pack().to(CUDA)
+    rows = torch.eye(576, device=CUDA, dtype=dtype)
+    assert torch.equal(run(weight, rows).T, weight.dequantize(dtype))
+
+
+@pytest.mark.parametrize("m", [0, 2, 3, 4, 7, 9, 15, 17, 32, 33, 64, 70])
+def test_any_number_of_rows(m):
+    reference = known(192, 640, group_size=128)
+    x = activations(m, 640, torch.bfloat16)
+    found = run(reference.pack().to(CUDA), x)
+    assert found.shape == (m, 192)
+    if m:
+        assert_near(found, x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 63, 65, 130, 257])
+@pytest.mark.parametrize("k", [1, 8, 63, 65, 129, 2056])
+@pytest.mark.parametrize("m", [3, 16])
+def test_tails(n, k, m):
+    reference = known(n, k, group_size=32, zero_point=True)
+    x = activations(m, k, torch.bfloat16)
+    out = torch.full((m, n), math.nan, device=CUDA, dtype=torch.float32)
+    guard = torch.full((m * n + 64,), 7.0, device=CUDA)
+    inside = guard[: m * n].view(m, n)
+    run(reference.pack().to(CUDA), x, out=out)
+    run(reference.pack().to(CUDA), x, out=inside)
+    assert_near(out, x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.float32])
+    assert torch.equal(inside, out) and torch.all(guard[m * n :] == 7.0)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "swiglu"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n, k, m", [(130, 320, 7), (1000, 2048, 16), (1024, 512, 40)])
+def test_epilogues(activation, out_dtype, n, k, m):
+    weight = known(n, k).pack().to(CUDA)
+    x = activations(m, k, torch.bfloat16)
+    columns = n // 2 if activation == "swiglu" else n
+    bias = activations(1, n, torch.bfloat16, 1)[0]
+    residual = activations(m, columns, out_dtype, 2)
+    for options in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
+        options = {**options, "activation": activation, "out_dtype": out_dtype}
+        exact = linear_reference(x, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
+        out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
+        assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
+
+
+def test_a_residual_may_be_the_output():
+    weight = known(256, 512).pack().to(CUDA)
+    x, residual = activations(5, 512, torch.bfloat16), activations(5, 256, torch.bfloat16, 1)
+    wanted = run(weight, x, residual=residual)
+    assert run(weight, x, residual=residual, out=residual) is residual
+    assert torch.equal(residual, wanted)
+
+
+def test_padding_does_not_see_nan_behind_the_activations():
+    reference = known(128, 72, group_size=64)
+    memory = torch.full((3, 200), math.nan, device=CUDA, dtype=torch.bfloat16)
+    memory.view(-1)[: 3 * 72] = activations(3, 72, torch.bfloat16).view(-1)
+    x = memory.view(-1)[: 3 * 72].view(3, 72)
+    assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
+
+
+def test_misaligned_activations():
+    reference = known(128, 264, group_size=32)
+    memory = torch.empty(1 + 5 * 264, device=CUDA, dtype=torch.bfloat16)
+    x = memory[1:].view(5, 264)
+    x.copy_(activations(5, 264, torch.bfloat16))
+    assert_near(run(reference.pack().to(CUDA), x), x.double() @ reference.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("n, k", [(640, 4096), (4224, 2048), (20_000, 512)])
+@pytest.mark.parametrize("m", [1, 8, 16, 32])
+def test_every_cut_gives_the_same_numbers_each_time(n, k, m):
+    """Whatever slices and groups: right, the same bits in every run, and a workspace left as it was.
+
+    Among them CTAs with whole blocks, with many blocks of a slice, and with a part of one.
+    """
+    reference = known(n, k, group_size=128)
+    weight = reference.pack().to(CUDA)
+    x = activations(m, k, torch.bfloat16)
+    exact = x.double() @ reference.dense.to(CUDA).T
+    problem = Problem(m, n, k, k, 4, "bf16", 128)
+    config = make_schedule(problem).config
+    addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0)
+    for schedule in schedules(problem, config):
+        plan = make_plan(schedule, m, torch.cuda.current_device())
+        words = torch.full((max(1, plan.num_words),), -1, dtype=torch.int32, device=CUDA)
+        results = []
+        for _ in range(3):
+            out = torch.full((m, n), math.nan, device=CUDA, dtype=torch.float32)
+            plan.launch(x, (*addresses, out.data_ptr()), words.data_ptr(), n, 0, 2)
+            results.append(out)
+        assert_near(results[0], exact, TOLERANCE[torch.float32])
+        assert all(torch.equal(results[0], other) for other in results[1:])
+        assert torch.all(words == -1)
+
+
+def test_nan_and_infinity_stay_in_their_rows():
+    weight = known(256, 512).pack().to(CUDA)
+    x = activations(4, 512, torch.bfloat16)
+    clean = run(weight, x)
+    x[1, 7], x[2, 300] = math.nan, math.inf
+    found = run(weight, x)
+    assert torch.equal(found[[0, 3]], clean[[0, 3]])
+    assert found[1].isnan().all() and not found[2].isfinite().any()
+
+
+def test_graphs_replay():
+    weight = known(1000, 2048, group_size=128).pack().to(CUDA)
+    x = activations(16, 2048, torch.bfloat16)
+    run(weight, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = run(weight, x)
+        second = run(weight, first.new_ones(3, 2048))
+    for seed in range(3):
+        x.copy_(activations(16, 2048, torch.bfloat16, seed))
+        first.fill_(math.nan)
+        second.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(first, run(weight, x))
+        assert torch.equal(second, run(weight, torch.ones(3, 2048, device=CUDA, dtype=torch.bfloat16)))
+
+
+def test_streams_do_not_share_partial_results():
+    weight = known(640, 4096, group_size=128).pack().to(CUDA)
+    inputs = [activations(8, 4096, torch.bfloat16, seed) for seed in range(4)]
+    wanted = [run(weight, x) for x in inputs]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in inputs], []
+    for stream, x in zip(streams, inputs, strict=True):
+        with torch.cuda.stream(stream):
+            found.append([run(weight, x) for _ in range(20)])
+    torch.cuda.synchronize()
+    for results, one in zip(found, wanted, strict=True):
+        assert all(torch.equal(result, one) for result in results)
+
+
+def test_weights_beyond_two_to_the_31_elements():
+    """The last rows of 140,000 x 16,384, whose codes lie beyond 2**30 bytes and elements beyond 2**31."""
+    n, k = 140_032, 16_384
+    last = known(64, k, group_size=128)
+    tail = last.pack().to(CUDA)
+    codes = torch.zeros(n // 64, k // 64, 2048, dtype=torch.uint8, device=CUDA)
+    scales = torch.zeros(n // 64, k // 128, 64, dtype=torch.bfloat16, device=CUDA)
+    codes[-1:], scales[-1:] = tail.codes, tail.scales
+    weight = PackedWeight(codes, scales, None, 4, 128, (n, k))
+    x = activations(2, k, torch.bfloat16)
+    found = run(weight, x)
+    assert_near(found[:, -64:], x.double() @ last.dense.to(CUDA).T, TOLERANCE[torch.bfloat16])
+    assert not found[:, :-64].any()

@@ -1,0 +1,65 @@
+"""A transformers model with its Linear layers quantised: swapped, run, saved and loaded as any model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cute_kernels import QuantizedLinear, quantize_model
+from cute_kernels.integrations.checkpoints import load_quantized_linears
+
+IDS = torch.arange(24).view(2, 12)
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).bfloat16().eval()
+
+
+def dequantised(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same model with dense layers of the quantised values."""
+    dense = llama()
+    dense.load_state_dict(
+        {name: t for name, t in model.state_dict().items() if name in dense.state_dict()}, strict=False
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            layer = dense.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            layer.weight.data = module.weight.dequantize()
+    return dense
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_computes_what_a_dense_model_of_the_same_weights_does(bits):
+    model = llama()
+    quantize_model(model, bits=bits, group_size=64)
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
+    assert type(model.lm_head) is nn.Linear
+    with torch.no_grad():
+        got, want = model(IDS).logits.float(), dequantised(model)(IDS).logits.float()
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+def test_its_quantised_layers_load_into_a_dense_model(tmp_path):
+    model = llama()
+    quantize_model(model, zero_point=True)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = llama(seed=1)
+    load_quantized_linears(other, tmp_path)
+    result = other.load_state_dict(load_file(tmp_path / "model.safetensors"))  # embeddings, norms and head
+    assert not result.missing_keys and not result.unexpected_keys
+    with torch.no_grad():
+        assert torch.equal(other(IDS).logits, model(IDS).logits)

@@ -1,0 +1,89 @@
+"""The kernels of a step: compiled without spills, they start and wait where they must, and are else as the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.features import Features
+from cute_kernels.attention.schedule import Problem, make_schedule
+from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.kv_cache.config import AppendConfig
+from cute_kernels.runtime import default_cache, native
+from tests import golden
+
+needs_compiler = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+FORMATS = ("bf16", "int4_g1", "int4_g4", "int8_token_head", "int8_channel", "e4m3_tensor", "e5m2")
+
+
+def problem(kv_format: str, batch: int = 32, num_kv_heads: int = 1, head_dim: int = 128, **others) -> Problem:
+    return Problem.uniform(batch, 8192, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, "bf16", **others)
+
+
+PAGED = {"page_tokens": 64, "features": Features(paged=True)}
+PROBLEMS = [problem(name, **options) for name in FORMATS for options in ({}, PAGED)]
+PROBLEMS += [
+    problem("bf16", num_kv_heads=8, head_dim=256),
+    problem("int4_g4", num_kv_heads=8),
+    problem("int4_g1", aligned=False),
+    problem("int4_g1", q_len=4, features=Features(queries=True, causal=True)),
+    problem("e4m3_tensor", features=Features(window=True, sinks=True)),
+]
+
+
+def after_append(of: Problem) -> DecodeConfig:
+    return make_schedule(dataclasses.replace(of, after_append=True)).config
+
+
+@pytest.mark.parametrize("of", PROBLEMS, ids=lambda of: make_schedule(of).config.name)
+def test_a_step_is_scheduled_as_attention_alone_but_takes_no_tile_early(of: Problem):
+    """So both give the same numbers."""
+    alone, step = make_schedule(of), make_schedule(dataclasses.replace(of, after_append=True))
+    assert step.config.early_tiles == 0 and step.config.after_append
+    same = dataclasses.replace(step.config, early_tiles=alone.config.early_tiles, after_append=False)
+    assert dataclasses.replace(step, config=same) == alone
+    assert step.config.can_implement() is None and step.config.name != alone.config.name
+
+
+def test_a_tile_that_may_be_unwritten_is_not_taken_early():
+    config = dataclasses.replace(after_append(PROBLEMS[0]), early_tiles=1)
+    assert config.can_implement() == "early_tiles 1 of a cache that is still being written is not 0"
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, golden.Entry]:
+    configs = dict.fromkeys(after_append(of) for of in PROBLEMS)
+    appends = [AppendConfig(name, name, "bf16", 128, 128, "half", 128, leads=True) for name in FORMATS]
+    return golden.measure([*map(DecodeSpec, configs), *map(AppendSpec, appends)], default_cache())
+
+
+@needs_compiler
+def test_no_kernel_of_a_step_spills(measured: dict[str, golden.Entry]):
+    for name, (kernel,) in measured.items():
+        assert kernel["stack_bytes"] + kernel["spill_store_bytes"] + kernel["spill_load_bytes"] == 0, name
+
+
+@needs_compiler
+def test_the_append_lets_attention_start_and_attention_waits(measured: dict[str, golden.Entry]):
+    """PREEXIT is griddepcontrol.launch_dependents, at once or once lengths are there; ACQBULK is griddepcontrol.wait,
+    before the queries and before every place where tiles are copied."""
+    for name, (kernel,) in measured.items():
+        starts, waits = (kernel["opcodes"].get(opcode, 0) for opcode in ("PREEXIT", "ACQBULK"))
+        assert (starts, min(waits, 2)) == ((2, 0) if name.startswith("append") else (0, 2)), name
+
+
+@needs_compiler
+def test_queries_are_loaded_as_what_another_kernel_writes(tmp_path):
+    """Not through the path for constants, which may be older than the wait, and behind that."""
+    from cute_kernels.attention.compile import compile_decode
+
+    compiled = compile_decode(after_append(problem("int4_g1")), "sm_90a", f"--keep-ptx --dump-dir={tmp_path}")
+    text = compiled.artifacts.PTX
+    lines = [line.strip() for line in (text.decode() if isinstance(text, bytes) else text).splitlines()]
+    wait = lines.index("griddepcontrol.wait;")
+    queries = [i for i, line in enumerate(lines) if line.startswith("ld.global.v4")]
+    assert len(queries) == 4 and all(wait < i < wait + 100 for i in queries)

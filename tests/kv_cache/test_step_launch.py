@@ -1,0 +1,140 @@
+"""What a step on a GPU launches: an append that leads, then attention after it, whatever was launched before.
+
+With compiled functions that launch nothing (`tests.host_functions`), so that no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import append_and_decode
+from cute_kernels.attention import plan as attention_plan
+from cute_kernels.kv_cache import Rope, step_ops
+from cute_kernels.kv_cache import plan as append_plan
+from cute_kernels.runtime import native
+from tests.kv_cache.cases import Shape
+from tests.kv_cache.steps import Arguments, make_step
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+PLAIN = Shape("int4_g4", rope=Rope(64), head_dim=64)
+
+
+class Properties:
+    multi_processor_count = 132
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    from tests.host_functions import append_function, attention_function, standing_in
+
+    monkeypatch.setattr(step_ops, "_plans", {})
+    monkeypatch.setattr(step_ops, "path_of", lambda *arguments: step_ops.launch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    found = standing_in(monkeypatch, append_plan, append_function)
+    return standing_in(monkeypatch, attention_plan, attention_function, found)
+
+
+def of(
+    lengths: tuple[int, ...] = (8, 9), q_len: int = 1, options: Arguments | None = None, **changes: Any
+) -> Arguments:
+    return make_step(PLAIN.with_(**changes), lengths, q_len, **(options or {}))
+
+
+def but(change: Callable[[Arguments], Arguments], *of_what: Any, **changes: Any) -> Arguments:
+    step = of(*of_what, **changes)
+    return step | change(step)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with gaps between rows."""
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+
+CALLS: dict[str, Callable[[], Arguments]] = {
+    "plain": of,
+    "another rope": lambda: of(rope=Rope(64, theta=1e6)),
+    "no rope": lambda: of(rope=None),
+    "more requests": lambda: of((8, 9, 10)),
+    "3 tokens": lambda: of(q_len=3),
+    "3 tokens, seen by all": lambda: of(q_len=3, options={"causal": False}),
+    "as many queries in other heads": lambda: but(lambda s: {"q": s["q"].reshape(2, 1, 6, 64)}, num_q_heads=6),
+    "more q heads": lambda: of(num_q_heads=8),
+    "fewer k heads": lambda: but(lambda s: {"k": s["k"][:, :, :1]}),
+    "keys of other shapes": lambda: but(lambda s: {"k": s["k"].reshape(2, 1, 1, 128)}),
+    "columns apart": lambda: but(lambda s: {"v": apart(s["v"])}),
+    "contiguous": lambda: of(place="contiguous"),
+    "heads first": lambda: of(layout="HND"),
+    "int8": lambda: of(kv_format="int8_tensor"),
+    "e4m3 of as many bytes": lambda: of(kv_format="e4m3_tensor"),
+    "int8, signed": lambda: but(lambda s: {"k_cache": s["k_cache"].view(torch.int8)}, kv_format="int8_tensor"),
+    "no scale": lambda: of(kv_format="int8_tensor") | {"k_scale": None},
+    "caches with gaps": lambda: but(lambda s: {name: apart(s[name]) for name in ("k_cache", "v_cache")}),
+    "a table with gaps": lambda: but(lambda s: {"block_table": s["block_table"].repeat(1, 2)[:, ::2]}),
+    "more lengths": lambda: but(lambda s: {"seq_lens": s["seq_lens"].repeat(2)}),
+    "lengths of 64 bits": lambda: but(lambda s: {"seq_lens": s["seq_lens"].long()}),
+    "positions": lambda: of(positions="int32"),
+    "wide positions": lambda: of(positions="int64"),
+    "bias": lambda: of(bias=True),
+    "norm": lambda: of(norm=True),
+    "a negative eps": lambda: of() | {"norm_eps": -1.0},
+    "out": lambda: but(lambda s: {"out": torch.empty_like(s["q"].contiguous())}),
+    "out of floats": lambda: but(lambda s: {"out": s["q"].float()}),
+    "out with gaps": lambda: but(lambda s: {"out": apart(s["q"])}),
+    "lse": lambda: of() | {"return_lse": True},
+    "splits": lambda: of() | {"num_splits": 3},
+    "no splits": lambda: of() | {"num_splits": 0},
+    "window": lambda: of(options={"window": 5}),
+    "sinks": lambda: of(options={"sinks": torch.zeros(4)}),
+    "a scale": lambda: of() | {"softmax_scale": 0.5},
+    "a negative scale": lambda: of() | {"softmax_scale": -0.5},
+}
+
+made = functools.cache(lambda name: CALLS[name]())
+
+
+def outcome_of(launches: list[Any], step: Arguments) -> Any:
+    from tests.host_functions import outcome
+
+    return outcome(launches, lambda: append_and_decode(**step), step)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_step_launches_the_same_after_any_other(name, launches):
+    """Both kernels or, if it is refused, none."""
+    step = made(name)
+    want = outcome_of(launches, step)
+    assert len(want) == 2
+    for other in CALLS:
+        step_ops._plans.clear()
+        outcome_of(launches, made(other))
+        assert outcome_of(launches, step) == want, f"after {other}"
+
+
+@pytest.mark.parametrize("name", ["plain", "3 tokens", "contiguous", "int8", "bias", "window", "out"])
+def test_attention_follows_the_append_and_takes_its_queries(name, launches):
+    step = made(name)
+    launches.clear()
+    result = append_and_decode(**step)
+    append, attention = launches
+    assert append.symbol.endswith("_leads") and attention.symbol.endswith("_after_append")
+    batch, q_len, heads, head_dim = step["q"].shape
+    turned, queries = append.arguments[3], attention.arguments[0]
+    assert turned.shape == (batch * q_len, heads, head_dim) and queries.shape == step["q"].shape
+    assert turned.data_ptr() == queries.data_ptr() != step["q"].data_ptr()
+    assert queries.is_contiguous() and attention.arguments[4].data_ptr() == result.data_ptr()
+    assert [x.data_ptr() for x in append.arguments[:3]] == [step[name].data_ptr() for name in ("q", "k", "v")]
+
+
+@pytest.mark.parametrize("name", ["plain", "3 tokens", "lse", "out", "int8", "bias"])
+def test_a_repeated_step_is_not_checked_again_and_needs_no_plan(name, launches, monkeypatch):
+    step = made(name)
+    want = outcome_of(launches, step)
+    for part in ("_checked", "make_plan"):
+        monkeypatch.setattr(step_ops, part, lambda *_, **__: pytest.fail("checked or planned again"))
+    assert outcome_of(launches, step) == want

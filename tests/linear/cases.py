@@ -1,0 +1,61 @@
+"""Weights of known codes, and what they stand for in plain fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import PackedWeight
+
+GROUPS = (32, 64, 128, 256, None)
+
+
+@dataclass(frozen=True)
+class Known:
+    """codes uint8 [N, K], scales [N, G], zeros uint8 [N, G] or None; group_of [K]: the group of each input."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int | None
+    group_of: torch.Tensor
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """W [N, K] in fp64, where (code - zero) * scale is exact."""
+        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros[:, self.group_of].double()
+        return (self.codes.double() - zeros) * self.scales[:, self.group_of].double()
+
+    def pack(self, **options) -> PackedWeight:
+        shape = (self.codes.shape[0], self.codes.shape[1])
+        return pack_codes(
+            lambda start, stop: self.codes[start:stop],
+            self.scales,
+            self.zeros,
+            bits=self.bits,
+            group_size=self.group_size,
+            shape=shape,
+            **options,
+        )
+
+
+def known(
+    n: int,
+    k: int,
+    bits: int = 4,
+    group_size: int | None = 32,
+    zero_point: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Known:
+    """Random codes, scales of about 0.01 and zero points; inputs in order."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-k // group_size) if group_size else 1
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=generator)
+    scales = (0.005 + 0.01 * torch.rand(n, groups, generator=generator)).to(dtype)
+    zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, generator=generator) if zero_point else None
+    group_of = torch.arange(k) // (group_size or k)
+    return Known(codes, scales, zeros, bits, group_size, group_of)

@@ -1,0 +1,49 @@
+"""What bundles do not hold compiles on demand, without spills: short units, other shapes of CTAs, early launches."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
+from cute_kernels.linear.config import LinearConfig
+from cute_kernels.runtime import default_cache, native
+from tests import golden
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+CONFIGS = [
+    LinearConfig(4, "bf16", 32, True, unit_k=64),
+    LinearConfig(4, "fp16", 64, unit_k=64, max_tokens=16, n_tiles=2, chunk_units=4),
+    LinearConfig(4, "bf16", 0, True, n_tiles=2, chunk_units=2),
+    LinearConfig(4, "bf16", 128, k_warps=4, num_buffers=1),
+    LinearConfig(4, "bf16", 128, k_warps=1, epilogue_warps=1),
+    LinearConfig(4, "bf16", 256, True, unit_k=256, chunk_units=2, use_pdl=True),
+    LinearConfig(8, "bf16", 128, True, k_warps=3, chunk_units=3, num_stages=5),
+    LinearConfig(8, "fp16", 32, unit_k=64, max_tokens=16, num_stages=4),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_it_compiles_without_spills(config: LinearConfig):
+    spec = LinearSpec(config)
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+
+
+def test_mma_and_additions_are_as_many_as_the_codes_need():
+    """A unit of 128 inputs: 8 products, and for each of its 8 k16 steps 4 packed additions."""
+    spec = LinearSpec(LinearConfig(4, "bf16", 128))
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["opcodes"]["HMMA"] == 8
+    assert 32 <= kernel["opcodes"]["HADD2"] <= 36
+
+
+def test_what_cannot_be_implemented_is_refused():
+    with pytest.raises(ValueError, match="config: bits 3 is not one of 4, 8"):
+        compile_linear(LinearConfig(3, "bf16", 128), "sm_90a")
+
+
+def test_the_cache_knows_the_modules_that_kernels_are_made_of():
+    roots = {path.stem for path in LinearSpec(CONFIGS[0]).source_roots()}
+    assert roots == set(KERNEL_MODULES)
+    assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())

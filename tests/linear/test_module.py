@@ -1,0 +1,211 @@
+"""QuantizedLinear and quantize_model: the layer, its state dict, and what is swapped."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight
+from cute_kernels.linear import linear
+from tests.linear.cases import known
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def dense_layer(n: int = 70, k: int = 100, bias: bool = True, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(k, n, bias=bias, dtype=BF16)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(BF16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_is_linear_with_the_quantised_weight(bits, bias):
+    dense, x = dense_layer(bias=bias), numbers(3, 100)
+    layer = QuantizedLinear.from_linear(dense, bits, 64, zero_point=True)
+    assert torch.equal(layer(x), linear(x, quantize_weight(dense.weight, bits, 64, True), dense.bias))
+    error = (layer(x) - dense(x)).float().norm() / dense(x).float().norm()
+    assert error < (0.15 if bits == 4 else 0.02)
+    assert isinstance(layer.weight, PackedWeight) and layer.weight.codes is layer.codes
+    assert not list(layer.parameters())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_its_state_comes_back_through_a_safetensors_file(tmp_path, bias):
+    layer = QuantizedLinear.from_linear(dense_layer(bias=bias), 4, 32, zero_point=True)
+    safetensors.torch.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    names = {"codes", "scales", "zeros", "format"} | ({"bias"} if bias else set())
+    assert layer.state_dict().keys() == names
+    other = QuantizedLinear.from_linear(dense_layer(bias=bias, seed=1), 4, 32, zero_point=True)
+    result = other.load_state_dict(safetensors.torch.load_file(tmp_path / "layer.safetensors"))
+    assert not result.missing_keys and not result.unexpected_keys
+    assert torch.equal(other(numbers(3, 100)), layer(numbers(3, 100)))
+
+
+def test_loading_takes_on_the_format_that_is_loaded():
+    perm = torch.randperm(100)
+    loaded = QuantizedLinear(known(70, 100, 8, 64).pack(perm=perm, input_scale=torch.ones(100).bfloat16()))
+    layer = QuantizedLinear(known(70, 100, 4, 32, True).pack())
+    layer.load_state_dict(loaded.state_dict())
+    assert (layer.bits, layer.group_size, layer.zeros) == (8, 64, None)
+    assert torch.equal(layer(numbers(3, 100)), loaded(numbers(3, 100)))
+
+
+def test_loading_copies_into_the_tensors_that_are_there_unless_it_is_told_to_assign():
+    loaded, layer = (QuantizedLinear.from_linear(dense_layer(seed=seed)) for seed in (1, 2))
+    codes = layer.codes
+    layer.load_state_dict(loaded.state_dict())
+    assert layer.codes is codes and torch.equal(codes, loaded.codes)
+    layer.load_state_dict(QuantizedLinear.from_linear(dense_layer(seed=1), 8).state_dict())
+    assert layer.codes is not codes and torch.equal(codes, loaded.codes)
+    layer.load_state_dict(loaded.state_dict(), assign=True)
+    assert layer.codes.data_ptr() == loaded.codes.data_ptr()
+
+
+def test_a_model_loads_as_a_whole_onto_meta_or_real_layers():
+    model = quantize_model(nn.Sequential(dense_layer(), nn.ReLU(), dense_layer(100, 70)), group_size=32)
+    x = numbers(3, 100)
+    for place in ("cpu", "meta"):
+        other = quantize_model(nn.Sequential(dense_layer(seed=2), nn.ReLU(), dense_layer(100, 70, seed=3))).to(place)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(x), model(x))
+
+
+def test_loading_that_is_not_strict_takes_what_is_there():
+    layer = QuantizedLinear.from_linear(dense_layer(seed=5), 8)
+    kept = layer.bias
+    state = bad_state(bias=None, qweight=torch.zeros(1))
+    result = layer.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["bias"], ["qweight"])
+    assert layer.bits == 4 and torch.equal(layer.codes, state["codes"]) and layer.bias is kept
+    assert layer.load_state_dict({"bias": kept}, strict=False).missing_keys == ["codes", "scales", "format"]
+    with pytest.raises(RuntimeError, match='Missing key.*"bias"'):
+        layer.load_state_dict(bad_state(bias=None))
+    with pytest.raises(RuntimeError, match='Unexpected key.*"qweight"'):
+        layer.load_state_dict(bad_state(qweight=torch.zeros(1)))
+
+
+def bad_state(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    state = {**QuantizedLinear.from_linear(dense_layer(), 4, 64).state_dict(), **changes}
+    return {name: tensor for name, tensor in state.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (bad_state(scales=None), 'Missing key.*"scales"'),
+        (bad_state(scales=torch.zeros(2, 3, 64).half()), r"scales: got shape \[2, 3, 64\], want \[2, 2, 64\]"),
+        (bad_state(bias=torch.zeros(71)), r"bias: got torch.float32 \[71\], want a floating \[70\]"),
+        (
+            known(64, 100).pack().state_dict() | {"bias": torch.zeros(64)},
+            r"format: got a weight \[64, 100\], want \[70",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_reported_by_name_and_changes_nothing(state, message):
+    layer = QuantizedLinear.from_linear(dense_layer(seed=5), 8, 32)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(state)
+    after = layer.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_it_can_be_copied_moved_and_cast():
+    layer = QuantizedLinear.from_linear(dense_layer())
+    assert torch.equal(copy.deepcopy(layer)(numbers(2, 100)), layer(numbers(2, 100)))
+    assert layer.to(FP16)(numbers(2, 100).half()).dtype == FP16
+    with pytest.raises(TypeError, match="scales: got dtype torch.float32, want torch.bfloat16 or torch.float16"):
+        layer.float()(numbers(2, 100).float())
+
+
+def test_it_says_what_it_is():
+    text = repr(QuantizedLinear.from_linear(dense_layer(), 4, None, zero_point=True))
+    assert "in_features=100, out_features=70, bias=True, bits=4, group_size=None, torch.bfloat16, with zeros" in text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_never_require_a_gradient(compiled):
+    torch.compiler.reset()
+    layer = QuantizedLinear.from_linear(dense_layer())
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x = numbers(2, 100).requires_grad_()
+    assert not call(x).requires_grad and torch.equal(call(x), layer(x.detach()))
+    bias, residual = (numbers(*shape).requires_grad_() for shape in ((70,), (2, 70)))
+    assert not linear(x, layer.weight, bias, residual=residual).requires_grad
+
+
+def test_it_compiles_without_graph_breaks():
+    torch.compiler.reset()
+    model = quantize_model(nn.Sequential(dense_layer(), nn.SiLU(), dense_layer(100, 70)), zero_point=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(numbers(3, 100)), model(numbers(3, 100)))
+
+
+# -- quantize_model ----------------------------------------------------------------------------------------------------
+
+
+class Special(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(dense_layer(64, 64), nn.ReLU()) for _ in range(2))
+        self.shared = self.layers[0][0]  # type: ignore[index]
+        self.special = Special(64, 64, dtype=BF16)
+        self.lm_head = dense_layer(64, 64, bias=False)
+
+
+def test_linear_layers_are_swapped_in_place_and_progress_is_told():
+    model, told = Model(), []
+    kept = model.lm_head, model.special
+    assert quantize_model(model, bits=8, group_size=64, progress=lambda *step: told.append(step)) is model
+    quantised = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert quantised == {"layers.0.0", "layers.1.0"}
+    assert (model.lm_head, model.special) == kept and model.shared is model.layers[0][0]  # type: ignore[index]
+    assert told == [("layers.0.0", 1, 2), ("layers.1.0", 2, 2)]
+    assert isinstance(model.shared, QuantizedLinear) and (model.shared.bits, model.shared.group_size) == (8, 64)
+
+
+@pytest.mark.parametrize(
+    ("skip", "swapped"),
+    [((), {"layers.0.0", "layers.1.0", "lm_head"}), (("layers.*",), {"lm_head"}), (("0", "lm_*"), set())],
+)
+def test_skip_takes_patterns_of_names(skip, swapped):
+    model = Model()
+    del model.shared
+    quantize_model(model, skip=skip)
+    assert {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)} == swapped
+
+
+def test_a_layer_that_cannot_be_quantised_is_named():
+    model = Model()
+    model.layers[1][0].weight.data[3, 4] = float("nan")  # type: ignore[index]
+    with pytest.raises(ValueError, match="^layers.1.0: w: got NaN or infinite values"):
+        quantize_model(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantize_model(dense_layer()), "model: got an nn.Linear itself"),
+        (lambda: quantize_model(Model(), skip="lm_head"), "skip: got the string 'lm_head', want a sequence of names"),
+        (lambda: QuantizedLinear(torch.zeros(4, 4)), "weight: got Tensor, want a PackedWeight"),  # type: ignore[arg-type]
+        (lambda: QuantizedLinear.from_linear(nn.ReLU()), "linear: got ReLU, want an nn.Linear"),  # type: ignore[arg-type]
+        (lambda: QuantizedLinear(known(70, 64).pack(), torch.zeros(64)), r"bias: got torch.float32 \[64\], want a"),
+        (lambda: QuantizedLinear.from_linear(dense_layer().to("meta")), "w: got a tensor without data"),
+    ],
+)
+def test_what_makes_no_layer_is_refused_by_name(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()

@@ -1,0 +1,231 @@
+"""PackedWeight: what lies where, what it means, shards, state dicts, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_kernels.linear import PackedWeight
+from cute_kernels.linear import weight as weight_module
+from layouts.transform import unpack
+from layouts.weights import hopper
+from tests.linear.cases import GROUPS, known
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def same(a: PackedWeight, b: PackedWeight) -> bool:
+    fields = (a.bits, a.group_size, a.shape) == (b.bits, b.group_size, b.shape)
+    tensors = a.state_dict(), b.state_dict()
+    return (
+        fields
+        and tensors[0].keys() == tensors[1].keys()
+        and all(torch.equal(v, tensors[1][k]) for k, v in tensors[0].items())
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_codes_scales_and_zeros_lie_where_the_kernels_look(bits, zero_point):
+    case = known(70, 100, bits, 32, zero_point)
+    packed = case.pack()
+    assert packed.codes.shape == (2, 128 // hopper.tile_k(bits), 2048)
+    assert packed.scales.shape == (2, 4, 64) and (packed.zeros is not None) == zero_point
+    codes = unpack(hopper.restore(packed.codes, bits), bits)
+    assert torch.equal(codes[:70, :100], case.codes)
+    for n in (0, 63, 64, 69):
+        for group in range(4):
+            assert packed.scales[n // 64, group, n % 64] == case.scales[n, group]
+            if packed.zeros is not None and case.zeros is not None:
+                assert packed.zeros[n // 64, group, n % 64] == case.zeros[n, group]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_padding_stands_for_zero(bits, zero_point, group_size):
+    packed = known(65, 70, bits, group_size, zero_point).pack()
+    codes = unpack(hopper.restore(packed.codes, bits), bits)
+    assert codes.shape == (128, 256 if group_size == 256 else 128)
+    by_group = codes.view(128, packed.scales.shape[1], -1).int()
+    zeros = torch.tensor(1 << (bits - 1)) if packed.zeros is None else packed.zeros.transpose(1, 2).reshape(128, -1, 1)
+    offsets = (by_group - zeros.int()).view(codes.shape)
+    assert not offsets[65:].any() and not offsets[:, 70:].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_a_weight_is_its_codes_less_zero_times_scale_rounded_once(dtype, bits, zero_point, group_size):
+    case = known(70, 300, bits, group_size, zero_point, dtype)
+    packed = case.pack()
+    assert torch.equal(packed.dequantize(torch.float64), case.dense)
+    assert torch.equal(packed.dequantize(torch.float32), case.dense.float())
+    for rounded in (BF16, FP16):
+        assert torch.equal(packed.dequantize(rounded), case.dense.to(rounded))
+    assert packed.dequantize().dtype == packed.dtype == dtype
+
+
+def test_zero_points_that_are_all_the_symmetric_one_are_dropped():
+    case = known(64, 64, 4, 32, True)
+    packed = replace(case, zeros=torch.full_like(case.scales, 8, dtype=torch.uint8)).pack()
+    assert packed.zeros is None
+
+
+def test_work_is_done_by_blocks_of_rows(monkeypatch):
+    case = known(300, 130, 8, 64, True)
+    whole = case.pack()
+    monkeypatch.setattr(weight_module, "BLOCK_ELEMENTS", 64 * 192)
+    assert list(weight_module.row_blocks(5, 192)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert same(case.pack(), whole)
+    assert torch.equal(whole.dequantize(torch.float64), case.dense)
+
+
+def test_act_order_takes_inputs_by_perm_and_gives_weights_in_their_own_order():
+    perm = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    case = known(64, 96, 4, 32)
+    position_of = perm.argsort()
+    packed = replace(case, group_of=position_of // 32).pack(perm=perm)
+    codes = unpack(hopper.restore(packed.codes, 4), 4)
+    assert torch.equal(codes[:, :96], case.codes[:, perm])
+    assert torch.equal(packed.dequantize(torch.float64), replace(case, group_of=position_of // 32).dense)
+    with pytest.raises(ValueError, match="perm: got indices that are missing or repeated, want each of 0 to 95 once"):
+        case.pack(perm=torch.zeros(96, dtype=torch.int64))
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([4, 8]),
+    st.sampled_from(GROUPS),
+    st.booleans(),
+    st.sampled_from([1, 2, 3]),
+    st.integers(0, 2),
+)
+def test_shards_are_what_packing_the_parts_gives(bits, group_size, zero_point, world_size, rank):
+    rank %= world_size
+    share_n, share_k = 64, max(64, group_size or 64)
+    case = known(share_n * world_size, share_k * world_size, bits, group_size, zero_point)
+    packed = case.pack()
+    rows = slice(rank * share_n, (rank + 1) * share_n)
+    zeros = None if case.zeros is None else case.zeros[rows]
+    part = replace(case, codes=case.codes[rows], scales=case.scales[rows], zeros=zeros)
+    assert same(packed.shard_n(rank, world_size), part.pack())
+    inputs = slice(rank * share_k, (rank + 1) * share_k)
+    groups = (
+        slice(None) if group_size is None else slice(rank * share_k // group_size, (rank + 1) * share_k // group_size)
+    )
+    zeros = None if case.zeros is None else case.zeros[:, groups]
+    part = replace(case, codes=case.codes[:, inputs], scales=case.scales[:, groups], zeros=zeros)
+    shard = packed.shard_k(rank, world_size)
+    assert torch.equal(shard.dequantize(torch.float64), case.dense[:, inputs]) and same(shard, part.pack())
+
+
+def test_a_shard_does_not_keep_the_whole_alive():
+    packed = known(128, 128).pack()
+    for shard in (packed.shard_n(1, 2), packed.shard_k(1, 2)):
+        assert shard.codes.untyped_storage().nbytes() == packed.codes.nbytes // 2
+
+
+def test_input_scale_and_perm_are_sharded_with_their_inputs():
+    scale = torch.rand(128).bfloat16()
+    perm = torch.cat((torch.arange(63, -1, -1), torch.arange(127, 63, -1)))
+    shard = known(64, 128).pack(input_scale=scale, perm=perm).shard_k(1, 2)
+    assert shard.input_scale is not None and torch.equal(shard.input_scale, scale[64:])
+    assert shard.perm is not None and shard.perm.tolist() == list(range(63, -1, -1))
+    mixed = known(64, 128).pack(perm=torch.arange(127, -1, -1))
+    with pytest.raises(ValueError, match="^perm: rank 0 of 2 would take inputs outside its 64"):
+        mixed.shard_k(0, 2)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_comes_back_through_a_file(tmp_path):
+    perm = torch.randperm(100)
+    for packed in (
+        known(70, 100, 8, None).pack(),
+        known(70, 100, 4, 32, True, FP16).pack(perm=perm, input_scale=torch.rand(100).half()),
+    ):
+        safetensors.torch.save_file(packed.state_dict(), tmp_path / "weight.safetensors")
+        back = PackedWeight.from_state_dict(safetensors.torch.load_file(tmp_path / "weight.safetensors"))
+        assert same(back, packed)
+
+
+BAD_STATES = {
+    "no codes": ({"codes": None}, "codes: got no such tensor, want format, codes and scales"),
+    "no format": ({"format": None}, "format: got no such tensor"),
+    "another tensor": ({"qweight": torch.zeros(1)}, "qweight: got a tensor of that name, want none but codes"),
+    "fp32 format": ({"format": torch.zeros(5)}, r"format: got torch.float32 \[5\], want torch.int64 \[5\]"),
+    "a newer version": ({"format": torch.tensor([2, 70, 100, 4, 32])}, "format: got version 2, want 1"),
+    "another K": (
+        {"format": torch.tensor([1, 70, 200, 4, 32])},
+        r"codes: got shape \[2, 2, 2048\], want \[2, 4, 2048\]",
+    ),
+    "perm out of range": ({"perm": torch.full((100,), 100).int()}, "perm: got indices that are missing or repeated"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_STATES.values(), ids=list(BAD_STATES))
+def test_a_bad_state_dict_is_refused_by_name(changes, message):
+    tensors = {**known(70, 100).pack().state_dict(), **changes}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        PackedWeight.from_state_dict({name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+BAD_FIELDS = {
+    "bits": ({"bits": 3}, "bits: got 3, want 4 or 8"),
+    "group_size": ({"group_size": 48}, "group_size: got 48, want one of 32, 64, 128, 256, or None"),
+    "shape": ({"shape": (0, 64)}, r"shape: got \[0, 64\], want \[N, K\] with N and K at least 1"),
+    "signed codes": ({"codes": torch.zeros(1, 1, 2048).char()}, "codes: got dtype torch.int8, want torch.uint8"),
+    "wrong codes": (
+        {"codes": torch.zeros(1, 2, 2048).byte()},
+        r"codes: got shape \[1, 2, 2048\], want \[1, 1, 2048\] for a weight of 4-bit \[64, 64\] in groups of 32",
+    ),
+    "fp32 scales": ({"scales": torch.zeros(1, 2, 64)}, "scales: got dtype torch.float32, want torch.bfloat16 or"),
+    "scales by row": ({"scales": torch.zeros(1, 64, 2).half()}, r"scales: got shape \[1, 64, 2\], want \[1, 2, 64\]"),
+    "gaps": ({"scales": torch.zeros(1, 2, 128).half()[..., ::2]}, "scales: got strides .* want a contiguous tensor"),
+    "zeros": ({"zeros": torch.zeros(1, 2, 64)}, "zeros: got dtype torch.float32, want torch.uint8"),
+    "perm": ({"perm": torch.zeros(64).long()}, "perm: got dtype torch.int64, want torch.int32"),
+    "input_scale": (
+        {"input_scale": torch.zeros(64).half()},
+        "input_scale: got dtype torch.float16, want torch.bfloat16",
+    ),
+    "place": ({"zeros": torch.zeros(1, 2, 64, dtype=torch.uint8, device="meta")}, "zeros: got a tensor on meta"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_FIELDS.values(), ids=list(BAD_FIELDS))
+def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        replace(known(64, 64).pack(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: w.shard_n(0, 3), "world_size: got 3, want one with N = 128 a multiple of 64 \\* world_size"),
+        (lambda w: w.shard_k(0, 4), "world_size: got 4, want one with K = 128 a multiple of 64 \\* world_size"),
+        (lambda w: w.shard_k(0, 0), "world_size: got 0, want at least 1"),
+        (lambda w: w.shard_n(2, 2), "rank: got 2, want 0 to 1"),
+    ],
+)
+def test_shards_that_do_not_exist_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(known(128, 128).pack())
+
+
+def test_it_says_what_it_is_and_how_large():
+    packed = known(128, 256, 4, 64, True).pack()
+    assert packed.nbytes == 128 * 256 // 2 + 128 * 4 * 2 + 128 * 4
+    assert "4-bit, [128, 256], group_size=64, torch.bfloat16, with zeros" in repr(packed)
+    moved = packed.to("meta")
+    assert moved.device.type == "meta" and moved.shape == packed.shape and packed.device.type == "cpu"
