@@ -4,8 +4,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_of, has_headers, kernel_format, most_copy_warps, tiles_of
-from cute_kernels.kv_formats import KvFormat, format_of
+from cute_kernels.attention.tiles import (
+    cannot_read,
+    copies_of,
+    has_headers,
+    kernel_format,
+    most_copy_warps,
+    num_groups,
+    tiles_of,
+)
+from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
 from layouts.kv.tile import BLOCK_TOKENS
 
 WARP_THREADS = 32
@@ -16,6 +24,7 @@ RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
 BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
+QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one value of each of so many blocks
 EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
@@ -39,7 +48,8 @@ class DecodeConfig:
         v_head_dim: of V and out.
         num_heads: KV heads of a CTA.
         num_query_blocks: per KV head, warps that take different query heads.
-        blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4.
+        blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4: with 4 the
+            queries of keys that are codes lie in shared memory, since registers have room for accumulators alone.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring.
@@ -136,6 +146,22 @@ class DecodeConfig:
         return self.num_heads * self.num_query_blocks
 
     @property
+    def shares_queries(self) -> bool:
+        """Whether the B operands of the queries lie in shared memory, once for the warps that carry the same ones."""
+        return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and not isinstance(self.formats[0], DenseFormat)
+
+    @property
+    def role_query_bytes(self) -> int:
+        """Shared memory of one role's queries, as vectors of all blocks: B registers, which hold 8 columns of a block,
+        and for every group of columns the sums of two query heads."""
+        vectors = self.head_dim // 8 + 2 * num_groups(self.formats[0])
+        return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries else 0
+
+    @property
+    def query_bytes(self) -> int:
+        return self.num_roles * self.role_query_bytes
+
+    @property
     def columns(self) -> int:
         """Query heads of a lane: columns of the accumulators, two per block."""
         return 2 * self.blocks_per_warp
@@ -206,7 +232,7 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        return self.pool_bytes + 2 * self.num_stages * BARRIER_BYTES
+        return self.pool_bytes + self.query_bytes + 2 * self.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ from cute_kernels.attention.config import (
     ATTENDING_REGISTERS,
     BLOCK_QUERIES,
     COPYING_REGISTERS,
+    QUERY_VECTOR_BYTES,
     WARP_THREADS,
     DecodeConfig,
 )
@@ -32,7 +33,7 @@ from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
-from cute_kernels.attention.readers.common import Query, lane_max
+from cute_kernels.attention.readers.common import Query, lane_max, query_vectors, store_vectors
 from cute_kernels.device import ptx
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
@@ -206,6 +207,9 @@ class DecodeKernel:
         lane = cute.arch.lane_idx()
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(config.pool_bytes, byte_alignment=1024)
+        queries = Int32(0)
+        if const_expr(config.shares_queries):
+            queries = smem.allocate(config.query_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint()
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
@@ -215,7 +219,7 @@ class DecodeKernel:
         tiles = self.copier.open(source, ring, barriers, place, pager)
         seen = features.window + shape.q_len - 1
         requests = Requests(seq_lens, shape.batch, shape.max_seq_len, seen, parts, *uneven)
-        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, barriers, warp, lane)
+        cta = Cta(roles, tiles, results, given, features, softmax_scale, ring, queries, barriers, warp, lane)
         if const_expr(config.units):
             tiles_per_part = Int32(0)
             if row >= shape.batch:
@@ -461,10 +465,11 @@ class DecodeKernel:
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
+        if const_expr(config.shares_queries):
+            keys.shared_query = self.share_query(cta, query_vectors(keys))
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
-        columns = [work.place.column(config, roles, keys.t, column) for column in range(config.columns)]
-        logits = self.logits.open(cta.features, work.request, work.place.shape.q_len, work.length, columns)
+        logits = self.logits.open(cta.features, work, roles, keys.t)
         state = WarpState(keys, values, _Softmax(config.columns), logits)
 
         while token < work.length:
@@ -493,6 +498,18 @@ class DecodeKernel:
             token = token + stride
             stage, phase = _advance(stage, phase, config.num_stages)
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
+
+    @cute.jit
+    def share_query(self, cta, vectors):
+        """Puts what the key reader needs of a role's queries into shared memory; the lane's address of it."""
+        config, roles = self.config, cta.roles
+        role = cta.warp % config.num_roles
+        address = cta.queries + role * config.role_query_bytes + cta.lane * QUERY_VECTOR_BYTES
+        if roles.slice_index == 0:
+            # All warps of the role have made the same.
+            store_vectors(address, vectors)
+        sync_attending(config)
+        return address
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):

@@ -46,27 +46,42 @@ class Logits:
     """Turns a block's raw scores into logits, for the features of a configuration."""
 
     def __init__(self, config: DecodeConfig):
+        self.config = config
         self.features = config.features
         self.columns = config.columns
         # Scores that are not transformed stay raw: the softmax scales them in the same instruction that shifts them.
         self.transforms = self.features.soft_cap or self.features.alibi or self.features.bias is not None
 
-    def open(self, values: FeatureValues, request, q_len, length, columns):
-        """What a warp keeps of a unit: per column the query's position, its slope, and where its bias begins."""
+    def open(self, values: FeatureValues, work, roles, t):
+        """What a warp keeps of a unit: per column its query's slope and position, or where its bias begins, if needed
+        for every score. roles, t: which queries are the lane's."""
         state = _LogitState()
-        state.values, state.length, state.q_len = values, length, q_len
-        state.positions = [length - q_len + column.place for column in columns]
+        state.values, state.length, state.q_len = values, work.length, work.place.shape.q_len
+        state.place, state.roles, state.t = work.place, roles, t
+        if const_expr(self.features.alibi):
+            state.positions = self.positions(state)
         state.slopes, state.bias_rows = [], []
-        for column in columns:
+        for column in self.query_columns(state):
             if const_expr(self.features.alibi):
                 slope = load_float(values.alibi_slopes + Int64(column.head) * 4)
                 state.slopes.append(slope * ptx.LOG2_E)
             if const_expr(self.features.bias is not None):
                 strides = values.bias_strides
-                offset = Int64(request) * strides[0] + Int64(column.place) * strides[1]
+                offset = Int64(work.request) * strides[0] + Int64(column.place) * strides[1]
                 offset = offset + Int64(column.head) * strides[2]
                 state.bias_rows.append(values.bias + offset * BIAS_BYTES[self.features.bias or ""])
         return state
+
+    def query_columns(self, state) -> list[QueryColumn]:
+        """The queries of the lane's columns."""
+        # Computed where they are needed, on the way to a few tiles: no registers hold them through the loop.
+        t = ptx.pinned(state.t) if self.features.queries else state.t
+        return [state.place.column(self.config, state.roles, t, column) for column in range(self.columns)]
+
+    def positions(self, state) -> list[Any]:
+        """Where the columns' queries stand in their request."""
+        columns = self.query_columns(state)
+        return state.positions or [state.length - state.q_len + column.place for column in columns]
 
     def is_masked(self, state, token, tile_tokens: int):
         """Whether some query does not see some key of the tile that begins with ``token``."""
@@ -89,11 +104,17 @@ class Logits:
                     place = self.columns * j + column
                     s[place] = self.transform(state, column, s[place] * score_scale, tokens[j])
         if masked:
-            for j in cutlass.range_constexpr(4):
-                for column in cutlass.range_constexpr(self.columns):
-                    if self.is_hidden(state, column, tokens[j]):
-                        s[self.columns * j + column] = Float32(-Float32.inf)
+            self.hide(state, s, tokens)
         return Float32(1.0) if const_expr(self.transforms) else score_scale
+
+    @cute.jit
+    def hide(self, state, s, tokens):
+        """Logits of -inf for the keys that their query does not see."""
+        positions = self.positions(state)
+        for j in cutlass.range_constexpr(4):
+            for column in cutlass.range_constexpr(self.columns):
+                if self.is_hidden(state, positions[column], tokens[j]):
+                    s[self.columns * j + column] = Float32(-Float32.inf)
 
     def transform(self, state, column: int, x, token):
         """Soft cap, then ALiBi, then bias."""
@@ -115,9 +136,8 @@ class Logits:
         address = state.bias_rows[column] + Int64(token) * (state.values.bias_strides[3] * size)
         return ptx.load_bf16(address) if size == 2 else load_float(address)
 
-    def is_hidden(self, state, column: int, token):
-        """Whether the column's query does not see a key."""
-        position = state.positions[column]
+    def is_hidden(self, state, position, token):
+        """Whether the query at ``position`` does not see a key."""
         hidden = token > position if const_expr(self.features.causal) else token >= state.length
         if const_expr(self.features.window):
             hidden = hidden | (token <= position - state.values.window)
@@ -128,6 +148,9 @@ class _LogitState:
     values: Any
     length: Any
     q_len: Any
-    positions: list[Any]
+    place: Any
+    roles: Any
+    t: Any
+    positions: Any = None
     slopes: list[Any]
     bias_rows: list[Any]

@@ -42,6 +42,7 @@ class Cta:
     features: Any
     softmax_scale: Any
     ring: Any
+    queries: Any  # address of shared memory, where the configuration shares them
     barriers: Any
     warp: Any
     lane: Any

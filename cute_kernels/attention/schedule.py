@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.attention.config import BLOCK_QUERIES, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
-from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format
+from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format, num_groups
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
 
 NUM_SMS = 132  # of H100 SXM and H200; the model's default
@@ -255,7 +255,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         reason = cannot_read(format_of(name), head_dim)
         if reason is not None:
             raise ValueError(f"kv_format: {reason}")
-    blocks = query_blocks(problem.rows)[0]
+    blocks, blocks_per_warp = query_blocks(problem)
     with_headers = [has_headers(format_of(name)) for name in names]
     if not any(with_headers):
         make, counts = bare_config, (1, 2, 4)
@@ -266,15 +266,18 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, 4) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
+    if blocks_per_warp == MAX_BLOCKS_PER_WARP:
+        counts = (1,)
     return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas))) for ctas in counts))
 
 
 def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
     """``config`` with as many copying warps as its tiles' copies want and its registers allow.
 
-    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers.
+    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. Where warps
+    carry four blocks of queries, four copying ones lend theirs.
     """
-    if "word" in config.copies:
+    if "word" in config.copies or (config.blocks_per_warp, config.num_warps) == (MAX_BLOCKS_PER_WARP, TARGET_WARPS):
         return _change(config, copy_warps=MAX_COPY_WARPS)
     wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
     turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
@@ -291,15 +294,33 @@ def _roomy(config: DecodeConfig) -> DecodeConfig:
     return config
 
 
-def query_blocks(rows: int) -> tuple[int, int]:
+def query_blocks(problem: Problem) -> tuple[int, int]:
     """(warps that take different queries of a KV head, blocks of 8 that each of them carries); more are more CTAs."""
-    per_warp = 2 if rows > BLOCK_QUERIES else 1
-    return 2 if rows > per_warp * BLOCK_QUERIES else 1, per_warp
+    per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
+    if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
+        per_warp = MAX_BLOCKS_PER_WARP
+    return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
+
+
+def _fits_four_blocks(problem: Problem) -> bool:
+    """Whether a warp can carry four blocks of queries, which then are decoded for once instead of twice.
+
+    Their accumulators leave registers for codes with one group of columns, at most 128 of them, and for logits that
+    depend on the query no further than by what it sees. Nothing is decoded of 16-bit caches.
+    """
+    forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
+    return (
+        not any(isinstance(form, DenseFormat) or num_groups(form) > 1 for form in forms)
+        and max(problem.head_dim, problem.v_head_dim) <= 128
+        and not problem.features.alibi
+        and problem.features.bias is None
+    )
 
 
 def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -> int:
     """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
-    most = MAX_WARPS // num_query_blocks
+    four_blocks = query_blocks(problem)[1] == MAX_BLOCKS_PER_WARP
+    most = (TARGET_WARPS if four_blocks else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
@@ -328,7 +349,7 @@ def _base_config(
         problem.v_head_dim,
         num_heads=num_heads,
         num_query_blocks=num_query_blocks,
-        blocks_per_warp=query_blocks(problem.rows)[1],
+        blocks_per_warp=query_blocks(problem)[1],
         num_slices=1,
         early_tiles=0 if problem.features.window or problem.after_append else 1,
         contiguous=contiguous,
@@ -387,26 +408,33 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     slices = max(1, TARGET_WARPS // ctas_per_sm // base.num_roles)
     shapes = [(slices, 2)] + [(slices >> i, 1) for i in range(slices.bit_length())]
     configs = [_change(base, num_slices=s, blocks_per_slice=blocks, ctas_per_sm=ctas_per_sm) for s, blocks in shapes]
-    if sum(configs[0].tile_bytes) > STAGE_BYTES:
+    if sum(configs[0].tile_bytes) > STAGE_BYTES or _takes_one_block(base):
         configs = configs[1:]
-    fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= 3), configs[-1])
-    # A third tile in flight only delays the second, unless there are two CTAs to an SM or many small copies to a tile.
+    least = 2 if base.shares_queries else 3
+    fitting = next((config for config in configs if _num_stages(config, ctas_per_sm) >= least), configs[-1])
+    # A third tile in flight only delays the second, unless there are two CTAs to an SM, many small copies to a tile, or
+    # much to compute from it.
     many = "bulk" in base.copies and 0 < base.page_tokens < SMALL_PAGE
-    stages = min(3 if ctas_per_sm == 2 or many else 2, _num_stages(fitting, ctas_per_sm))
+    stages = min(3 if ctas_per_sm == 2 or many or base.shares_queries else 2, _num_stages(fitting, ctas_per_sm))
     if stages < 2:
         return _byte_config(base, ctas_per_sm // 2)
     return _change(fitting, num_stages=stages)
 
 
+def _takes_one_block(config: DecodeConfig) -> bool:
+    """Whether a warp has no registers for a second block of tokens, since it would keep the queries for it."""
+    return config.shares_queries and max(config.head_dims) > 64
+
+
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
     """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
-    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048
+    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048 - config.query_bytes
     return budget // sum(config.tile_bytes)
 
 
 def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeConfig:
     """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
-    blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES else 1
+    blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = _change(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
     stages = min(num_stages, _num_stages(config, ctas_per_sm))
     if stages < 2:

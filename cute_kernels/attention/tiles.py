@@ -24,6 +24,11 @@ def has_headers(form: KvFormat) -> bool:
     return isinstance(form, Int4Format) or (isinstance(form, ByteFormat) and form.header_bytes > 0)
 
 
+def num_groups(form: KvFormat) -> int:
+    """Groups of columns that have scales of their own in a row."""
+    return form.num_groups if isinstance(form, (Int4Format, ByteFormat)) else 1
+
+
 def copies_of(form: KvFormat) -> tuple[str, ...]:
     """Ways of bringing a tile of the format into shared memory."""
     return ROW_COPIES if has_headers(form) else BARE_COPIES

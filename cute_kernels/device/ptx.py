@@ -319,13 +319,14 @@ def load_shared_part(address: Int32, offset: int, num_bytes: int, *, loc=None, i
 
 
 @dsl_user_op
-def store_shared(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
-    """1, 2 or 4 fp32 to shared memory in one access, aligned to its width."""
-    operands = [Int32(address), *(Float32(value) for value in values)]
+def store_shared(address: Int32, offset: int, values: Sequence, *, loc=None, ip=None) -> None:
+    """1, 2 or 4 values of 32 bits (all fp32 or all words) to shared memory in one access, aligned to its width."""
+    kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
+    operands = [Int32(address), *values]
     vector = f".v{len(values)}" if len(values) > 1 else ""
     inputs = ", ".join(f"${i + 1}" for i in range(len(values)))
-    asm = f"st.shared{vector}.f32 [$0 + {offset}], " + (f"{{{inputs}}};" if vector else f"{inputs};")
-    _effect(operands, asm, ",".join(["r"] + ["f"] * len(values)), loc=loc, ip=ip)
+    asm = f"st.shared{vector}.{kind} [$0 + {offset}], " + (f"{{{inputs}}};" if vector else f"{inputs};")
+    _effect(operands, asm, ",".join(["r"] + [letter] * len(values)), loc=loc, ip=ip)
 
 
 @dsl_user_op

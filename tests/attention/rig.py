@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, DecodeConfig
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.kv_formats import ByteFormat, Int4Format, KvFormat
 from layouts.kv.swizzled_tile import CHUNK_BYTES, SwizzledTile
@@ -66,6 +66,11 @@ class Rig:
         return self.config.blocks_per_slice - 1
 
     @property
+    def query_start(self) -> int:
+        """Where the shared queries begin: behind the tile."""
+        return sum(self.config.tile_bytes)
+
+    @property
     def value_address(self) -> Any:
         return Int32(self.config.tile_bytes[0])
 
@@ -105,18 +110,31 @@ class Rig:
 
     def take_queries(self, q: torch.Tensor, group: int) -> None:
         """Puts queries [group, head_dim] into memory and lets the key reader take them."""
+        from cute_kernels.attention.readers import common
+
         config, memory = self.config, self.warp.global_memory
         memory[2 * SCALE_SPACE :] = q.view(torch.uint8).numpy().reshape(-1)
         places = [np.minimum(BLOCK_QUERIES * block + ROW, group - 1) for block in range(config.blocks_per_warp)]
         addresses = [Int64(2 * SCALE_SPACE + place * config.head_dim * 2) for place in places]
         query = self.key_reader.fetch_query(addresses, Int64(_scale_address(config, 0)), Int32(warp.LANES))
         self.key_reader.take_query(self.key_state, query, Float32(SOFTMAX_SCALE))
+        if config.shares_queries:
+            # As the kernel does; the last role's queries lie behind others'.
+            first = self.query_start + (config.num_roles - 1) * config.role_query_bytes
+            self.key_state.shared_query = Int32(first + warp.LANES * QUERY_VECTOR_BYTES)
+            common.store_vectors(self.key_state.shared_query, common.query_vectors(self.key_state))
+            self.key_state.query = self.key_state.query_sums = None  # they are in shared memory alone
         self.queries = q.double().numpy()[np.minimum(np.arange(config.warp_queries), group - 1)]
 
     def accesses_of(self, operand: int) -> list[Access]:
         """What was read of the tile of K (0) or V (1)."""
-        start = self.config.tile_bytes[0]
-        return [access for access in self.warp.accesses if (min(access.addresses) >= start) == bool(operand)]
+        start = sum(self.config.tile_bytes[:operand])
+        ends = range(start, start + self.config.tile_bytes[operand])
+        return [access for access in self.warp.accesses if min(access.addresses) in ends]
+
+    def query_accesses(self) -> list[Access]:
+        """What was read and written of the shared queries."""
+        return [access for access in self.warp.accesses if min(access.addresses) >= self.query_start]
 
 
 def heads(column: int) -> np.ndarray:
@@ -137,6 +155,7 @@ def make_rig(
     shared = rng.integers(0, 256, sum(config.tile_bytes), dtype=np.uint8)  # the rest of the tile: anything
     for tile, operand, start in zip(tiles_of(config), operands, (0, config.tile_bytes[0]), strict=True):
         _write_block(shared[start:], config, tile, operand.rows)
+    shared = np.concatenate([shared, np.zeros(config.query_bytes, dtype=np.uint8)])
     emulated = Warp(shared, np.zeros(2 * SCALE_SPACE + group * config.head_dim * 2, dtype=np.uint8))
     for index, operand in enumerate(operands):
         if operand.scale is not None:

@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.kv_formats import ByteFormat, Int4Format
 from cute_kernels.runtime import default_cache, native
@@ -26,16 +27,25 @@ def config(
     group: int = 8,
     aligned: bool = True,
     ctas_per_sm: int | None = None,
+    q_len: int = 1,
+    page_tokens: int = 0,
+    window: bool = False,
+    soft_cap: bool = False,
     **fields: int,
 ) -> DecodeConfig:
     formats = (k_format, v_format or k_format)
     q_dtype = next((name for name in formats if name in ("bf16", "fp16")), "bf16")
     heads = (group * num_kv_heads, num_kv_heads)
-    problem = Problem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, aligned=aligned)
+    several = q_len > 1
+    features = Features(several, several, window=window, soft_cap=soft_cap, paged=page_tokens > 0)
+    more = {"q_len": q_len, "page_tokens": page_tokens, "features": features, "aligned": aligned}
+    problem = Problem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, **more)
     found = candidate_configs(problem)
     chosen = next((c for c in found if c.ctas_per_sm == ctas_per_sm), found[0])
     return dataclasses.replace(chosen, **fields)
 
+
+FOUR_BLOCKS = ("int4_g1", "int8_token_head", "int8_tensor", "int8_channel", "e4m3_token_head", "e4m3_tensor", "e5m2")
 
 CONFIGS = [
     # K and V of different formats: rows and rows, bare and bare, rows and bare, by every way of copying.
@@ -77,6 +87,14 @@ CONFIGS = [
     config("e4m3_tensor", group=16, blocks_per_warp=2, num_query_blocks=1),
     config("int4_g1", head_dim=64, group=32, blocks_per_warp=4, num_query_blocks=1),
     config("e5m2", head_dim=64, group=32, blocks_per_warp=4, num_query_blocks=1),
+    # Several queries to a request: four blocks of them to a warp, in shared memory.
+    *(config(name, q_len=4) for name in FOUR_BLOCKS),
+    *(config(name, q_len=4, page_tokens=16) for name in FOUR_BLOCKS),
+    *(config(name, q_len=8) for name in FOUR_BLOCKS),
+    *(config(name, q_len=4, num_kv_heads=8) for name in FOUR_BLOCKS if name.endswith(("g1", "token_head"))),
+    *(config(name, q_len=4, window=True, soft_cap=True) for name in FOUR_BLOCKS),
+    config("int4_g1", "int8_token_head", q_len=4),
+    config("int8_tensor", "int4_g1", 64, 128, q_len=4),
 ]
 
 

@@ -88,6 +88,15 @@ def test_query_heads_are_counted_in_blocks_warps_and_heads():
     assert (config.columns, config.warp_queries, config.head_queries, config.num_rows) == (8, 32, 64, 128)
 
 
+def test_four_blocks_of_queries_lie_in_shared_memory_beside_the_ring():
+    """For each query head of 32: fp16 columns, and for two lanes in eight the sums of a group."""
+    config = change(INT4, num_heads=2, blocks_per_warp=4)
+    assert config.shares_queries and config.query_bytes == 2 * (32 * 128 * 2 + 4 * 2 * 32 * 16)
+    assert config.smem_bytes == config.pool_bytes + config.query_bytes + 2 * config.num_stages * 8
+    # Queries of 16-bit keys, and of fewer blocks, stay in registers.
+    assert not change(DENSE, blocks_per_warp=4).query_bytes and not change(INT4, blocks_per_warp=2).query_bytes
+
+
 def test_a_row_takes_the_bytes_of_its_format():
     pairs = [pair for c in (INT4, DENSE, MIXED) for pair in zip(c.formats, c.head_dims, strict=True)]
     rows = [form.row_bytes(head_dim) for form, head_dim in pairs]

@@ -179,6 +179,20 @@ def test_loads_take_the_wavefronts_that_the_tiles_were_chosen_for(case: Case, mo
             assert tile.wavefronts == tile.fewest_wavefronts
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.config.shares_queries], ids=str)
+def test_shared_queries_are_loaded_once_a_block_without_conflicts(case: Case, monkeypatch):
+    """A vector per B register and sum for both tiles of 16 tokens: the compiler would keep what is loaded twice."""
+    rig = case.rig(monkeypatch, 5)
+    stored = rig.query_accesses()
+    rig.scores()
+    loaded = rig.query_accesses()[len(stored) :]
+    assert {access.kind for access in stored} == {"st"} and {access.kind for access in loaded} == {"ld"}
+    assert sorted(a.addresses for a in loaded) == sorted(a.addresses for a in stored)
+    assert all(banks.report(a.addresses, a.width, a.kind).conflicts == 0 for a in stored + loaded)
+    lanes = {address for access in stored for address in access.addresses}
+    assert len(lanes) == 32 * len(stored) and max(lanes) + 16 <= rig.query_start + case.config.query_bytes
+
+
 @every_case
 def test_every_byte_of_the_block_is_loaded_once(case: Case, monkeypatch):
     """Whatever the number of query heads: fragments are decoded once and meet all blocks of queries."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
 from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.features import Features
 from cute_kernels.attention.schedule import (
     Problem,
     candidate_configs,
@@ -154,6 +155,31 @@ def test_one_kernel_serves_scales_per_tensor_and_per_head():
             for granularity in ("head", "tensor")
         )
         assert per_head == per_tensor
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "q_len", "features", "blocks"),
+    [
+        ("int4_g1", 1, {}, (1, 1)),
+        ("int4_g1", 2, {}, (1, 2)),
+        ("int4_g1", 3, {}, (1, 4)),
+        ("int8_tensor", 4, {"window": True, "soft_cap": True}, (1, 4)),
+        ("e4m3_token_head", 5, {}, (2, 4)),
+        ("int8_channel", 16, {}, (2, 4)),
+        # What takes registers of its own: groups, slopes and biases; what costs nothing to decode twice.
+        ("int4_g4", 4, {}, (2, 2)),
+        ("int8_tensor", 4, {"alibi": True}, (2, 2)),
+        ("int4_g1", 4, {"bias": "bf16"}, (2, 2)),
+        ("bf16", 4, {}, (2, 2)),
+    ],
+)
+def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len, features, blocks):
+    """(warps that take different queries, blocks of 8 that each of them carries) for groups of 8 query heads."""
+    wanted = Features(queries=q_len > 1, causal=q_len > 1, **features)
+    problem = dataclasses.replace(issue_problem(kv_format, 32), q_len=q_len, features=wanted)
+    for config in candidate_configs(problem):
+        assert (config.num_query_blocks, config.blocks_per_warp) == blocks
+        assert config.lends_registers == (blocks[1] == 4) and config.can_implement() is None
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

@@ -136,6 +136,13 @@ class Warp:
         self.accesses.append(Access("ld", 4 * num_words, tuple(places.tolist())))
         return self._words(self.shared_memory, places, num_words)
 
+    def store_shared(self, address: Lanes, offset: int, values: Sequence[Lanes]) -> None:
+        places = np.asarray(address, np.int64) + offset
+        self.accesses.append(Access("st", 4 * len(values), tuple(places.tolist())))
+        assert not (places % (4 * len(values))).any(), "misaligned access"
+        for i, value in enumerate(values):
+            self.shared_memory.view(np.uint32)[places // 4 + i] = np.asarray(value).view(np.uint32)
+
     def load_global_words(self, address: Lanes, offset: int, num_words: int, *, constant: bool = True) -> list[Lanes]:
         return self._words(self.global_memory, np.asarray(address, np.int64) + offset, num_words)
 

@@ -135,12 +135,11 @@ class _ByteKeys(CodeKeyReader):
     def unit_queries(self, state: State, words):
         return self.floats(words)
 
-    def first_dot(self, state: State, block: int, group: int) -> list[Any]:
-        """The codes' offset, taken off before anything is added."""
+    def first_dots(self, query_sums) -> list[list[Any]]:
+        """The codes' offset, taken off before anything is added: for each block of queries, of a group's [column]."""
         if self.sum_factor is None:
-            return [Float32(0.0)] * 4
-        offsets = [state.query_sums[2 * block + c][group] for c in range(2)]
-        return offsets + offsets
+            return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
+        return [2 * query_sums[2 * block : 2 * block + 2] for block in range(self.config.blocks_per_warp)]
 
 
 class RowKeyByteReader(_ByteKeys, RowKeyReader):
@@ -232,17 +231,19 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
         blocks = range(self.config.blocks_per_warp)
         result = []
-        for pair in range(2):
-            dots = [self.first_dot(state, block, 0) for block in blocks]
+        for pairs in self.pairs_at_once():
+            query_sums = self.sums_of_group(state, 0)
+            dots = {pair: self.first_dots(query_sums) for pair in pairs}
             for load in range(self.num_loads):
-                rows = self.load(state.lane_offsets, tile_address, block_offset, pair, load)
+                rows = {p: self.load(state.lane_offsets, tile_address, block_offset, p, load) for p in pairs}
                 for half in range(min(LOAD_CHUNKS, self.tile.num_chunks - LOAD_CHUNKS * load)):
-                    (low0, low1), (high0, high1) = (self.codes.keys(row) for row in rows[2 * half : 2 * half + 2])
-                    register = 2 * (LOAD_CHUNKS * load + half)
-                    for block in blocks:
-                        query = state.query[block][register : register + 2]
-                        dots[block] = ptx.mma_m16n8k16(dots[block], [low0, high0, low1, high1], query, dtype="f16")
-            result += [[value for dot in dots for value in dot[2 * half : 2 * half + 2]] for half in range(2)]
+                    query = self.query_operands(state, 2 * (LOAD_CHUNKS * load + half), 2)
+                    for pair in pairs:
+                        low, high = (self.codes.keys(row) for row in rows[pair][2 * half : 2 * half + 2])
+                        a = [low[0], high[0], low[1], high[1]]
+                        dots[pair] = [ptx.mma_m16n8k16(dots[pair][b], a, query[b], dtype="f16") for b in blocks]
+            for pair in pairs:
+                result += [[value for dot in dots[pair] for value in dot[2 * half : 2 * half + 2]] for half in range(2)]
         return result
 
 

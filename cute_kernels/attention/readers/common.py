@@ -7,9 +7,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.attention.config import BLOCK_QUERIES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, QUERY_VECTOR_BYTES, WARP_THREADS, DecodeConfig
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_max, lane_sum
 
@@ -31,6 +31,7 @@ class State:
     select: Any
     query: Any  # B operands: [block][register]
     query_sums: Any  # [column][group]
+    shared_query: Any  # the lane's address of both, where they are shared
     score_scale: Any  # from scores to powers of 2
     accumulators: Any
     shift_sums: Any
@@ -109,6 +110,30 @@ class CodeKeyReader:
             state.query.append(registers)
             state.query_sums += self._sums_of_columns(state, sums)
 
+    def _load_vectors(self, state: State, first: int, count: int) -> list[list[Any]]:
+        """Some of the shared vectors."""
+        places = [_vector_offset(index) for index in range(first, first + count)]
+        return [ptx.load_shared_vector(state.shared_query, place, self.config.blocks_per_warp) for place in places]
+
+    def query_operands(self, state: State, first: int, count: int) -> list[Any]:
+        """B operands of an MMA for every block: ``count`` registers from the ``first`` one."""
+        if not self.config.shares_queries:
+            return [block[first : first + count] for block in state.query]
+        return [list(words) for words in zip(*self._load_vectors(state, first, count), strict=True)]
+
+    def sums_of_group(self, state: State, group: int) -> list[Any]:
+        """[column] sums of the queries' columns of a group, times ``sum_factor``; None where nobody needs them."""
+        if self.sum_factor is None:
+            return [None] * self.config.columns
+        if not self.config.shares_queries:
+            return [sums[group] for sums in state.query_sums]
+        vectors = self._load_vectors(state, self.config.head_dim // 8 + 2 * group, 2)
+        return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
+
+    def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
+        """Pairs of row halves that are scored together: both where queries have to be loaded, to load them once."""
+        return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
+
     def _make_registers(self, units, to_fp16: Float32, *, exact: bool):
         """(B registers, sums per group) of one block of queries; ``exact``: fp16 holds the queries as they are."""
         registers: list[Any] = []
@@ -178,6 +203,29 @@ class ValueReader:
 
         None without headers.
         """
+
+
+def query_vectors(state: State) -> list[list[Any]]:
+    """Queries as warps share them: vectors of all blocks, for each B register, then for each group's two sums."""
+    vectors = [list(words) for words in zip(*state.query, strict=True)]
+    for group in range(len(state.query_sums[0]) if state.query_sums else 0):
+        for c in range(2):
+            vectors.append([sums[group].bitcast(Uint32) for sums in state.query_sums[c::2]])
+    return vectors
+
+
+def store_vectors(address: Int32, vectors):
+    """Writes what :func:`query_vectors` gives.
+
+    address: of the lane's first vector; those of a warp lie side by side, so that no access has bank conflicts.
+    """
+    for index, words in enumerate(vectors):
+        ptx.store_shared(address, _vector_offset(index), words)
+
+
+def _vector_offset(index: int) -> int:
+    """Bytes from a lane's first vector of shared queries to another one."""
+    return index * WARP_THREADS * QUERY_VECTOR_BYTES
 
 
 def load_float(address: Int64) -> Float32:

@@ -64,9 +64,9 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         """A operands of the MMAs of one unit of columns, from the words of rows g and g + 8."""
         raise NotImplementedError
 
-    def first_dot(self, state: State, block: int, group: int) -> list[Any]:
-        """What a group's dot products with a block of queries start from."""
-        return [Float32(0.0)] * 4
+    def first_dots(self, query_sums) -> list[list[Any]]:
+        """What a group's dot products with each block of queries start from; query_sums: [column] of the group."""
+        return [[Float32(0.0)] * 4 for _ in range(self.config.blocks_per_warp)]
 
     def add_group(self, score, header, dot, query_sum):
         """A score (None at first) with the contribution of one group of columns."""
@@ -84,8 +84,8 @@ class RowKeyReader(RowLoads, CodeKeyReader):
     def scores(self, state: State, tile_address: Int32, block_offset: int):
         """Scores of 32 tokens without ``state.score_scale``: [j][column]."""
         result = []
-        for pair in range(2):
-            rows = (2 * pair, 2 * pair + 1)
+        for pairs in self.pairs_at_once():
+            rows = [2 * pair + half for pair in pairs for half in range(2)]
             words = [
                 [
                     ptx.load_shared(state.lane_offsets + tile_address, block_offset + self._code_offset(j, unit))
@@ -94,35 +94,36 @@ class RowKeyReader(RowLoads, CodeKeyReader):
                 for j in rows
             ]
             headers = [self._load_header(state.header_offset + tile_address, block_offset, j) for j in rows]
-            result += self._score_pair(state, words, headers)
+            result += self._score_rows(state, words, headers)
         return result
 
     def _code_offset(self, j: int, unit: int) -> int:
         words = self.tile.header_words + self.tile.k_unit // self.tile.word_codes * unit
         return WORD_BYTES * (self._row_offset(j) + words)
 
-    def _score_pair(self, state: State, words, headers):
-        """Scores of the two row halves of one MMA tile."""
-        blocks = range(self.config.blocks_per_warp)
-        scores: list[list[Any]] = [[None] * self.config.columns for _ in range(2)]
+    def _score_rows(self, state: State, words, headers):
+        """Scores of row halves, two to an MMA tile: [row half][column]."""
+        blocks, tiles = range(self.config.blocks_per_warp), range(len(words) // 2)
+        scores: list[list[Any]] = [[None] * self.config.columns for _ in words]
         for group in range(self.num_groups):
-            dots = [self.first_dot(state, block, group) for block in blocks]
+            query_sums = self.sums_of_group(state, group)
+            dots = [self.first_dots(query_sums) for _ in tiles]
             for unit in range(group * self.units_per_group, (group + 1) * self.units_per_group):
-                registers = unit * len(self.pairs)
-                for operand in self.unit_operands(state, words[0][unit], words[1][unit]):
-                    used = len(operand) // 2
-                    for block in blocks:
-                        query = state.query[block][registers : registers + used]
-                        dots[block] = _multiply(dots[block], operand, query)
-                    registers += used
-            for half in range(2):
+                register = unit * len(self.pairs)
+                operands = [self.unit_operands(state, words[2 * i][unit], words[2 * i + 1][unit]) for i in tiles]
+                for step in zip(*operands, strict=True):
+                    used = len(step[0]) // 2
+                    query = self.query_operands(state, register, used)
+                    for tile in tiles:
+                        dots[tile] = [_multiply(dots[tile][block], step[tile], query[block]) for block in blocks]
+                    register += used
+            for row, half in ((2 * tile + half, half) for tile in tiles for half in range(2)):
                 for column in range(self.config.columns):
-                    query_sum = state.query_sums[column][group] if state.query_sums else None
-                    scores[half][column] = self.add_group(
-                        scores[half][column],
-                        headers[half][group],
-                        dots[column // 2][2 * half + column % 2],
-                        query_sum,
+                    scores[row][column] = self.add_group(
+                        scores[row][column],
+                        headers[row][group],
+                        dots[row // 2][column // 2][2 * half + column % 2],
+                        query_sums[column],
                     )
         return scores
 

@@ -37,11 +37,16 @@ class SwizzledLoads:
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
         base = Int32(head * tile.head_bytes) + slice_index * (self.config.slice_tokens * tile.row_bytes)
         row = base + token * tile.row_bytes
-        loads = range(min(self.panel_loads, self.num_loads))
+        loads = range(1 if self.config.shares_queries else min(self.panel_loads, self.num_loads))
         return [ptx.pinned(row + ((chunk + LOAD_CHUNKS * i) ^ tile.swizzle(token)) * CHUNK_BYTES) for i in loads]
 
     def load(self, lane_offsets, tile_address: Int32, block_offset: int, pair: int, load: int) -> list[Any]:
         """Four 8 x 8 matrices of 16-bit units, of the 16 tokens of row halves 2 pair and 2 pair + 1."""
         offset = block_offset + self.tile.load_offset(pair, load)
-        address = lane_offsets[load % self.panel_loads] + tile_address
+        place = load % self.panel_loads
+        if place < len(lane_offsets):
+            address = lane_offsets[place] + tile_address
+        else:
+            # Rows are aligned to panels: chunks of a row differ in bits of the address, swizzled or not.
+            address = (lane_offsets[0] + tile_address) ^ (place * LOAD_CHUNKS * CHUNK_BYTES)
         return ptx.load_matrix_x4(address, offset, transpose=self.transposed)
