@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
-from cute_kernels.attention.schedule import Problem, Schedule, make_schedule
+from cute_kernels.attention.plan import problem_of
+from cute_kernels.attention.schedule import Schedule, make_schedule
 from cute_kernels.runtime import arch_of, default_cache, load_many
 from cute_kernels.runtime.store import key_of
 from tests.attention.cases import Call, assert_close, make_call
@@ -35,6 +37,8 @@ class Case:
     group: int = 8
     head_dim: int = 128
     q_dtype: str = "bf16"
+    q_len: int = 1
+    page_size: int | None = None
 
     def call(self) -> Call:
         """On the CPU. Rows past the lengths hold numbers: what lies there may be loaded, and must be initialised."""
@@ -45,24 +49,16 @@ class Case:
             group=self.group,
             head_dim=self.head_dim,
             q_dtype=self.q_dtype,
+            q_len=self.q_len,
+            page_size=self.page_size,
             poison=False,
         )
 
     def schedule(self) -> Schedule:
         """What the call uses on an H100 or H200."""
         call = self.call()
-        request_bytes = call.k_cache[0].numel() * call.k_cache.element_size()
-        problem = Problem.uniform(
-            batch=len(self.lengths),
-            max_seq_len=call.k_cache.shape[1],
-            num_q_heads=self.num_kv_heads * self.group,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            kv_format=self.kv_format,
-            q_dtype="fp16" if call.q.dtype == torch.float16 else "bf16",
-            aligned=request_bytes % 16 == 0,
-        )
-        return make_schedule(problem, self.num_splits)
+        checked = check_call(*call.tensors, kv_format=call.kv_format, **call.options)
+        return make_schedule(problem_of(checked), self.num_splits)
 
     def spec(self) -> DecodeSpec:
         return DecodeSpec(self.schedule().config)
@@ -83,6 +79,14 @@ CASES = {
     "bf16-combiners": Case("bf16", (1600,)),
     "bf16-splits": Case("bf16", (299, 1, 0), num_splits=3, num_kv_heads=2),
     "bf16-d256": Case("bf16", (150, 31), head_dim=256, group=5),
+    "int8_token_head": Case("int8_token_head", (600, 33, 0)),
+    "int8_tensor": Case("int8_tensor", (600, 33, 0), num_splits=2),
+    "e4m3_tensor": Case("e4m3_tensor", (600, 33, 0), num_splits=2),
+    "int4_g1-pages": Case("int4_g1", (1500, 33, 0, 64), page_size=16),
+    "e4m3_tensor-pages": Case("e4m3_tensor", (1500, 33, 0, 64), page_size=64),
+    "bf16-pages": Case("bf16", (900, 33, 0, 64), page_size=16),
+    "int4_g1-queries": Case("int4_g1", (600, 33, 4), q_len=4),
+    "int8_token_head-queries": Case("int8_token_head", (600, 33, 4), q_len=4, page_size=64),
     "fp16-d64": Case("fp16", (300, 64), num_kv_heads=3, head_dim=64, group=24),
 }
 
@@ -98,7 +102,9 @@ def run(name: str) -> None:
     case = CASES[name]
     call = case.call()
     tensors = [tensor.cuda() for tensor in call.tensors]
-    on_gpu = dataclasses.replace(call, **dict(zip(("q", "k_cache", "v_cache", "seq_lens"), tensors, strict=True)))
+    options = {key: value.cuda() if torch.is_tensor(value) else value for key, value in call.options.items()}
+    named = dict(zip(("q", "k_cache", "v_cache", "seq_lens"), tensors, strict=True))
+    on_gpu = dataclasses.replace(call, **named, options=options)
     for _ in range(2):
         out, lse = on_gpu.run(return_lse=True, num_splits=case.num_splits)
         assert_close(call, out.cpu(), lse.cpu())
