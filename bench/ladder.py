@@ -143,7 +143,7 @@ LADDER = (
         None,
         "Several thread blocks per SM",
         "one block's start, merge and end overlap another's loads; off: one block with the longer ring",
-        off={"ctas_per_sm": 1, "num_stages": 3, "num_slices": 8},
+        off={"ctas_per_sm": 1, "num_stages": 3, "num_slices": 8, "blocks_per_slice": 1},
     ),
 )
 
