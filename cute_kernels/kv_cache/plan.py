@@ -19,6 +19,7 @@ from cute_kernels.kv_cache.config import (
     AppendConfig,
     row_alignment,
 )
+from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
@@ -156,7 +157,10 @@ def check_alignment(call: AppendCall) -> None:
         ("v_cache", call.v_format, config.head_dim_v),
     ):
         _check_start(name, getattr(call, name), row_alignment(kv_format, head_dim, config.lanes, config.runs))
-    for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale"):
+    by_vectors = ["q_bias", "k_bias", "v_bias", "q_norm", "k_norm"]
+    by_vectors += ["k_scale"] * (format_of(call.k_format).given_scale == "channel")
+    by_vectors += ["v_scale"] * (format_of(call.v_format).given_scale == "channel")
+    for name in by_vectors:
         tensor = getattr(call, name)
         if tensor is not None and tensor.data_ptr() % ALIGNMENT:
             raise ValueError(f"{name}: got a tensor that does not start on a multiple of {ALIGNMENT} bytes, want it to")

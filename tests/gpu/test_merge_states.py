@@ -119,7 +119,7 @@ def test_the_operator_passes_opcheck():
     torch.library.opcheck(torch.ops.cute_kernels.merge_states.default, (*a, *b))
 
 
-def test_what_the_compiled_function_refuses_is_named():
+def test_what_the_kernel_cannot_take_is_named():
     a, b = random_states((4, 3, 64), torch.bfloat16, CUDA)
     merge_states(*a, *b)
     room = torch.zeros(4 * 3 * 64 + 8, dtype=torch.bfloat16, device=CUDA)

@@ -11,8 +11,8 @@ from cute_kernels.kv_cache.config import BulkConfig
 from cute_kernels.kv_cache.reference import quantize, shaped_scale
 from cute_kernels.kv_formats import HEAD_DIMS, format_of
 from cute_kernels.runtime import arch_of, load_many
+from tests.kv_cache.awkward import awkward, same_bits, scales_for
 from tests.kv_cache.cases import ALL_FORMATS, DTYPES
-from tests.kv_cache.test_bulk_kernels import awkward, same_bits, scales_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_kernels")]
 
