@@ -158,3 +158,17 @@ def test_a_new_q_is_contiguous_and_a_given_one_comes_back(launches):
 def test_most_calls_have_no_extras():
     assert AppendCall._fields[NUM_USUAL - 1] == "block_table"
     assert make_call(PLAIN).extras == (None,) * (len(AppendCall._fields) - NUM_USUAL)
+
+
+def test_a_scale_per_head_may_start_on_any_float(launches):
+    """As a layer's do, which lie behind those of the layers before it; the kernel reads them one by one."""
+    for place in (4, 8, 12):
+        given = but(lambda a, place=place: {"v_scale": offset(a["v_scale"], place)}, kv_format="e4m3_head")
+        append_kv(**given)
+    assert len(launches) == 3
+
+
+def test_a_scale_per_channel_must_start_on_a_vector(launches):
+    given = but(lambda a: {"k_scale": offset(a["k_scale"], 4)}, kv_format="int8_channel")
+    with pytest.raises(ValueError, match="k_scale: got a tensor that does not start on a multiple of 16 bytes"):
+        append_kv(**given)
