@@ -7,7 +7,7 @@ A launch is then what the function was called with, and what the native checks r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -115,3 +115,16 @@ def outcome(launches: list[Launch], call: Callable[[], Any], given: dict[str, An
         return None if x >= 2**32 and x not in places else x
 
     return [(launch.symbol, [described(x) for x in launch.arguments]) for launch in launches]
+
+
+def assert_launched_alike_after_any_other(
+    name: str, calls: Iterable[str], outcome_of: Callable[[str], Any], plans: dict[Any, Any]
+) -> Any:
+    """That a call of ``calls`` launches what it does when no ``plans`` are kept, whatever was launched before it;
+    returns its outcome."""
+    want = outcome_of(name)
+    for other in calls:
+        plans.clear()
+        outcome_of(other)
+        assert outcome_of(name) == want, f"after {other}"
+    return want

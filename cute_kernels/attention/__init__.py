@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from cute_kernels.attention import ops
-from cute_kernels.attention.call import CallOptions
+from cute_kernels.attention.call import CallOptions, options_of
 from cute_kernels.attention.checks import format_pair
 from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
@@ -145,21 +145,9 @@ def decode_attention(
     """
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
-    options: CallOptions | None = None
-    plain = block_table is k_scale is v_scale is window is soft_cap is sinks is alibi_slopes is bias is None
-    if not plain or causal is not True or cache_layout != "NHD":
-        options = {
-            "block_table": block_table,
-            "cache_layout": cache_layout,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "causal": causal,
-            "window": window,
-            "soft_cap": soft_cap,
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-        }
+    options = options_of(
+        block_table, cache_layout, k_scale, v_scale, causal, window, soft_cap, sinks, alibi_slopes, bias
+    )  # fmt: skip
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
     return (result, lse) if return_lse else result

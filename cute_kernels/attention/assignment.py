@@ -17,9 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.attention.config import WARP_THREADS
 from cute_kernels.attention.schedule import ALIKE, CUT_STEPS, FEW_ROWS
 from cute_kernels.device import ptx
+from cute_kernels.sm90 import WARP_THREADS
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import cutlass.cute as cute
 
-from cute_kernels.attention.config import WARP_THREADS, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.sm90 import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
 READY, ATTENDING, COPYING = 1, 2, 3

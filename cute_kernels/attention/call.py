@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -41,6 +41,42 @@ NO_OPTIONS: CallOptions = {
     "bias": None,
 }
 """The defaults, complete and in the order that every complete set of options has."""
+
+
+def options_of(
+    block_table: torch.Tensor | None,
+    cache_layout: str,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> CallOptions | None:
+    """Complete options, or None where all of them are the defaults, which is what most calls ask for."""
+    plain = block_table is k_scale is v_scale is window is soft_cap is sinks is alibi_slopes is bias is None
+    if plain and causal is True and cache_layout == "NHD":
+        return None
+    return {
+        "block_table": block_table,
+        "cache_layout": cache_layout,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "causal": causal,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "bias": bias,
+    }
+
+
+def complete_options(options: dict[str, Any]) -> CallOptions | None:
+    """Options as an operator's implementation gets them, those that differ from the schema's defaults and maybe others,
+    as the calls take them."""
+    return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,18 +14,14 @@ from cute_kernels.attention.tiles import (
     tiles_of,
 )
 from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, RESERVED_SHARED_BYTES, WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS
 
-WARP_THREADS = 32
 WRITE_LSE, KEEP_PARTIALS = 1, 2  # bits of a launch's mode
 BLOCK_QUERIES = 8  # columns of mma.m16n8: a block of query heads of one KV head
-MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
-RESERVED_SHARED_BYTES = 1024  # taken by the system for every resident CTA
-BARRIER_BYTES = 8
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
 QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one value of each of so many blocks
-EMPTY_WORD = 0xFFFFFFFF  # of the workspace where nothing is; a NaN that no arithmetic yields
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum
@@ -287,8 +283,10 @@ class DecodeConfig:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
         if self.copy_warps < 1:
             return "copy_warps must be at least 1"
-        if self.cta_threads > 1024:
-            return f"{self.num_warps} + {self.copy_warps} warps are more than the 32 of a CTA"
+        if self.cta_threads > MAX_THREADS:
+            return (
+                f"{self.num_warps} + {self.copy_warps} warps are more than the {MAX_THREADS // WARP_THREADS} of a CTA"
+            )
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
         return None

@@ -1,12 +1,12 @@
 """Split-KV decode attention, one launch: ring of tiles, online softmax in registers, last splits of a row combine.
 
 Shape of the work: a CTA takes ``num_heads`` KV heads of one request and a part of its tokens (:mod:`.assignment`).
-Copying warps keep a ring of K and V tiles full with asynchronous copies (:mod:`.copies`); every attending warp waits
-for a tile, takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and
-output in registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes
-before the softmax to :mod:`.logits`. Attending warps do not wait for each other in the loop but for the tile in which
-the request ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`),
-in a fixed order: the output is bitwise reproducible.
+Copying warps keep a ring of K and V tiles full (:mod:`.filler`, :mod:`.copies`); every attending warp waits for a tile,
+takes its KV head, its blocks of 8 queries and its slice of the tokens, and keeps scores, probabilities and output in
+registers; what the bytes of K and of V mean is known to its two :mod:`.readers` alone, what a score becomes before the
+softmax to :mod:`.logits`. Attending warps do not wait for each other in the loop but for the tile in which the request
+ends. At the end they merge in shared memory, and the parts of a row through a workspace (:mod:`.merge`), in a fixed
+order: the output is bitwise reproducible.
 
 Split-KV is Flash-Decoding's (Dao et al. 2023); the lazily rescaled maximum FlashAttention-4's (Zadouri et al. 2026).
 """
@@ -19,22 +19,25 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.assignment import Assigner, Requests
-from cute_kernels.attention.barriers import announce_ready, await_ready, sync_attending, sync_copying
+from cute_kernels.attention.barriers import await_ready, sync_attending
 from cute_kernels.attention.config import (
     ATTENDING_REGISTERS,
     BLOCK_QUERIES,
     COPYING_REGISTERS,
     QUERY_VECTOR_BYTES,
-    WARP_THREADS,
     DecodeConfig,
 )
 from cute_kernels.attention.copies import Pager, TileCopier
+from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
-from cute_kernels.attention.readers.common import Query, lane_max, query_vectors, store_vectors
+from cute_kernels.attention.readers.common import Query, query_vectors, store_vectors
 from cute_kernels.device import ptx
+from cute_kernels.device.lanes import lane_max
+from cute_kernels.device.ring import advance
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 RESCALE_SLACK = 8.0  # probabilities may grow to 2**8 before the accumulators are rescaled
@@ -47,6 +50,7 @@ class DecodeKernel:
         self.config = config
         self.key_reader, self.value_reader = make_readers(config)
         self.copier = TileCopier(config)
+        self.filler = RingFiller(config, self.copier)
         self.merger = Merger(config, self.value_reader)
         self.logits = Logits(config)
         self.assigner = Assigner(config.tile_tokens, config.features.window)
@@ -243,7 +247,7 @@ class DecodeKernel:
         if const_expr(config.units):
             early = early & (row < shape.batch)
         if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
-            self.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
+            self.filler.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
         asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
         if const_expr(not config.after_append):
             asked = self.fetch_query(cta, place, q, own_row)  # by copying warps in vain
@@ -266,7 +270,7 @@ class DecodeKernel:
                     issued = Int32(1)
                 else:
                     self.pass_over(cta.barriers, cta.warp, cta.lane)
-                    stage, phase = _advance(stage, phase, self.config.num_stages)
+                    stage, phase = advance(stage, phase, self.config.num_stages)
         if work.part < work.num_parts:
             if cta.warp < self.config.num_warps:
                 self.attend_unit(cta, work, q, query, stage, phase)
@@ -274,7 +278,7 @@ class DecodeKernel:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.copiers:
-                    self.copy_tiles(cta, work, stage, phase, issued)
+                    self.filler.fill(cta, work, stage, phase, issued)
 
     @cute.jit
     def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
@@ -351,98 +355,6 @@ class DecodeKernel:
             addresses.append(q + place_of_query * (self.config.head_dim * 2))
         return addresses
 
-    # -- copying warps ----------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def start(self, tiles, row, part, early, copier, lane):
-        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
-        config = self.config
-        alone = config.copiers == 1
-        # What the first tile needs comes first.
-        first = config.early_tiles if alone else 2 * config.num_stages
-        self.init_barriers(tiles.full, 0, first, copier, lane)
-        sync_copying(config)
-        if const_expr(config.early_tiles > 0):
-            if early:
-                token = part * config.tile_tokens
-                page, place = self.copier.find_pages(tiles, row, token, lane)
-                entered = self.copier.enter(tiles, row)
-                self.copier.copy_tile(
-                    entered, row, token, tiles.max_seq_len, Int32(0), copier, lane, page, place
-                )  # fmt: skip
-        self.init_barriers(tiles.full, first, 2 * config.num_stages, copier, lane)
-        announce_ready(config)
-
-    @cute.jit
-    def init_barriers(self, barriers, begin: int, end: int, copier, lane):
-        """Initialises some of the barriers: those of full stages, then those of empty ones."""
-        if const_expr(begin < end):
-            if copier == 0:
-                if lane == 0:
-                    for i in cutlass.range_constexpr(begin, end):
-                        full = i < self.config.num_stages
-                        arrivals = self.copier.arrivals if full else self.config.num_warps
-                        cute.arch.mbarrier_init(barriers + i, arrivals)
-                    cute.arch.mbarrier_init_fence()
-                cute.arch.sync_warp()
-
-    @cute.jit
-    def copy_tiles(self, cta, work, stage: Int32, phase: Int32, issued: Int32):
-        """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
-
-        stage, phase: of the ring's place that the attending warps read first.
-        """
-        config, lane = self.config, cta.lane
-        copier = cta.warp - config.num_warps
-        tiles = self.copier.enter(cta.tiles, work.request)
-        empty = cta.barriers + config.num_stages
-        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        phase = phase ^ 1  # nothing waits on the first round
-        if const_expr(config.after_append and "word" in config.copies):
-            # Copies of words go through L1, which may keep the beginning of a new row from before it was written.
-            cute.arch.griddepcontrol_wait()
-        page, place = Int32(0), Int32(0)
-        if const_expr(config.page_tokens > 0):
-            # The pages of a whole ring are asked for at once.
-            pages = [
-                self.copier.find_pages(tiles, work.request, token + i * stride, lane)
-                for i in range(config.num_stages + 1)
-            ]
-            for i in cutlass.range_constexpr(config.num_stages):
-                if (issued <= i) & (token < work.length):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.await_append(work, token)
-                    self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
-                token = token + stride
-                stage, phase = _advance(stage, phase, config.num_stages)
-            page, place = pages[-1]
-        elif issued > 0:
-            token = token + stride
-            stage, phase = _advance(stage, phase, config.num_stages)
-        while token < work.length:
-            cute.arch.mbarrier_wait(empty + stage, phase)
-            self.await_append(work, token)
-            self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, page, place)
-            token = token + stride
-            page, place = self.copier.find_pages(tiles, work.request, token, lane)
-            stage, phase = _advance(stage, phase, config.num_stages)
-        self.copier.drain()
-
-    @cute.jit
-    def await_append(self, work, token):
-        """Before a tile with new tokens, waits until they are in the cache. Waiting again costs nothing.
-
-        So it does before every tile but the unit's first: whatever else is asked for delays the append's own loads, and
-        cannot be used before it is done.
-        """
-        if const_expr(self.config.after_append and "word" not in self.config.copies):
-            later = token > work.first_token(self.config)
-            if later | (token + self.config.tile_tokens > work.length - work.place.shape.q_len):
-                cute.arch.griddepcontrol_wait()
-                # Rows were written by ordinary stores and are read by bulk copies, whose order among each other only a
-                # fence makes, or a kernel's end; the PTX ISA does not say that the wait stands for the latter.
-                cute.arch.fence_proxy("async.global")
-
     # -- attending warps --------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -496,7 +408,7 @@ class DecodeKernel:
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
-            stage, phase = _advance(stage, phase, config.num_stages)
+            stage, phase = advance(stage, phase, config.num_stages)
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
 
     @cute.jit
@@ -589,13 +501,6 @@ class WarpState:
     values: Any
     softmax: Any
     logits: Any
-
-
-def _advance(stage, phase, num_stages: int):
-    """The next place of a ring and the parity of its barrier."""
-    stage = stage + 1
-    wrapped = stage == num_stages
-    return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)
 
 
 def _bound(score, score_scale, log_scale):

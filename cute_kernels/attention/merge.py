@@ -18,18 +18,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.attention.barriers import sync_attending
-from cute_kernels.attention.config import (
-    BLOCK_QUERIES,
-    EMPTY_WORD,
-    KEEP_PARTIALS,
-    MERGE_PAD,
-    PAIR_BYTES,
-    WARP_THREADS,
-    WRITE_LSE,
-    DecodeConfig,
-)
-from cute_kernels.attention.readers.common import lane_sum, load_float
+from cute_kernels.attention.config import BLOCK_QUERIES, KEEP_PARTIALS, MERGE_PAD, PAIR_BYTES, WRITE_LSE, DecodeConfig
+from cute_kernels.attention.readers.common import load_float
 from cute_kernels.device import ptx
+from cute_kernels.device.lanes import lane_sum
+from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 LOWEST = -1.0e38  # stands for -inf in running maxima, so that differences of two of them are not NaN
 COMBINE_BATCH = 4  # partial results that a thread loads at a time

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_tensors
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions, check_device_values, make_call
+from cute_kernels.arguments import DEBUG, check_tensors
+from cute_kernels.attention.call import (
+    NO_OPTIONS,
+    AttentionCall,
+    CallOptions,
+    check_device_values,
+    complete_options,
+    make_call,
+)
 from cute_kernels.attention.checks import (
     check_out,
     check_positive,
@@ -18,15 +24,13 @@ from cute_kernels.attention.checks import (
     head_dim_of_row,
 )
 from cute_kernels.attention.config import DecodeConfig
-from cute_kernels.attention.plan import ALIGNMENT, Plan, check_alignment, make_plan, problem_of
+from cute_kernels.attention.plan import Plan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
 from cute_kernels.kv_formats import format_of
+from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import EMPTY
 
-# Read once: looking at the environment would cost a call 0.7 us.
-DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
-_MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # of optional arguments: sinks often are parameters
 _PLAIN = _PLAIN_TENSORS | {type(None), str, bool, int, float}
 
@@ -79,9 +83,7 @@ def launch(
         if plan is None:
             if not (k_cache.numel() and call.max_seq_len and call.batch):
                 return without_tokens(call)
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            plan = _plans[key] = make_plan(call)
+            plan = keep(_plans, key, make_plan(call))
     try:
         return plan.launch(q, k_cache, v_cache, seq_lens, out, softmax_scale, options, return_lse)
     except (TypeError, ValueError, RuntimeError):
@@ -108,11 +110,6 @@ def options_key(options: CallOptions) -> tuple[Any, ...]:
         None if slopes is None else identity(slopes),
         None if bias is None else identity(bias),
     )
-
-
-def identity(tensor: Any) -> tuple[Any, ...]:
-    """What a plan relies on in a tensor that the function takes as an address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 
 def _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options) -> AttentionCall:
@@ -285,17 +282,16 @@ def dispatch(
 
 def _on_cpu(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
     formats = k_format, v_format
-    return reference(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, _complete(options))
+    return reference(
+        q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, complete_options(options)
+    )
 
 
 def _on_cuda(q, k_cache, v_cache, seq_lens, k_format, v_format, *, softmax_scale=None, num_splits=None, **options):
     formats = k_format if k_format == v_format else (k_format, v_format)
-    return launch(q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, _complete(options))
-
-
-def _complete(options: dict[str, Any]) -> CallOptions | None:
-    """Options as an implementation gets them: those that differ from the schema's defaults, and maybe others."""
-    return cast(CallOptions, {**NO_OPTIONS, **options}) if options else None
+    return launch(
+        q, k_cache, v_cache, seq_lens, formats, softmax_scale, num_splits, True, None, complete_options(options)
+    )
 
 
 def _on_meta(q, k_cache, v_cache, seq_lens, k_format, v_format, **options):

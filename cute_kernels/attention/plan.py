@@ -12,14 +12,14 @@ from cute_kernels.attention.call import NO_OPTIONS, AttentionCall
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, WRITE_LSE, DecodeConfig
-from cute_kernels.attention.schedule import NUM_SMS, Problem, Schedule, head_blocks, make_schedule
+from cute_kernels.attention.schedule import Problem, Schedule, head_blocks, make_schedule
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
+from cute_kernels.runtime.plans import ALIGNMENT
 from cute_kernels.runtime.workspace import POOL
-
-ALIGNMENT = 16  # bytes, of bulk copies and tensor maps
+from cute_kernels.sm90 import NUM_SMS
 
 
 @dataclass(frozen=True)

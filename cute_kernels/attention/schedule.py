@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, MAX_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.config import BLOCK_QUERIES, MAX_BLOCKS_PER_WARP, DecodeConfig
 from cute_kernels.attention.features import PLAIN, Features
 from cute_kernels.attention.tiles import cannot_read, copies_per_tile, has_headers, kernel_format, num_groups
 from cute_kernels.kv_formats import DenseFormat, Int4Format, format_of
+from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, RESERVED_SHARED_BYTES
 
-NUM_SMS = 132  # of H100 SXM and H200; the model's default
 MEMORY_BYTES_PER_US = 4.5e6  # what streaming kernels reach on an H200
 # How much more than its share of the memory's rate an SM can digest.
 SM_RATE_ADVANTAGE = {"dense": 1.6, "byte": 1.6, "int4": 1.55}
@@ -428,7 +428,7 @@ def _takes_one_block(config: DecodeConfig) -> bool:
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:
     """Tiles that the shared memory of one of ``ctas_per_sm`` CTAs has room for."""
-    budget = (MAX_SHARED_BYTES + 1024) // ctas_per_sm - 2048 - config.query_bytes
+    budget = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // ctas_per_sm - 2048 - config.query_bytes
     return budget // sum(config.tile_bytes)
 
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cute_kernels.kv_formats import HEAD_DIMS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import RowTile, plan_tiles
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens of one tensor-map copy
-COPYING_LANES = 32  # of a warp
 _GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
 
 
@@ -81,7 +81,7 @@ def lane_tokens(config: DecodeConfig) -> int:
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
         return min(config.page_tokens or config.tile_tokens, config.tile_tokens)
-    even = 1 << (-(-config.tile_tokens // COPYING_LANES) - 1).bit_length()
+    even = 1 << (-(-config.tile_tokens // WARP_THREADS) - 1).bit_length()
     return max(even, min(runs))
 
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from cute_kernels.kv_formats import HEAD_DIMS, Int4Format, KvFormat, format_of
+from cute_kernels.sm90 import WARP_THREADS
 
-WARP_THREADS = 32
 DTYPES = ("bf16", "fp16")  # of q, k and v
 BULK_DTYPES = ("bf16", "fp16", "fp32")  # of what is quantised in bulk
 ROPE_STYLES = ("none", "half", "interleaved")

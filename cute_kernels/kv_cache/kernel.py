@@ -26,12 +26,12 @@ from cute_kernels.kv_cache.config import (
     HAS_SEQ_LENS,
     HAS_TABLE,
     RESIDENT_WARPS,
-    WARP_THREADS,
     WIDE_POSITIONS,
     AppendConfig,
     rows_per_team,
 )
 from cute_kernels.kv_cache.rotate import Rotator
+from cute_kernels.sm90 import WARP_THREADS
 
 MAX_GRID_Y = 32768
 
@@ -345,34 +345,38 @@ class AppendKernel:
     @cute.jit
     def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
-        elements, ahead = self.k_elements, self.config.rows_in_flight
-        values = cute.make_rmem_tensor(elements.count, Float32)
-        head, stop = heads.first, heads.first + heads.count
-        while head < stop:
-            for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = load_given(self.k_row, extras.k_scale, head, place.lane)
-                self.unpack(raw, values, elements, 0)
-                self.advance(raw)
-                self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
-                self.write(self.k_row, values, given, targets.k_cache, targets.k_strides, place, head)
-                head = head + 1
-            source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+        target = (self.k_row, extras.k_scale, targets.k_cache, targets.k_strides)
+
+        def prepare(values, head):
+            self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
+
+        self.process_rows(raw, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
     def process_v(self, raw, source, heads, extras, targets, place):
         """The team's v heads."""
-        elements, ahead = self.v_elements, self.config.rows_in_flight
+        target = (self.v_row, extras.v_scale, targets.v_cache, targets.v_strides)
+
+        def prepare(values, head):
+            if const_expr(self.config.has_bias):
+                self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
+
+        self.process_rows(raw, source, self.v_elements, heads, target, place, prepare)
+
+    @cute.jit
+    def process_rows(self, raw, source, elements, heads, target, place, prepare):
+        """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
+        cache_row, scale, cache, strides = target
+        ahead = self.config.rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = load_given(self.v_row, extras.v_scale, head, place.lane)
+                given = load_given(cache_row, scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
                 self.advance(raw)
-                if const_expr(self.config.has_bias):
-                    self.add_bias(values, elements, extras.v_bias, head, place.lane)
-                self.write(self.v_row, values, given, targets.v_cache, targets.v_strides, place, head)
+                prepare(values, head)
+                self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
             source = source + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)

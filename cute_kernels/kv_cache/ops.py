@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import needs_dispatch
+from cute_kernels.arguments import DEBUG, needs_dispatch
 from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall, check_append
-from cute_kernels.kv_cache.plan import ALIGNMENT, Plan, check_alignment, config_of, make_plan
+from cute_kernels.kv_cache.plan import Plan, check_alignment, config_of, make_plan
 from cute_kernels.kv_cache.reference import append_kv_reference
 from cute_kernels.kv_cache.rope import rope_of
 from cute_kernels.kv_cache.values import check_append_values
+from cute_kernels.runtime.plans import identity, keep
 
 __all__ = ["append", "config_of", "dispatch", "launch", "reference"]
-
-# Read once: looking at the environment would cost a call 0.7 us.
-DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
-_MAX_PLANS = 4096  # prefills of ever other lengths make a plan each
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -66,7 +62,7 @@ def launch(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
             layout,
             None if rope is None else rope.text,
             norm_eps,
-            extras and tuple([None if tensor is None else _identity(tensor) for tensor in extras]),
+            extras and tuple([None if tensor is None else identity(tensor) for tensor in extras]),
         )
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
@@ -79,9 +75,7 @@ def launch(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> torch.Tenso
         if plan is None:
             if not k.shape[0]:
                 return None if q is None else torch.empty_like(q) if q_out is None else q_out
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            plan = _plans[key] = make_plan(checked)
+            plan = keep(_plans, key, make_plan(checked))
     try:
         return plan.launch(call, extras)
     except (TypeError, ValueError, RuntimeError):
@@ -95,11 +89,6 @@ def _check(call: tuple[Any, ...], extras: tuple[Any, ...] | None) -> AppendCall:
     check_append(checked)
     check_alignment(checked)
     return checked
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a plan relies on in a tensor that the function takes as an address."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
 
 
 def reference(call: AppendCall) -> torch.Tensor | None:

@@ -23,8 +23,8 @@ from cute_kernels.kv_formats import format_of
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.memory import Blank, blank, byte_view, empty_strided
+from cute_kernels.runtime.plans import ALIGNMENT
 
-ALIGNMENT = 16  # bytes, of the widest access
 NO_ADDRESSES = (0,) * 10  # of extras
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from cute_kernels.attention.call import CallOptions
+from cute_kernels.attention.call import CallOptions, options_of
 from cute_kernels.attention.checks import format_pair
 from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.rope import Rope
@@ -144,24 +144,10 @@ def append_and_decode(
     extras: step_ops.Extras | None = None
     if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):
         extras = (position_ids, *(qkv_bias or (None, None, None)), q_norm, k_norm)
-    options: CallOptions | None = None
-    plain = block_table is k_scale is v_scale is window is soft_cap is sinks is alibi_slopes is bias is None
-    if not plain or causal is not True or cache_layout != "NHD":
-        options = {
-            "block_table": block_table,
-            "cache_layout": cache_layout,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "causal": causal,
-            "window": window,
-            "soft_cap": soft_cap,
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-        }
-    path = step_ops.path_of(q, k, v, k_cache, v_cache, seq_lens, extras, options)
-    tensors = (q, k, v, k_cache, v_cache, seq_lens)
-    result, lse = path(
-        tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options
+    options = options_of(
+        block_table, cache_layout, k_scale, v_scale, causal, window, soft_cap, sinks, alibi_slopes, bias
     )  # fmt: skip
+    numbers = (softmax_scale, num_splits, return_lse, out, options)
+    step = step_ops.Step(q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, *numbers)
+    result, lse = step_ops.path_of(step)(step)
     return (result, lse) if return_lse else result

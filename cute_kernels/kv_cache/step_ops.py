@@ -1,7 +1,7 @@
 """Calling append and attention as one: the plan and launch of both in eager mode, the registered operator.
 
 The second launch is a programmatic dependent of the first: it starts as soon as all CTAs of that one have, and waits
-for its end only where it needs what was appended (`DecodeKernel.await_append`). The first launch is an ordinary one, so
+for its end only where it needs what was appended (`RingFiller.await_append`). The first launch is an ordinary one, so
 that whatever the second reads before that wait was written before both.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
+from cute_kernels.arguments import DEBUG, check_tensors, needs_dispatch, shape_of
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CallOptions, check_device_values
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
 from cute_kernels.attention.call import make_call as make_attention_call
 from cute_kernels.attention.checks import check_out, check_positive, format_pair, head_dim_of_row
 from cute_kernels.attention.reference import attention_of
@@ -27,17 +26,40 @@ from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.values import check_append_values
 from cute_kernels.kv_formats import format_of
-
-DEBUG = attention_ops.DEBUG
-_MAX_PLANS = 4096
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k, v, k_cache, v_cache, seq_lens."""
+from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 
 Extras = tuple[torch.Tensor | None, ...]
 """What most steps lack of an append: position_ids, q_bias, k_bias, v_bias, q_norm, k_norm."""
 
 NO_EXTRAS: Extras = (None,) * 6
+
+
+class Step(NamedTuple):
+    """The arguments of a step, as :func:`cute_kernels.kv_cache.step.append_and_decode` has them.
+
+    ``extras`` and ``options`` (see `NO_OPTIONS`) are complete, or None for a step that uses none of them.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    kv_format: str | tuple[str, str]
+    rope: Rope | None
+    norm_eps: float
+    extras: Extras | None
+    softmax_scale: float | None
+    num_splits: int | None
+    return_lse: bool
+    out: torch.Tensor | None
+    options: Any
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that every step has, by name."""
+        return dict(zip(self._fields[:6], self[:6], strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,18 +81,10 @@ class StepPlan:
     cu_seqlens: torch.Tensor | None
     has_extras: bool
 
-    def launch(
-        self,
-        tensors: Tensors,
-        norm_eps: float,
-        extras: Extras | None,
-        softmax_scale: float | None,
-        return_lse: bool,
-        out: torch.Tensor | None,
-        options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def launch(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches both on the current stream, one directly after the other: (out or a new one, lse if asked for)."""
-        q, k, v, k_cache, v_cache, seq_lens = tensors
+        (q, k, v, k_cache, v_cache, seq_lens, _, _, norm_eps, extras,
+         softmax_scale, _, return_lse, out, options) = step  # fmt: skip
         of_q, of_k, of_v = self.token_shapes
         table = None if options is None else options["block_table"]
         more = None
@@ -90,24 +104,14 @@ class StepPlan:
 _plans: dict[tuple[Any, ...], StepPlan] = {}
 
 
-def launch(
-    tensors: Tensors,
-    kv_format: str | tuple[str, str],
-    rope: Rope | None,
-    norm_eps: float,
-    extras: Extras | None,
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: CallOptions | None,
-) -> tuple[torch.Tensor, Any]:
-    """A step on CUDA tensors: (out, lse or None). ``options`` and ``extras`` are None for a call that uses none.
+def launch(step: Step) -> tuple[torch.Tensor, Any]:
+    """A step on CUDA tensors: (out, lse or None).
 
     The key of a step's plan holds all that the second launch could be refused for after the first one: the rest is
     compared by the first compiled function, as :func:`cute_kernels.kv_cache.ops.launch` says.
     """
-    q, k, v, k_cache, v_cache, seq_lens = tensors
+    (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
+     softmax_scale, num_splits, _, out, options) = step  # fmt: skip
     try:
         key = (
             q.shape,
@@ -120,36 +124,34 @@ def launch(
             k_cache.dtype,
             v_cache.dtype,
             k_cache.is_contiguous() and v_cache.is_contiguous(),
-            (k_cache.data_ptr() | v_cache.data_ptr()) % attention_plan.ALIGNMENT,
+            (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT,
             q.get_device(),
             kv_format,
             None if rope is None else rope.text,
             norm_eps,
             num_splits,
-            None if out is None else attention_ops.identity(out),
-            None if extras is None else tuple([None if x is None else attention_ops.identity(x) for x in extras]),
+            None if out is None else identity(out),
+            None if extras is None else tuple([None if x is None else identity(x) for x in extras]),
             None if options is None else attention_ops.options_key(options),
         )
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
-        _checked(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        _checked(step)
         raise
     if softmax_scale is not None:
         check_positive("softmax_scale", softmax_scale)
     if plan is None or DEBUG:
-        append, attention = _checked(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        append, attention = _checked(step)
         if DEBUG:
             _check_values(append, attention)
         if plan is None:
             if not (k_cache.numel() and attention.max_seq_len and attention.batch):
                 return attention_ops.without_tokens(attention)
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            plan = _plans[key] = make_plan(append, attention)
+            plan = keep(_plans, key, make_plan(append, attention))
     try:
-        return plan.launch(tensors, norm_eps, extras, softmax_scale, return_lse, out, options)
+        return plan.launch(step)
     except (TypeError, ValueError, RuntimeError):
-        _checked(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+        _checked(step)
         raise
 
 
@@ -169,39 +171,21 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _checked(
-    tensors: Tensors,
-    kv_format: str | tuple[str, str],
-    rope: Rope | None,
-    norm_eps: float,
-    extras: Extras | None,
-    num_splits: int | None,
-    out: torch.Tensor | None,
-    options: CallOptions | None,
-) -> tuple[AppendCall, AttentionCall]:
+def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
     """The two calls of a step, after all that can be said of it without waiting for the device."""
-    append, attention = make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+    append, attention = make_calls(step)
     append_plan.check_alignment(append)
     attention_plan.check_alignment(attention)
     return append, attention
 
 
-def make_calls(
-    tensors: Tensors,
-    kv_format: str | tuple[str, str],
-    rope: Rope | None,
-    norm_eps: float,
-    extras: Extras | None,
-    num_splits: int | None,
-    out: torch.Tensor | None,
-    options: CallOptions | None,
-) -> tuple[AppendCall, AttentionCall]:
+def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     """A step as the two calls that it stands for; attention's q is a tensor of the kind that the append will make.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
     """
-    q, k, v, k_cache, v_cache, seq_lens = tensors
+    q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, _, num_splits, _, out, options = step
     check_tensors(q=q, k=k, v=v)
     complete: Any = options or NO_OPTIONS
     attention = make_attention_call(
@@ -276,21 +260,11 @@ def _check_values(append: AppendCall, attention: AttentionCall) -> None:
 # -- other ways in ----------------------------------------------------------------------------------------------------
 
 
-def reference(
-    tensors: Tensors,
-    kv_format: str | tuple[str, str],
-    rope: Rope | None,
-    norm_eps: float,
-    extras: Extras | None,
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: CallOptions | None,
-) -> tuple[torch.Tensor, Any]:
+def reference(step: Step) -> tuple[torch.Tensor, Any]:
     """A step on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    softmax_scale, out = step.softmax_scale, step.out
     check_positive("softmax_scale", softmax_scale)
-    append, attention = make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+    append, attention = make_calls(step)
     _check_values(append, attention)
     rotated = append_ops.reference(append)
     assert rotated is not None
@@ -311,48 +285,36 @@ _library.define(
 )
 
 
-def dispatch(
-    tensors: Tensors,
-    kv_format: str | tuple[str, str],
-    rope: Rope | None,
-    norm_eps: float,
-    extras: Extras | None,
-    softmax_scale: float | None,
-    num_splits: int | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    options: CallOptions | None,
-) -> tuple[torch.Tensor, Any]:
+def dispatch(step: Step) -> tuple[torch.Tensor, Any]:
     """A step through the registered operator: (out, lse, asked for or not)."""
-    text = None if rope is None else rope.text
+    out = step.out
     if out is not None:
-        check_out(out, tensors[0], tensors[2].shape[3])  # before anything is appended
+        check_out(out, step.q, step.v.shape[3])  # before anything is appended
     result, lse = torch.ops.cute_kernels.append_and_decode(
-        *tensors,
-        *format_pair(kv_format),
-        text,
-        norm_eps,
-        *(extras or NO_EXTRAS),
-        softmax_scale=softmax_scale,
-        num_splits=num_splits,
-        **(options or {}),
+        *step.tensors.values(),
+        *format_pair(step.kv_format),
+        None if step.rope is None else step.rope.text,
+        step.norm_eps,
+        *(step.extras or NO_EXTRAS),
+        softmax_scale=step.softmax_scale,
+        num_splits=step.num_splits,
+        **(step.options or {}),
     )
     return (result if out is None else out.copy_(result)), lse
 
 
-def _implementation(path: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., tuple[torch.Tensor, Any]]:
+def _implementation(path: Callable[[Step], tuple[torch.Tensor, Any]]) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The operator on one device, by :func:`launch` or :func:`reference`."""
 
     def run(
         q, k, v, k_cache, v_cache, seq_lens, k_format, v_format, rope, norm_eps, *extras,
         softmax_scale=None, num_splits=None, **options,
     ):  # fmt: skip
-        tensors = (q, k, v, k_cache, v_cache, seq_lens)
         formats = k_format if k_format == v_format else (k_format, v_format)
         made = None if rope is None else rope_of(rope)
         given = None if all(extra is None for extra in extras) else extras
-        complete: Any = {**NO_OPTIONS, **options} if options else None
-        return path(tensors, formats, made, norm_eps, given, softmax_scale, num_splits, True, None, complete)
+        numbers = (softmax_scale, num_splits, True, None, complete_options(options))
+        return path(Step(q, k, v, k_cache, v_cache, seq_lens, formats, made, norm_eps, given, *numbers))
 
     return run
 
@@ -367,15 +329,14 @@ _library.impl("append_and_decode", _implementation(launch), "CUDA")
 torch.library.register_fake("cute_kernels::append_and_decode", _on_meta, lib=_library)
 
 
-def path_of(
-    q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, seq_lens: Any, extras: Extras | None, options: Any
-) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
+def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:
+    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a step.
 
     The operator is for calls that are being traced and for tensors that are not plain ones. Raises TypeError for an
     argument that is no tensor at all.
     """
-    if is_compiling() or needs_dispatch(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens):
+    if needs_dispatch(**step.tensors):
         return dispatch
-    plain = attention_ops.are_plain(extras or ()) and (options is None or attention_ops.are_plain(options.values()))
-    return dispatch if not plain else launch if q.is_cuda else reference
+    are_plain, options = attention_ops.are_plain, step.options
+    plain = are_plain(step.extras or ()) and (options is None or are_plain(options.values()))
+    return dispatch if not plain else launch if step.q.is_cuda else reference

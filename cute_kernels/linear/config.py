@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
-WARP_THREADS = 32
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
 BLOCK_TOKENS = 8  # columns of mma.m16n8
 GROUP_SIZES = (0, 32, 64, 128, 256)  # 0: one scale per output feature
@@ -15,11 +15,13 @@ UNIT_K = (64, 128, 256)
 SCALE_BYTES, ZERO_BYTES = 2 * TILE_N, TILE_N  # of one group of a tile's rows
 STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
 X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
-BARRIER_BYTES = 8
 FEW_SEGMENTS = 3  # blocks of a CTA up to which it finishes each before it turns to the next one
-MAX_SHARED_BYTES = 227 * 1024  # what one CTA may use on sm_90
-MAX_THREADS = 1024
 ALIGNMENT = 128  # bytes, of what bulk copies fill
+
+
+# What a launch says by numbers: the activation, and the dtype of the output.
+NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
+BF16, FP16, FP32 = range(3)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.config import FEW_SEGMENTS, WARP_THREADS, LinearConfig
+from cute_kernels.linear.config import BF16, FEW_SEGMENTS, FP32, GELU, SILU, SWIGLU, LinearConfig
+from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
-EMPTY_WORD = 0xFFFFFFFF
 VECTOR = 4  # neighbouring output features of a token that a thread takes
 VECTOR_BYTES = 4 * VECTOR
 COMBINE_BATCH = 4  # partial results that a thread loads at a time
-NO_ACTIVATION, SILU, GELU, SWIGLU = range(4)
-BF16, FP16, FP32 = range(3)
 ROOT_HALF = 0.7071067811865476
 
 

@@ -22,10 +22,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.linear.config import ROW_WARPS, SCALE_BYTES, WARP_THREADS, X_PAD, ZERO_BYTES, LinearConfig
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.config import ROW_WARPS, SCALE_BYTES, X_PAD, ZERO_BYTES, LinearConfig
 from cute_kernels.linear.decode import Decoder
 from cute_kernels.linear.epilogue import Epilogue
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands, Shape, Work
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
@@ -421,10 +423,3 @@ class LinearKernel:
                         value = value * channel[tile][0][i // 2]
                     token, row = block * 8 + i % 2, tile * TILE_N + 8 * (i // 2)
                     ptx.store_shared(base, token * config.staging_pitch + row * 4, [value])
-
-
-def advance(stage, phase, num_stages: int):
-    """The next place of a ring and the parity of its barrier."""
-    stage = stage + 1
-    wrapped = stage == num_stages
-    return cutlass.select_(wrapped, Int32(0), stage), cutlass.select_(wrapped, phase ^ 1, phase)

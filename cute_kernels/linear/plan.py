@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.schedule import Problem, Schedule, make_schedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "swiglu": 3}
-OUT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
+OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
 @dataclass(frozen=True)

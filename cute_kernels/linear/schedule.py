@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from cute_kernels.linear.config import GROUP_SIZES, MAX_SHARED_BYTES, X_PAD, LinearConfig
+from cute_kernels.linear.config import GROUP_SIZES, X_PAD, LinearConfig
+from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS
 from layouts.weights.hopper import TILE_N
 
-NUM_SMS = 132  # where no GPU says otherwise
 MAX_TOKENS = 32  # of a launch
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
-EMPTY = -1  # as int32: what CTAs wait to see overwritten; as fp32 a NaN that arithmetic does not yield
+from cute_kernels.sm90 import EMPTY_WORD
+
+EMPTY = EMPTY_WORD - 2**32  # as int32: what CTAs wait to see overwritten
 _WORDS = 1 << 18  # per stream, at first
 _GRAPH_SLAB = 1 << 23  # words set aside, per device, for captured launches
 

@@ -7,9 +7,10 @@ import re
 import pytest
 
 from cute_kernels.attention.compile import DecodeSpec, shipped_specs
-from cute_kernels.attention.config import MAX_SHARED_BYTES, RESERVED_SHARED_BYTES, DecodeConfig
+from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.sm90 import MAX_SHARED_BYTES, RESERVED_SHARED_BYTES
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import BLOCK_TOKENS
 

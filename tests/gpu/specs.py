@@ -58,9 +58,8 @@ def step_specs(given: dict[str, Any], fused: bool) -> list[KernelSpec]:
     """The kernels of `append_and_decode` with these arguments, or of the two calls that it stands for."""
     found: list[KernelSpec] = []
 
-    def collect(tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options):
-        calls = step_ops.make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
-        found.extend(_specs_of(*calls, fused=fused))
+    def collect(step: step_ops.Step):
+        found.extend(_specs_of(*step_ops.make_calls(step), fused=fused))
         return None, None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -86,12 +85,11 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         found[AppendSpec(append_ops.config_of(call))] = None
         return append(call)
 
-    def step_here(tensors, kv_format, rope, norm_eps, extras, softmax_scale, num_splits, return_lse, out, options):
-        calls = step_ops.make_calls(tensors, kv_format, rope, norm_eps, extras, num_splits, out, options)
+    def step_here(step: step_ops.Step):
+        calls = step_ops.make_calls(step)
         found.update(dict.fromkeys(_specs_of(*calls, fused=True)))
         found.update(dict.fromkeys(_specs_of(*calls, fused=False)))
-        more = (softmax_scale, num_splits, return_lse, out, options)
-        return take_step(tensors, kv_format, rope, norm_eps, extras, *more)
+        return take_step(step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_ops, "reference", attend_here)

@@ -6,26 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from cute_kernels import QuantizedLinear, quantize_model
 from cute_kernels.integrations.checkpoints import load_quantized_linears
+from tests.integrations.llamas import small_llama
 
 IDS = torch.arange(24).view(2, 12)
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).bfloat16().eval()
+    return small_llama(seed, hidden_size=128, intermediate_size=192, tie_word_embeddings=False)
 
 
 def dequantised(model: LlamaForCausalLM) -> LlamaForCausalLM:

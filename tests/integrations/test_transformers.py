@@ -4,31 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache
 from layouts.kv import Int4Row
+from tests.integrations.llamas import small_llama
 
 
 @pytest.fixture
 def model() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=128,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "max_position_embeddings": 128}
+    model: Any = small_llama(**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     for layer in model.model.layers:  # peaked attention, so that a wrong cache shows in the logits
         layer.self_attn.q_proj.weight.data.mul_(80)
     integration.register()

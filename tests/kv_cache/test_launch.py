@@ -128,12 +128,9 @@ def run(launches: list[Any], given: Arguments) -> Any:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_launches_the_same_after_any_other(name, launches):
-    given = made(name)
-    want = run(launches, given)
-    for other in CALLS:
-        ops._plans.clear()
-        run(launches, made(other))
-        assert run(launches, given) == want, f"after {other}"
+    from tests.host_functions import assert_launched_alike_after_any_other
+
+    assert_launched_alike_after_any_other(name, CALLS, lambda call: run(launches, made(call)), ops._plans)
 
 
 @pytest.mark.parametrize("name", ["plain", "q_out", "no q", "int8", "slots", "bias"])

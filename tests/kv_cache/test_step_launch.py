@@ -34,7 +34,7 @@ def launches(monkeypatch):
     from tests.host_functions import append_function, attention_function, standing_in
 
     monkeypatch.setattr(step_ops, "_plans", {})
-    monkeypatch.setattr(step_ops, "path_of", lambda *arguments: step_ops.launch)
+    monkeypatch.setattr(step_ops, "path_of", lambda step: step_ops.launch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     found = standing_in(monkeypatch, append_plan, append_function)
     return standing_in(monkeypatch, attention_plan, attention_function, found)
@@ -107,13 +107,11 @@ def outcome_of(launches: list[Any], step: Arguments) -> Any:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_launches_the_same_after_any_other(name, launches):
     """Both kernels or, if it is refused, none."""
-    step = made(name)
-    want = outcome_of(launches, step)
+    from tests.host_functions import assert_launched_alike_after_any_other
+
+    plans = step_ops._plans
+    want = assert_launched_alike_after_any_other(name, CALLS, lambda call: outcome_of(launches, made(call)), plans)
     assert len(want) == 2
-    for other in CALLS:
-        step_ops._plans.clear()
-        outcome_of(launches, made(other))
-        assert outcome_of(launches, step) == want, f"after {other}"
 
 
 @pytest.mark.parametrize("name", ["plain", "3 tokens", "contiguous", "int8", "bias", "window", "out"])

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from cute_kernels.sm90 import WARP_THREADS
+
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear import decode, kernel
-from cute_kernels.linear.config import WARP_THREADS, X_PAD, LinearConfig
+from cute_kernels.linear.config import X_PAD, LinearConfig
 from cute_kernels.linear.weight import PackedWeight
 from layouts import banks
 from layouts.weights import hopper

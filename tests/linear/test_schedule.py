@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.linear import schedule as schedules
-from cute_kernels.linear.config import FEW_SEGMENTS, MAX_SHARED_BYTES, LinearConfig
+from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, make_schedule
+from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 FORMATS = st.tuples(
     st.sampled_from([4, 8]), st.sampled_from(["bf16", "fp16"]), st.sampled_from([0, 32, 64, 128, 256]), st.booleans()

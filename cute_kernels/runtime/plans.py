@@ -1,0 +1,24 @@
+"""Plans: what of a call is kept for the next one like it, and by what calls are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, TypeVar
+
+ALIGNMENT = 16  # bytes, of the widest access, of bulk copies and of tensor maps
+MAX_PLANS = 4096  # a cache that grows by a token a step makes a plan a step
+
+PlanT = TypeVar("PlanT")
+
+
+def identity(tensor: Any) -> tuple[Hashable, ...]:
+    """What a plan relies on in a tensor that the function takes as an address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
+
+
+def keep(plans: dict[tuple[Hashable, ...], PlanT], key: tuple[Hashable, ...], plan: PlanT) -> PlanT:
+    """Remembers a plan, and forgets all others when there are too many."""
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
