@@ -66,9 +66,7 @@ def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
 @dsl_user_op
 def commit(*, loc=None, ip=None) -> None:
     """Makes a group of the MMAs since the last one."""
-    llvm.inline_asm(
-        None, [], "wgmma.commit_group.sync.aligned;", "~{memory}", has_side_effects=True, loc=loc, ip=ip
-    )
+    llvm.inline_asm(None, [], "wgmma.commit_group.sync.aligned;", "~{memory}", has_side_effects=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -85,9 +83,7 @@ def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
 
 
 @dsl_user_op
-def mma(
-    sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None
-) -> list[Float32]:
+def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
     """Starts D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
 
     b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".

@@ -48,9 +48,7 @@ def make_weight(config: WgmmaConfig, seed: int = 0) -> PackedWeight:
     scales = (torch.rand(groups, generator=generator) + 0.5).to(DTYPES[config.dtype])
     zeros = torch.randint(0, 1 << config.bits, groups, dtype=torch.uint8, generator=generator)
     points = zeros if config.zero_point else None
-    return PackedWeight(
-        hopper.pack(q, config.bits), scales, points, config.bits, config.group_size or None, (n, k)
-    )
+    return PackedWeight(hopper.pack(q, config.bits), scales, points, config.bits, config.group_size or None, (n, k))
 
 
 def load_stage(shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
+MAX_SPLIT_SUMS = 64  # of a thread where parts of K are combined: more leave no registers to do it with
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 COPY_REGISTERS = 24  # of the threads that copy
@@ -39,6 +40,7 @@ class WgmmaConfig:
         unit_k: inputs of a unit.
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
+        splits_k: whether K may be cut into parts.
         cluster: CTAs of neighbouring output features that share activations: each brings a part to all of them.
     """
 
@@ -52,6 +54,7 @@ class WgmmaConfig:
     unit_k: int = 64
     group_steps: int = 2
     num_stages: int = 5
+    splits_k: bool = False
     cluster: int = 1
 
     @property
@@ -82,6 +85,11 @@ class WgmmaConfig:
     def num_threads(self) -> int:
         """Multiplying warpgroups, and one of which two warps copy: registers are given to whole warpgroups."""
         return (self.warpgroups + 1) * WARPGROUP_THREADS
+
+    @property
+    def thread_sums(self) -> int:
+        """fp32 sums of a thread."""
+        return self.m_tiles * self.tokens // 2
 
     @property
     def unit_steps(self) -> int:
@@ -156,7 +164,8 @@ class WgmmaConfig:
         """A C identifier that tells configurations apart."""
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         shape = f"m{self.tokens}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
-        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}"
+        split = "_split" if self.splits_k else ""
+        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -185,6 +194,8 @@ class WgmmaConfig:
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
+        if self.splits_k and self.thread_sums > MAX_SPLIT_SUMS:
+            return f"{self.thread_sums} sums of a thread cannot be combined, {MAX_SPLIT_SUMS} can"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

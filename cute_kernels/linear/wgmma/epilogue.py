@@ -11,18 +11,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.sm90 import EMPTY_WORD
 from layouts.weights.hopper import TILE_N
 
 VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
+COMBINE_BATCH = 4  # vectors of another part that a thread asks for at a time
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Store:
     """Where a thread stands among those that store a tile; run-time integers."""
 
     staging: Any  # shared memory of its warpgroup
-    barrier: Any  # of its warpgroup
+    warpgroup: Any
     tid: Any  # in its warpgroup
     row_warp: Any  # its 16 rows of the MMA
     lane: Any
@@ -66,7 +68,49 @@ class TileEpilogue:
 
     def wait(self, store: Store):
         """For all threads of the warpgroup."""
-        cute.arch.barrier(barrier_id=store.barrier, number_of_threads=WARPGROUP_THREADS)
+        cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
+
+    # -- parts of K ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def combine(self, operands, shape, store: Store, item, number, sums):
+        """Stores the sums of a part of K of tile ``number``, or adds the others' to those of the last part.
+
+        Every thread stores its own sums and finds the same thread's, so they lie in the order of the registers.
+        """
+        if shape.splits > 1:
+            part_bytes = 4 * self.config.block_rows * self.config.tokens
+            place = operands.workspace + Int64(number * (shape.splits - 1)) * part_bytes
+            place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
+            if item.split < shape.splits - 1:
+                place = place + Int64(item.split) * part_bytes
+                for i in cutlass.range_constexpr(self.config.thread_sums // 4):
+                    vector = [sums[4 * i + j] for j in range(4)]
+                    ptx.store_global(place + i * (16 * WARPGROUP_THREADS), vector)
+            else:
+                for _ in cutlass.range(shape.splits - 1, unroll=1):
+                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, COMBINE_BATCH):
+                        self.add_part(place, sums, first)
+                    place = place + part_bytes
+
+    @cute.jit
+    def add_part(self, place, sums, first: int):
+        """Adds COMBINE_BATCH vectors of another part to the sums, once they have come, and puts EMPTY back."""
+        words = cute.make_rmem_tensor(4 * COMBINE_BATCH, Uint32)
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                loaded = ptx.load_relaxed(place + (first + i) * (16 * WARPGROUP_THREADS), 4)
+                for j in cutlass.range_constexpr(4):
+                    words[4 * i + j] = loaded[j]
+            for i in cutlass.range_constexpr(4 * COMBINE_BATCH):
+                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            for j in cutlass.range_constexpr(4):
+                place_of = 4 * (first + i) + j
+                sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)
+            ptx.store_global(place + (first + i) * (16 * WARPGROUP_THREADS), [Uint32(EMPTY_WORD)] * 4)
 
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 

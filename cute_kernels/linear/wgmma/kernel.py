@@ -32,12 +32,11 @@ from cute_kernels.linear.wgmma.config import (
     BOX_K,
     COPY_REGISTERS,
     MATH_REGISTERS,
-    WARPGROUP_THREADS,
     WARPGROUP_WARPS,
     WgmmaConfig,
 )
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
-from cute_kernels.linear.wgmma.tiles import Shape, Tiles
+from cute_kernels.linear.wgmma.tiles import Items, Shape
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
@@ -88,9 +87,11 @@ class WgmmaKernel:
         bias: Int64,
         residual: Int64,
         out: Int64,
+        workspace: Int64,
         n: Int32,
         num_tiles: Int32,
         units: Int32,
+        splits: Int32,
         num_ctas: Int32,
         activation: Int32,
         out_kind: Int32,
@@ -100,8 +101,9 @@ class WgmmaKernel:
 
         x: [m, k], k a multiple of 8, 16-byte aligned. Addresses: codes uint8 [num_tiles, units * unit_tiles, 2048],
         scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
-        out [m, n] (half of n for swiglu) of the kind ``out_kind``. units: padded K / unit_k. activation, out_kind: see
-        `cute_kernels.linear.epilogue`.
+        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles of the output, splits - 1,
+        block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; splits: parts of K, none of
+        them empty, 1 unless the configuration splits K. activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
@@ -114,8 +116,9 @@ class WgmmaKernel:
         scale_groups = Int32(1)
         if const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, activation, out_kind)
-        operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, Int64(0))
+        split_units = cute.ceil_div(units, splits)
+        shape = Shape(m, n, k, num_tiles, units, scale_groups, splits, split_units, activation, out_kind)
+        operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
@@ -139,7 +142,7 @@ class WgmmaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        tiles = self.tiles_of(shape, cta, num_ctas)
+        items = self.items_of(shape, cta, num_ctas)
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
@@ -150,13 +153,13 @@ class WgmmaKernel:
             cute.arch.sync_threads()
         if warp < config.math_warps:
             cute.arch.setmaxregister_increase(MATH_REGISTERS[config.warpgroups])
-            self.multiply(operands, shape, memory, tiles, warp, lane)
+            self.multiply(operands, shape, memory, items, warp, lane)
         else:
             cute.arch.setmaxregister_decrease(COPY_REGISTERS)
             if warp == config.math_warps:
-                self.copy_activations(shape, memory, tiles, copy_x, x_view)
+                self.copy_activations(shape, memory, items, copy_x, x_view)
             elif warp == config.math_warps + 1:
-                self.copy_weights(operands, shape, memory, tiles, lane)
+                self.copy_weights(operands, shape, memory, items, lane)
         if const_expr(config.cluster > 1):
             # A CTA's memory stays until the others have had their last word to it.
             cute.arch.cluster_arrive_relaxed()
@@ -167,7 +170,9 @@ class WgmmaKernel:
         smem = cutlass.utils.SmemAllocator()
         stages = config.num_stages
         layout = self.x_layout()
-        x = smem.allocate_tensor(ELEMENTS[config.dtype], layout.outer, byte_alignment=BOX_ALIGNMENT, swizzle=layout.inner)
+        x = smem.allocate_tensor(
+            ELEMENTS[config.dtype], layout.outer, byte_alignment=BOX_ALIGNMENT, swizzle=layout.inner
+        )
         codes = smem.allocate(stages * config.code_stage_bytes, byte_alignment=128).toint()
         scales = zeros = Int32(0)
         if const_expr(config.scale_stage_bytes):
@@ -194,14 +199,15 @@ class WgmmaKernel:
             cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.cluster)
         cute.arch.mbarrier_init_fence()
 
-    def tiles_of(self, shape: Shape, cta, num_ctas) -> Tiles:
+    def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config = self.config
         blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.cluster)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
-        return Tiles(
+        return Items(
+            shape=shape,
             first=cta // config.cluster,
             stride=num_ctas // config.cluster,
-            count=blocks * token_tiles,
+            count=blocks * token_tiles * shape.splits,
             blocks=blocks,
             token_tiles=token_tiles,
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
@@ -212,7 +218,7 @@ class WgmmaKernel:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def copy_activations(self, shape, memory, tiles, copy_x, x_view):
+    def copy_activations(self, shape, memory, items, copy_x, x_view):
         """Brings the activations of every unit, a box of 64 inputs at a time; one warp.
 
         In a cluster each CTA brings a part of the tokens to all. So its stages are free when they are free everywhere.
@@ -222,22 +228,22 @@ class WgmmaKernel:
         places = cute.local_tile(x_view, (config.tokens, BOX_K), (None, None))
         target, source = cpasync.tma_partition(
             copy_x,
-            tiles.rank,
+            items.rank,
             cute.make_layout(config.cluster),
             cute.group_modes(memory.x, 0, 2),
             cute.group_modes(places, 0, 2),
         )
         mask = cutlass.Int16((1 << config.cluster) - 1)
         stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(tiles.first, tiles.count, tiles.stride, unroll=1):
-            tile = tiles.tile(index)
-            for unit in cutlass.range(shape.units, unroll=1):
+        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+            item = items.item(index)
+            for unit in cutlass.range(item.begin, item.end, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.x_stage_bytes)
                 for box in cutlass.range_constexpr(boxes):
-                    chosen = source[None, tile.token_tile, unit * boxes + box]
+                    chosen = source[None, item.token_tile, unit * boxes + box]
                     place = target[None, stage * boxes + box]
                     if const_expr(config.cluster > 1):
                         cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=mask)
@@ -246,16 +252,16 @@ class WgmmaKernel:
                 stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit
-    def copy_weights(self, operands, shape, memory, tiles, lane):
+    def copy_weights(self, operands, shape, memory, items, lane):
         """Brings the codes, scales and zero points of every unit; one lane."""
         config = self.config
         stage, phase = Int32(0), Int32(1)
         if lane == 0:
-            for index in cutlass.range(tiles.first, tiles.count, tiles.stride, unroll=1):
-                tile = tiles.tile(index)
-                for unit in cutlass.range(shape.units, unroll=1):
+            for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+                item = items.item(index)
+                for unit in cutlass.range(item.begin, item.end, unroll=1):
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    self.copy_unit(operands, shape, memory, tile.block, unit, stage)
+                    self.copy_unit(operands, shape, memory, item.block, unit, stage)
                     stage, phase = advance(stage, phase, config.num_stages)
 
     def copy_unit(self, operands, shape, memory, block, unit, stage):
@@ -306,14 +312,14 @@ class WgmmaKernel:
         )
 
     @cute.jit
-    def multiply(self, operands, shape, memory, tiles, warp, lane):
-        """A multiplying warp: the products of its tiles, then their results."""
+    def multiply(self, operands, shape, memory, items, warp, lane):
+        """A multiplying warp: the products of its items, then their results."""
         config = self.config
         place = self.lane_places(warp, lane)
         group = warp // WARPGROUP_WARPS
         store = Store(
             staging=memory.staging + group * config.staging_bytes,
-            barrier=group + 1,
+            warpgroup=group,
             tid=warp % WARPGROUP_WARPS * WARP_THREADS + lane,
             row_warp=warp % WARPGROUP_WARPS,
             lane=lane,
@@ -324,14 +330,14 @@ class WgmmaKernel:
         last = Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.m_tiles * tile_sums, Float32)
-        for index in cutlass.range(tiles.first, tiles.count, tiles.stride, unroll=1):
-            tile = tiles.tile(index)
-            first_tile = tile.block * config.block_tiles + group * config.m_tiles
+        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+            item = items.item(index)
+            first_tile = item.block * config.block_tiles + group * config.m_tiles
             sums.fill(0.0)
             channel = self.load_channel(operands, shape, first_tile, place)
-            for unit in cutlass.range(shape.units, unroll=1):
+            for unit in cutlass.range(item.begin, item.end, unroll=1):
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
-                self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > 0), lane)
+                self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin), lane)
                 last = stage
                 stage, phase = advance(stage, phase, config.num_stages)
             finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
@@ -340,9 +346,13 @@ class WgmmaKernel:
                 sums[i] = finished[i]
                 if const_expr(not config.group_size):
                     sums[i] = finished[i] * channel[i // tile_sums][0][i // 2 % 2]
-            for i in cutlass.range_constexpr(config.m_tiles):
-                corner = Corner((first_tile + i) * TILE_N, tile.token_tile * config.tokens)
-                self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+            number = item.block * items.token_tiles + item.token_tile
+            if const_expr(config.splits_k):
+                self.epilogue.combine(operands, shape, store, item, number, sums)
+            if item.split == shape.splits - 1:
+                for i in cutlass.range_constexpr(config.m_tiles):
+                    corner = Corner((first_tile + i) * TILE_N, item.token_tile * config.tokens)
+                    self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
 
     @cute.jit
     def release(self, memory, stage, teller, lane):
