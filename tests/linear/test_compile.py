@@ -6,6 +6,8 @@ import pytest
 
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
 from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.runtime import default_cache, native
 from tests import golden
 
@@ -47,3 +49,24 @@ def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     roots = {path.stem for path in LinearSpec(CONFIGS[0]).source_roots()}
     assert roots == set(KERNEL_MODULES)
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
+
+
+WGMMA_CONFIGS = [
+    WgmmaConfig(4, "bf16", 128, num_stages=5),
+    WgmmaConfig(4, "bf16", 32, True, num_stages=5, cluster=2),
+    WgmmaConfig(4, "fp16", 128, True, tokens=128, m_tiles=2, num_stages=6),
+    WgmmaConfig(8, "bf16", 64, True, tokens=128, m_tiles=2, num_stages=5),
+    WgmmaConfig(4, "bf16", 0, True, tokens=64, m_tiles=2, unit_k=128, num_stages=4, splits_k=True),
+    WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True),
+]
+
+
+@pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)
+def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
+    """No spills, and no more waits and fences than are written: the compiler has not put MMAs one after the other."""
+    spec = WgmmaSpec(config)
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+    groups = config.unit_steps // config.group_steps
+    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.m_tiles
+    assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1

@@ -62,8 +62,6 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
 @pytest.mark.parametrize(
     "m, n, splits, num_ctas", [(300, 700, 1, 132), (5000, 700, 1, 8), (70, 4096, 5, 12), (64, 64, 3, 2)]
 )
-    "m, n, splits, num_ctas", [(300, 700, 1, 132), (5000, 700, 1, 8), (70, 4096, 5, 12), (64, 64, 3, 2)]
-)
 def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, cluster, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles

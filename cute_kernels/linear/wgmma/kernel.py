@@ -237,7 +237,7 @@ class WgmmaKernel:
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
-            for unit in cutlass.range(item.begin, item.end, unroll=1):
+            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
@@ -259,7 +259,7 @@ class WgmmaKernel:
         if lane == 0:
             for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
                 item = items.item(index)
-                for unit in cutlass.range(item.begin, item.end, unroll=1):
+                for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     self.copy_unit(operands, shape, memory, item.block, unit, stage)
                     stage, phase = advance(stage, phase, config.num_stages)
@@ -335,7 +335,7 @@ class WgmmaKernel:
             first_tile = item.block * config.block_tiles + group * config.m_tiles
             sums.fill(0.0)
             channel = self.load_channel(operands, shape, first_tile, place)
-            for unit in cutlass.range(item.begin, item.end, unroll=1):
+            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
                 self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin), lane)
                 last = stage
