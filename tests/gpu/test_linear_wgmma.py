@@ -1,4 +1,4 @@
-"""Weight-only linear layers with many rows on a GPU: every format and shape of tiles against fp64, splits, epilogues."""
+"""Weight-only linear layers with many rows on a GPU: formats and shapes of tiles against fp64, splits, epilogues."""
 
 from __future__ import annotations
 

@@ -90,9 +90,9 @@ class Machine:
         config, subject = self.config, self.subject
         memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, zeros=ZEROS)
         sums = machine.Registers(config.m_tiles * config.tokens // 2, machine.Float32)
-        place = subject.lane_places(warp, machine.LANES)
+        shape = SimpleNamespace(m=config.tokens, num_tiles=config.block_tiles)
+        place = subject.lane_places(shape, warp, machine.LANES)
         first_tile = warp // 4 * config.m_tiles
-        shape = SimpleNamespace(num_tiles=config.block_tiles)
         channel = subject.load_channel(self.operands, shape, first_tile, place)
         subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, None)
         if channel:

@@ -32,6 +32,8 @@ class WarpgroupWarp(LinearWarp):
     def install(self, monkeypatch, *modules) -> None:
         super().install(monkeypatch, *modules)
         for module in modules:
+            if hasattr(module, "cute"):
+                module.cute.arch.make_warp_uniform = lambda value: value
             if hasattr(module, "wgmma"):
                 # Descriptors are plain integer arithmetic and stay as they are.
                 for name in ("fence", "commit", "wait", "mma"):

@@ -67,6 +67,7 @@ class Lane:
 
     code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
     row: Any  # its first row in the first tile of its warpgroup, among the block's
+    masks: Any  # of the decoder
 
 
 class WgmmaKernel:
@@ -300,7 +301,7 @@ class WgmmaKernel:
 
     # -- products -----------------------------------------------------------------------------------------------------
 
-    def lane_places(self, warp, lane) -> Lane:
+    def lane_places(self, shape, warp, lane) -> Lane:
         config = self.config
         first_tile = warp // WARPGROUP_WARPS * config.m_tiles
         row_warp = warp % WARPGROUP_WARPS
@@ -309,13 +310,14 @@ class WgmmaKernel:
             + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
             + lane * FRAGMENT_BYTES,
             row=first_tile * TILE_N + row_warp * 16 + lane // 4,
+            masks=self.decoder.masks(Uint32(shape.m >> 31)),
         )
 
     @cute.jit
     def multiply(self, operands, shape, memory, items, warp, lane):
         """A multiplying warp: the products of its items, then their results."""
         config = self.config
-        place = self.lane_places(warp, lane)
+        place = self.lane_places(shape, warp, lane)
         group = warp // WARPGROUP_WARPS
         store = Store(
             staging=memory.staging + group * config.staging_bytes,
@@ -378,13 +380,13 @@ class WgmmaKernel:
             for i in range(config.m_tiles)
         ]
         groups = [self.load_groups(memory, stage, place, i) for i in range(config.m_tiles)]
-        x = wgmma.descriptor(memory.x_address + stage * config.x_stage_bytes)
+        x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
         tile_sums = config.tokens // 2
         totals = [[sums[i * tile_sums + j] for j in range(tile_sums)] for i in range(config.m_tiles)]
         for part in range(config.unit_steps // config.group_steps):
             steps = range(part * config.group_steps, (part + 1) * config.group_steps)
             operands = [
-                self.fragment(words[i], step, groups[i] or channel[i : i + 1])
+                self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
                 for step in steps
                 for i in range(config.m_tiles)
             ]
@@ -405,11 +407,11 @@ class WgmmaKernel:
             for j in range(tile_sums):
                 sums[i * tile_sums + j] = totals[i][j]
 
-    def fragment(self, words, step: int, groups) -> list[Any]:
+    def fragment(self, words, step: int, groups, masks) -> list[Any]:
         """The A operand of a k16 step of the unit: weights, rounded once; without groups, codes less zero points."""
         config, decoder = self.config, self.decoder
         scales, offsets = groups[step * STEP_K // config.group_size if config.group_size else 0]
-        registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets)
+        registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)
         if not config.group_size:
             return registers
         multiply = ptx.mul_bf16x2 if config.dtype == "bf16" else ptx.mul_f16x2
