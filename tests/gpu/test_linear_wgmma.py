@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def problem(m: int, n: int, k: int, bits: int = 4, dtype=torch.bfloat16, group=1
 
 def specs() -> list[WgmmaSpec]:
     """The kernels of this module."""
-    found = [problem(m, 200, 520, *param.values) for param in FORMAT_PARAMS for m in FORMAT_ROWS]
+    formats: list[Any] = [param.values for param in FORMAT_PARAMS]
+    found = [problem(m, 200, 520, *form) for form in formats for m in FORMAT_ROWS]
     found += [problem(m, n, k) for m in ROWS for n, k in SHAPES]
     found += [problem(m, *LONG) for m in (40, 700)]
     configs = [make_tile_schedule(one).config for one in found]
