@@ -122,9 +122,13 @@ class TileEpilogue:
                 bias = Float32(0.0)
                 if row < shape.n:
                     bias = self.results.load_bias(operands.bias + Int64(row) * 2)
-                for i in cutlass.range_constexpr(self.config.tokens // 4):
-                    place = first + i // 2 * 4 + 2 * half + i % 2
-                    sums[place] = sums[place] + bias
+                self.add_to_row(sums, first + 2 * half, bias)
+
+    def add_to_row(self, sums, first: int, bias):
+        """Adds a row's bias to its sums: two of every four."""
+        for i in range(0, self.config.tokens // 2, 4):
+            for place in (first + i, first + i + 1):
+                sums[place] = sums[place] + bias
 
     @cute.jit
     def store_packed(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):

@@ -344,10 +344,7 @@ class WgmmaKernel:
                 stage, phase = advance(stage, phase, config.num_stages)
             finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
             self.release(memory, last, teller, lane)
-            for i in cutlass.range_constexpr(config.m_tiles * tile_sums):
-                sums[i] = finished[i]
-                if const_expr(not config.group_size):
-                    sums[i] = finished[i] * channel[i // tile_sums][0][i // 2 % 2]
+            self.put_sums(sums, finished, channel)
             number = item.block * items.token_tiles + item.token_tile
             if const_expr(config.splits_k):
                 self.epilogue.combine(operands, shape, store, item, number, sums)
@@ -355,6 +352,12 @@ class WgmmaKernel:
                 for i in cutlass.range_constexpr(config.m_tiles):
                     corner = Corner((first_tile + i) * TILE_N, item.token_tile * config.tokens)
                     self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+
+    def put_sums(self, sums, finished, channel):
+        """Keeps the finished sums, times the scales of their rows where those hold for all of K."""
+        tile_sums = self.config.tokens // 2
+        for i, value in enumerate(finished):
+            sums[i] = value * channel[i // tile_sums][0][i // 2 % 2] if channel else value
 
     @cute.jit
     def release(self, memory, stage, teller, lane):
