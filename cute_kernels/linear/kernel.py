@@ -342,7 +342,7 @@ class LinearKernel:
     def multiply_unit(self, sums, base, unit, x_offset, place: Lane, channel):
         """Adds W X^T of a unit to ``sums``: [tile][block of tokens][4].
 
-        base: address of the stage; unit: its place in the chunk; x_offset: bytes from the beginning of the rows in shared memory.
+        base: address of the stage; unit: its place in the chunk; x_offset: bytes from where rows begin.
         """
         config, decoder = self.config, self.decoder
         group_size = config.group_size or config.unit_k

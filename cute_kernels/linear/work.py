@@ -115,7 +115,7 @@ class Work:
         return 0
 
     def tile(self, segment, index: int, n_tiles: int):
-        """The ``index``-th tile of a segment's block; of an odd number of tiles, the last block takes the last twice."""
+        """The ``index``-th tile of a segment's block; the last block takes the last of an odd number twice."""
         return cutlass.min(segment.block * n_tiles + index, self.shape.num_tiles - 1)
 
     def rows(self, segment):
