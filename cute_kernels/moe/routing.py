@@ -84,8 +84,8 @@ class RoutingKernel:
             expert = self.expert_of(ids, first + lane, end, num_experts)
             self.take(mine, expert, num_experts, lane)
         cute.arch.sync_threads()
-        if thread < num_experts:
-            self.sum_warps(counts + thread * 4, totals + thread * 4, num_warps)
+        for expert in cutlass.range(thread, num_experts, ROUTING_WARPS * WARP_THREADS, unroll=1):
+            self.sum_warps(counts + expert * 4, totals + expert * 4, num_warps)
         cute.arch.sync_threads()
         if warp == 0:
             self.sum_experts(totals, offsets, num_experts, lane)
