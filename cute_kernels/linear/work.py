@@ -43,6 +43,11 @@ class Shape:
     activation: Any
     out_kind: Any
 
+    @property
+    def base_divisor(self):
+        """``base`` as a divisor."""
+        return self.base
+
     def block_of(self, unit):
         """The block of a unit, counted over all blocks of a slice."""
         return Int32((Int64(unit) * self.slice_reciprocal) >> RECIPROCAL_BITS)
@@ -100,7 +105,8 @@ class Work:
         shape = self.shape
         start = block * shape.slice_units
         longer = shape.rest * (shape.base + 1)
-        before = cutlass.select_(start < longer, start // (shape.base + 1), shape.rest + (start - longer) // shape.base)
+        behind = shape.rest + (start - longer) // shape.base_divisor
+        before = cutlass.select_(start < longer, start // (shape.base + 1), behind)
         return cutlass.select_(start < self.first, before, self.group)
 
     # -- what a grouped product sees otherwise --------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
     options: dict[str, Any] = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}
     schedule = layout(n, k, 3, places=12, experts=3)
     found, _, _ = launch(schedule, weight, x, offsets, None, monkeypatch, **options)
-    torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
 
 
 def test_several_launches_compute_all_entries(monkeypatch):
