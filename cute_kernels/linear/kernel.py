@@ -237,8 +237,8 @@ class LinearKernel:
                 end = cutlass.min(unit + reach, segment.end)
                 first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
                 barrier = memory.full + stage
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                if lane == 0:
+                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
                 cute.arch.sync_warp()
                 if (lane < work.shape.m) & (size > 0):

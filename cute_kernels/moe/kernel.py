@@ -187,7 +187,7 @@ class GroupedKernel(LinearKernel):
             if segment.entry != entry:
                 entry, reached = segment.entry, Int32(0)
                 row = self.source_row(operands, segment, lane)
-                if work.shape.x_slots == 1:
+                if (lane == 0) & (work.shape.x_slots == 1):
                     cute.arch.mbarrier_wait(memory.empty + used_stage, used_phase)
             target = memory.x + (work.x_start(segment, memory.x_slot_bytes) + lane * memory.x_pitch)
             source = operands.x + (row * work.shape.k + work.first_unit * config.unit_k) * 2
@@ -196,8 +196,8 @@ class GroupedKernel(LinearKernel):
                 first = cutlass.max(unit, reached) * unit_bytes
                 size = cutlass.max(cutlass.min(end * unit_bytes, row_bytes) - first, 0)
                 barrier = memory.full + stage
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                if lane == 0:
+                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * segment.rows)
                 cute.arch.sync_warp()
                 if (lane < segment.rows) & (size > 0):

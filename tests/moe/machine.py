@@ -168,9 +168,7 @@ class Machine:
     def mbarrier_wait(self, barrier: int, parity: int) -> None:
         found = self.cta.barriers[int(barrier)]
         with self.cta.condition:
-            passed = self.cta.condition.wait_for(
-                lambda: self.errors or (found.phase - 1) % 2 == parity, TIMEOUT
-            )
+            passed = self.cta.condition.wait_for(lambda: self.errors or (found.phase - 1) % 2 == parity, TIMEOUT)
         assert passed and not self.errors, f"deadlock: barrier {barrier} of CTA {self.cta.block}"
 
     # -- instructions, under the names of `cute_kernels.device.ptx` ------------------------------------------------------

@@ -95,7 +95,17 @@ def make_kernel(machine: Machine, config: LinearConfig) -> Any:
     kind.multiply = multiply  # type: ignore[attr-defined]
     kernel = kind(config)
     kernel.machine = machine
-    names = ("run", "release", "store_partials", "finish", "gather", "wait_for", "load_extras", "store", "store_elements")
+    names = (
+        "run",
+        "release",
+        "store_partials",
+        "finish",
+        "gather",
+        "wait_for",
+        "load_extras",
+        "store",
+        "store_elements",
+    )
     kernel.epilogue = unwrapped(epilogue.Epilogue, *names)(config)
     return kernel
 
