@@ -36,7 +36,7 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e, expert_offsets[e] to expert_offsets[e + 1].
+    """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
 
     The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
     other offsets. Sums are in fp32, bias and activation too; the result is rounded once. Works under

@@ -156,7 +156,7 @@ class GroupedKernel(LinearKernel):
             rows = ends[i + 1] - ends[i]
             entries = self.entries_of(rows)
             begin, stop = cutlass.max(first - entry, 0), cutlass.min(end - entry, entries)
-            for j in cutlass.range(begin, stop, unroll=1):
+            for j in cutlass.range(begin, stop, unroll=1):  # pyright: ignore[reportCallIssue]
                 done = j * self.config.max_tokens
                 values = [expert + i, ends[i] + done, cutlass.min(rows - done, self.config.max_tokens), Int32(0)]
                 address = table + (entry + j - first + 1) * TABLE_ENTRY_BYTES

@@ -48,10 +48,11 @@ def apply_grouped(
     if not dispatch and (x.is_cpu or arguments.DEBUG):
         checks.check_routing(expert_offsets, rows, x.shape[0])
     size = weight.group_size or 0
-    tensors = x.detach().contiguous(), weight.codes, weight.scales, weight.zeros, expert_offsets, rows, bias
-    numbers = weight.bits, size, n, k, activation, out_dtype
+    tensors: list[Any] = [x.detach().contiguous(), weight.codes, weight.scales, weight.zeros]
+    tensors += [expert_offsets, rows, bias]
+    numbers: list[Any] = [weight.bits, size, n, k, activation, out_dtype]
     if not dispatch:
-        work = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
+        work: Any = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
         return work(*tensors, *numbers, out)
     result = torch.ops.cute_kernels.grouped_linear(*tensors, *numbers)
     return result if out is None else out.copy_(result)
@@ -89,7 +90,7 @@ def apply_moe(
     tensors += [topk_ids.contiguous(), topk_weights.detach().float().contiguous()]
     numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
     if not dispatch:
-        work = _moe_on_cuda if x.is_cuda else _moe_on_cpu
+        work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
         return work(*tensors, *numbers, out_dtype, out)
     result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype)
     return result if out is None else out.copy_(result)

@@ -171,7 +171,7 @@ class Machine:
             passed = self.cta.condition.wait_for(lambda: self.errors or (found.phase - 1) % 2 == parity, TIMEOUT)
         assert passed and not self.errors, f"deadlock: barrier {barrier} of CTA {self.cta.block}"
 
-    # -- instructions, under the names of `cute_kernels.device.ptx` ------------------------------------------------------
+    # -- instructions, under the names of `cute_kernels.device.ptx` ---------------------------------------------------
 
     def ptx(self) -> SimpleNamespace:
         def words(memory: np.ndarray, address: int, count: int) -> list[Word]:
@@ -181,7 +181,7 @@ class Machine:
         def store(memory: np.ndarray, address: int, values: list) -> None:
             assert address >= 0 and address % (4 * len(values)) == 0, "misaligned access"
             for i, value in enumerate(values):
-                bits = value.view(np.uint32) if isinstance(value, np.float32) else np.uint32(int(value) % 2**32)
+                bits = value.view(np.uint32) if isinstance(value, np.floating) else np.uint32(int(value) % 2**32)
                 memory[address + 4 * i : address + 4 * i + 4].view(np.uint32)[0] = bits
 
         def load_relaxed(address: int, count: int) -> list[Word]:

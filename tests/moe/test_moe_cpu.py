@@ -176,11 +176,12 @@ def test_layer_arguments_that_do_not_fit_are_refused_by_name(changes, message):
 
 def test_stacked_experts_must_be_alike():
     one: Any = known(64, 64).pack()
-    for other, message in (
+    cases: list[tuple[Any, str]] = [
         (known(64, 128).pack(), r"weights: got shape \(64, 128\) of expert 1, want \(64, 64\)"),
         (known(64, 64).pack(perm=torch.arange(64)), "weights: got perm with expert 1"),
         ("w", "weights: got str as expert 1, want a PackedWeight"),
-    ):
+    ]
+    for other, message in cases:
         with pytest.raises((TypeError, ValueError), match=message):
             stack_experts([one, other])
     with pytest.raises(ValueError, match="weights: got none"):
