@@ -73,6 +73,18 @@ def add_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def mul_f16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Products of two packed fp16 pairs, each rounded to nearest even."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mul_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Products of two packed bf16 pairs, each rounded to nearest even (sm_90)."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def fma_f16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
     """a * b + c of packed fp16 pairs, each rounded once."""
     operands = [Uint32(a), Uint32(b), Uint32(c)]
@@ -255,6 +267,19 @@ def _effect(operands: Sequence, asm: str, constraints: str, *, loc=None, ip=None
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def store_matrix_x4(
+    address: Int32, offset: int, words: Sequence[Uint32], *, transpose: bool, loc=None, ip=None
+) -> None:
+    """stmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i//8.
+
+    Lane (g, t) holds columns 2t and 2t + 1 of row g of each; transposed, rows 2t and 2t + 1 of column g.
+    """
+    trans = ".trans" if transpose else ""
+    asm = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [$0 + {offset}], {{$1, $2, $3, $4}};"
+    _effect([Int32(address), *(Uint32(word) for word in words)], asm, "r,r,r,r,r", loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -57,28 +57,38 @@ class Decoder:
         magic = MINUS_BF16_128 if self.dtype == "bf16" else MINUS_F16_1024
         return [zero * Uint32(0x00010001) + Uint32(magic) for zero in zeros]
 
-    def fragment(self, words, step: int, offsets) -> list[Any]:
+    def masks(self, nothing) -> tuple[Any, Any]:
+        """Constants for `fragment`, to be made before a loop.
+
+        A code is put between two constants by one LOP3, of which only one can be part of the instruction; the assembler
+        would make the other again for each, an eighth of all it issues. ``nothing`` is a run-time word that is 0, which
+        it does not know.
+        """
+        return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
+
+    def fragment(self, words, step: int, offsets, masks=None) -> list[Any]:
         """The four registers of the A operand of a k16 step: code - zero, exactly.
 
-        words: the thread's 16 bytes. Registers 0 and 2 are of row g, 1 and 3 of row g + 8.
+        words: the thread's 16 bytes. Registers 0 and 2 are of row g, 1 and 3 of row g + 8. masks: see `masks`.
         """
         first = step * self.words_per_step
-        return self._fragment(words[first : first + self.words_per_step], offsets)
+        masks = masks or (Uint32(LOW_NIBBLES), Uint32(HIGH_NIBBLES))
+        return self._fragment(words[first : first + self.words_per_step], offsets, masks)
 
-    def _nibbles_to_bf16(self, words, offsets):
-        pairs = [((words[0] >> (4 * i)) & Uint32(LOW_NIBBLES)) | Uint32(BF16_128) for i in range(4)]
+    def _nibbles_to_bf16(self, words, offsets, masks):
+        pairs = [((words[0] >> (4 * i)) & masks[0]) | Uint32(BF16_128) for i in range(4)]
         return [ptx.add_bf16x2(pair, offsets[i % 2]) for i, pair in enumerate(pairs)]
 
-    def _nibbles_to_f16(self, words, offsets):
+    def _nibbles_to_f16(self, words, offsets, masks):
         registers = []
         for word in (words[0], words[0] >> 8):
-            low = (word & Uint32(LOW_NIBBLES)) | Uint32(F16_1024)
-            high = (word & Uint32(HIGH_NIBBLES)) | Uint32(F16_1024)
+            low = (word & masks[0]) | Uint32(F16_1024)
+            high = (word & masks[1]) | Uint32(F16_1024)
             registers.append(ptx.add_f16x2(low, offsets[0]))
             registers.append(ptx.fma_f16x2(high, Uint32(F16_SIXTEENTH), offsets[1]))
         return registers
 
-    def _bytes_to_bf16(self, words, offsets):
+    def _bytes_to_bf16(self, words, offsets, _masks):
         registers = []
         for word in words:
             floats = [ptx.prmt(word, Uint32(FP32_TWO_TO_23), Uint32(0x7650 + byte)) for byte in range(4)]
@@ -88,7 +98,7 @@ class Decoder:
             registers += [ptx.prmt(bits[i], bits[i + 2], Uint32(0x7632)) for i in range(2)]
         return registers
 
-    def _bytes_to_f16(self, words, offsets):
+    def _bytes_to_f16(self, words, offsets, _masks):
         registers = []
         for word in words:
             for row, selector in enumerate((0x5250, 0x5351)):

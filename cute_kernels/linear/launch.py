@@ -6,7 +6,6 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, plan_of
-from cute_kernels.linear.schedule import MAX_TOKENS
 from layouts.weights.hopper import tile_k
 
 VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
@@ -35,8 +34,6 @@ def launch(
         bias: [N] in x's dtype. residual: contiguous [M, columns of the result] in out_dtype.
         group_size: 0 for one scale per row.
         out: contiguous, in out_dtype, or None.
-
-    Rows beyond 32 are taken 32 at a time.
     """
     index = x.get_device()
     if index != torch._C._cuda_getDevice():
@@ -48,16 +45,17 @@ def launch(
     if out is None:
         out = torch.empty((x.shape[0], columns), dtype=out_dtype, device=x.device)
     x = _aligned(x)
-    row_bytes = columns * out.element_size()
-    constant = codes.data_ptr(), scales.data_ptr(), _address(zeros), _address(bias)
     k_pad = codes.shape[1] * tile_k(bits)
-    numbers = n, ACTIVATIONS[activation], OUT_KINDS[out_dtype]
-    for first in range(0, x.shape[0], MAX_TOKENS):
-        rows = x if x.shape[0] <= MAX_TOKENS else x[first : first + MAX_TOKENS]
-        plan = plan_of(rows.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index)
-        offset = first * row_bytes
-        results = residual.data_ptr() + offset if residual is not None else 0, out.data_ptr() + offset
-        plan.run(rows, (*constant, *results), *numbers)
+    plan = plan_of(x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index)
+    addresses = (
+        codes.data_ptr(),
+        scales.data_ptr(),
+        _address(zeros),
+        _address(bias),
+        _address(residual),
+        out.data_ptr(),
+    )
+    plan.run(x, addresses, n, ACTIVATIONS[activation], OUT_KINDS[out_dtype])
     return out
 
 

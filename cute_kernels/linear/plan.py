@@ -12,12 +12,15 @@ import torch
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
 from cute_kernels.linear.schedule import Problem, Schedule, make_schedule
+from cute_kernels.linear.wgmma.plan import TilePlan, make_tile_plan
+from cute_kernels.linear.wgmma.schedule import make_tile_schedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
+FEW_ROWS = 16  # up to which a product is bound by the memory, and mma.sync is enough
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
@@ -68,8 +71,8 @@ class Plan:
 @lru_cache(maxsize=4096)
 def plan_of(
     m: int, n: int, k: int, k_pad: int, bits: int, dtype: torch.dtype, group_size: int, zero_point: bool, device: int
-) -> Plan:
-    """The plan of a product on a CUDA device."""
+) -> Plan | TilePlan:
+    """The plan of a product of any number of rows on a CUDA device."""
     problem = Problem(
         m=m,
         n=n,
@@ -81,6 +84,8 @@ def plan_of(
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
+    if m > FEW_ROWS:
+        return make_tile_plan(make_tile_schedule(problem), device)
     return make_plan(make_schedule(problem), m, device)
 
 

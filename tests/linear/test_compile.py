@@ -6,8 +6,11 @@ import pytest
 
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
 from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.runtime import default_cache, native
 from tests import golden
+from tests.linear import machine_code
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -47,3 +50,43 @@ def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     roots = {path.stem for path in LinearSpec(CONFIGS[0]).source_roots()}
     assert roots == set(KERNEL_MODULES)
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
+
+
+WGMMA_CONFIGS = [
+    WgmmaConfig(4, "bf16", 128, num_stages=5),
+    WgmmaConfig(4, "bf16", 32, True, num_stages=5, cluster=2),
+    WgmmaConfig(4, "fp16", 128, True, tokens=128, m_tiles=2, num_stages=6),
+    WgmmaConfig(8, "bf16", 64, True, tokens=128, m_tiles=2, num_stages=5),
+    WgmmaConfig(4, "bf16", 0, True, tokens=64, m_tiles=2, unit_k=128, num_stages=4, splits_k=True),
+    WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True),
+]
+
+
+@pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)
+def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
+    """No spills, and no more waits and fences than are written: the compiler has not put MMAs one after the other."""
+    spec = WgmmaSpec(config)
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+    groups = config.unit_steps // config.group_steps
+    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.m_tiles
+    assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1
+
+
+@pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)
+def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfig, tmp_path):
+    """Versions of ptxas before 13.3 could use registers of A again while an MMA read them."""
+    spec = WgmmaSpec(config)
+    artifact = default_cache().artifact(spec, "sm_90a")
+    loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
+    assert sum(opcode.startswith("HGMMA") for _, opcode, _ in loop) == config.unit_steps * config.m_tiles
+    assert machine_code.early_writes(loop) == []
+
+
+def test_an_early_write_is_seen():
+    mma = ("", "HGMMA.64x64x16.F32.BF16", "R24, R8, gdesc[UR4], R24, gsb0")
+    wait = ("", "WARPGROUP.DEPBAR.LE", "gsb0, 0x1")
+    other = ("", "HGMMA.64x64x16.F32.BF16", "R24, R12, gdesc[UR4], R24, gsb0")
+    write = ("", "LDS.64", "R10, [R2]")
+    assert machine_code.early_writes([mma, write, other, wait]) != []
+    assert machine_code.early_writes([mma, other, wait, write]) == []

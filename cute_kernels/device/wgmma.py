@@ -1,0 +1,111 @@
+"""Warpgroup MMA with the A operand in registers: D[64, N] += A[64, 16] B[N, 16]^T on four warps (sm_90a).
+
+The instruction runs asynchronously: its registers, accumulators and A alike, belong to it from `fence` until a `wait`
+that covers its group. Both take registers and give them back, so that no compiler moves an access across: what a caller
+computes for A goes through `fence`, what it does with sums comes out of `wait`. The PTX manual, "Asynchronous warpgroup
+level matrix instructions", has fragments and descriptors; `layouts.fragments` proves the fragments.
+
+Fragments of lane (g, t) = (lane / 4, lane % 4) of warp w: A register 0 is row 16 w + g, columns 2t and 2t + 1; 1 is
+eight rows below; 2 and 3 are as these, eight columns on. Sum 4 j + i is row 16 w + g + 8 (i / 2), column
+8 j + 2 t + i % 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cutlass import Float32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+ROW_BYTES = 128  # of a row of B in shared memory: 64 elements of 16 bits, what 128-byte swizzling permutes
+ATOM_BYTES = 8 * ROW_BYTES  # rows among which pieces of 16 bytes are exchanged; B starts on a multiple of it
+STEP_BYTES = 32  # of a row: the 16 elements of one instruction
+_UNIT = 16  # bytes that descriptors count
+# Upper word: stride of 8 rows, and the layout with 128-byte swizzling. Lower word: the address, and a stride of 1 that
+# such a layout does not use.
+DESCRIPTOR_HIGH = (ATOM_BYTES // _UNIT) | 1 << 30
+DESCRIPTOR_LOW = 1 << 16
+
+
+def descriptor(address) -> Uint32:
+    """Lower word of the descriptor of B, rows of 128 bytes with 128-byte swizzling at a shared address.
+
+    The next 16 columns of a row of 64 start ``STEP_BYTES`` on; see `advanced`.
+    """
+    return (Uint32(address) >> 4) | Uint32(DESCRIPTOR_LOW)
+
+
+def advanced(low: Uint32, num_bytes: int) -> Uint32:
+    """The descriptor of what lies ``num_bytes`` further on."""
+    return low + Uint32(num_bytes // _UNIT)
+
+
+def _through(asm: str, values: Sequence, dtype, letter: str, *, loc=None, ip=None) -> list:
+    """One instruction that all of the registers go through unchanged."""
+    # A one-element struct is no struct to inline assembly, so nothing less than two registers is taken.
+    assert len(values) > 1
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([dtype.mlir_type] * len(values)),  # pyright: ignore[reportAttributeAccessIssue]
+        [dtype(value).ir_value(loc=loc, ip=ip) for value in values],
+        asm,
+        ",".join([f"={letter}"] * len(values) + [str(i) for i in range(len(values))] + ["~{memory}"]),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [dtype(llvm.extractvalue(dtype.mlir_type, struct, [i], loc=loc, ip=ip)) for i in range(len(values))]
+
+
+@dsl_user_op
+def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
+    """Hands registers of A over to the MMAs that follow; accumulators that were written before as well."""
+    return _through("wgmma.fence.sync.aligned;", registers, Uint32, "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def commit(*, loc=None, ip=None) -> None:
+    """Makes a group of the MMAs since the last one."""
+    llvm.inline_asm(None, [], "wgmma.commit_group.sync.aligned;", "~{memory}", has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def wait(pending: int, *, loc=None, ip=None) -> None:
+    """Waits until at most the last ``pending`` groups are running."""
+    asm = f"wgmma.wait_group.sync.aligned {pending};"
+    llvm.inline_asm(None, [], asm, "~{memory}", has_side_effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
+    """Waits until no group is running; the sums as they are then."""
+    return _through("wgmma.wait_group.sync.aligned 0;", sums, Float32, "f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
+    """Starts D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
+
+    b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".
+    """
+    count = len(sums)
+    d = ", ".join(f"${i}" for i in range(count))
+    a_registers = ", ".join(f"${count + i}" for i in range(4))
+    asm = (
+        f"{{ .reg .b64 b; .reg .pred p; setp.eq.u32 p, 0, 0; mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{dtype}.{dtype} "
+        f"{{{d}}}, {{{a_registers}}}, b, p, 1, 1, 0; }}"
+    )
+    f32 = Float32.mlir_type
+    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, b_low)]
+    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in sums]
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),  # pyright: ignore[reportAttributeAccessIssue]
+        operands,
+        asm,
+        ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(count)] + ["~{memory}"]),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(count)]

@@ -1,0 +1,203 @@
+"""Every compile-time choice of the weight-only GEMM for many rows, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, UNIT_K, ZERO_BYTES
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
+
+WARPGROUP_WARPS = 4
+WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
+BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
+BOX_ALIGNMENT = 1024
+TOKENS = (16, 32, 64, 128, 256)
+MAX_SPLIT_SUMS = 64  # of a thread where parts of K are combined: more leave no registers to do it with
+CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
+STAGING_PAD = 4  # words between the tokens of the staging buffer
+COPY_REGISTERS = 24  # of the threads that copy
+# Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+
+
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """One compiled variant.
+
+    A CTA computes tiles of ``block_rows`` output features by ``tokens`` rows of x, one after the other. A stage of its
+    ring holds the codes, scales and activations of a *unit* of ``unit_k`` inputs.
+
+    Attributes:
+        bits: of a code, 4 or 8.
+        dtype: "bf16" or "fp16", of activations and scales.
+        group_size: inputs that share a scale; 0 for one scale per output feature.
+        zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
+        tokens: rows of x of a tile, the N of the MMAs.
+        m_tiles: tiles of 64 output features of a warpgroup, which multiplies them with the same activations.
+        warpgroups: that multiply; each has ``m_tiles`` of its own.
+        unit_k: inputs of a unit.
+        group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
+        num_stages: stages of the ring.
+        splits_k: whether K may be cut into parts.
+        cluster: CTAs of neighbouring output features that share activations: each brings a part to all of them.
+    """
+
+    bits: int
+    dtype: str
+    group_size: int
+    zero_point: bool = False
+    tokens: int = 256
+    m_tiles: int = 1
+    warpgroups: int = 2
+    unit_k: int = 64
+    group_steps: int = 2
+    num_stages: int = 5
+    splits_k: bool = False
+    cluster: int = 1
+
+    @property
+    def tile_k(self) -> int:
+        """Inputs of a tile of codes."""
+        return tile_k(self.bits)
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of 64 output features of a CTA."""
+        return self.m_tiles * self.warpgroups
+
+    @property
+    def block_rows(self) -> int:
+        """Output features of a CTA's tile."""
+        return TILE_N * self.block_tiles
+
+    @property
+    def math_warps(self) -> int:
+        return WARPGROUP_WARPS * self.warpgroups
+
+    @property
+    def epilogue_warps(self) -> int:
+        """Warps that store results together: those of a warpgroup."""
+        return WARPGROUP_WARPS
+
+    @property
+    def num_threads(self) -> int:
+        """Multiplying warpgroups, and one of which two warps copy: registers are given to whole warpgroups."""
+        return (self.warpgroups + 1) * WARPGROUP_THREADS
+
+    @property
+    def thread_sums(self) -> int:
+        """fp32 sums of a thread."""
+        return self.m_tiles * self.tokens // 2
+
+    @property
+    def unit_steps(self) -> int:
+        return self.unit_k // STEP_K
+
+    @property
+    def unit_tiles(self) -> int:
+        return self.unit_k // self.tile_k
+
+    @property
+    def unit_groups(self) -> int:
+        """Groups that a unit has a part of; 0 where scales are per output feature."""
+        return -(-self.unit_k // self.group_size) if self.group_size else 0
+
+    @property
+    def box_bytes(self) -> int:
+        """A tile's activations of BOX_K inputs."""
+        return 2 * BOX_K * self.tokens
+
+    @property
+    def x_stage_bytes(self) -> int:
+        return self.unit_k // BOX_K * self.box_bytes
+
+    @property
+    def code_stage_bytes(self) -> int:
+        return self.block_tiles * self.unit_tiles * TILE_BYTES
+
+    @property
+    def scale_stage_bytes(self) -> int:
+        return self.block_tiles * self.unit_groups * SCALE_BYTES
+
+    @property
+    def zero_stage_bytes(self) -> int:
+        return self.block_tiles * self.unit_groups * ZERO_BYTES if self.zero_point else 0
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        """Codes, scales and zero points of a stage."""
+        return self.code_stage_bytes + self.scale_stage_bytes + self.zero_stage_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_stage_bytes + self.weight_stage_bytes
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens that a warpgroup stores at a time."""
+        return min(CHUNK_TOKENS, self.tokens)
+
+    @property
+    def staging_pitch(self) -> int:
+        """Bytes from a token to the next of the staging buffer, in fp32."""
+        return (TILE_N + STAGING_PAD) * 4
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging buffer of a warpgroup."""
+        return self.chunk_tokens * self.staging_pitch
+
+    @property
+    def num_barriers(self) -> int:
+        """Of full and of empty stages."""
+        return 2 * self.num_stages
+
+    @property
+    def smem_bytes(self) -> int:
+        ring = self.num_stages * self.stage_bytes
+        return ring + self.warpgroups * self.staging_bytes + self.num_barriers * BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
+        shape = f"m{self.tokens}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
+        split = "_split" if self.splits_k else ""
+        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}{split}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        choices = {
+            "bits": (4, 8),
+            "dtype": ("bf16", "fp16"),
+            "group_size": GROUP_SIZES,
+            "tokens": TOKENS,
+            "m_tiles": (1, 2),
+            "warpgroups": tuple(MATH_REGISTERS),
+            "unit_k": UNIT_K,
+            "group_steps": (1, 2, 4),
+            "cluster": (1, 2),
+        }
+        for field, wanted in choices.items():
+            found = getattr(self, field)
+            if found not in wanted:
+                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if self.group_size and self.unit_k % self.group_size and self.group_size % self.unit_k:
+            return f"unit_k {self.unit_k} and group_size {self.group_size} do not divide one another"
+        if self.unit_steps % (2 * self.group_steps):
+            # Operands take turns in two sets of registers, and each unit begins with the first.
+            return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
+        if self.tokens * self.m_tiles > 256:
+            return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
+        if self.splits_k and self.thread_sums > MAX_SPLIT_SUMS:
+            return f"{self.thread_sums} sums of a thread cannot be combined, {MAX_SPLIT_SUMS} can"
+        if self.num_stages < 2:
+            return f"num_stages {self.num_stages} is not at least 2"
+        if self.smem_bytes > MAX_SHARED_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None

@@ -1,0 +1,198 @@
+"""From a warpgroup's sums to the output: transposed through shared memory, a few tokens at a time.
+
+Sums have output features along the rows of the MMA, the output has them side by side. Each warpgroup stores its own
+tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from cute_kernels.device import ptx
+from cute_kernels.linear import epilogue
+from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
+from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.sm90 import EMPTY_WORD
+from layouts.weights.hopper import TILE_N
+
+VECTOR = epilogue.VECTOR
+ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
+PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
+PACKED_VECTOR = 8  # results of 16 bytes
+COMBINE_BATCH = 4  # vectors of another part that a thread asks for at a time
+
+
+@dataclass(frozen=True)
+class Corner:
+    """Where a warpgroup's tile of 64 features begins; run-time integers."""
+
+    row: Any  # of W
+    token: Any
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where a thread stands among those that store a tile; run-time integers."""
+
+    staging: Any  # shared memory of its warpgroup
+    warpgroup: Any
+    tid: Any  # in its warpgroup
+    row_warp: Any  # its 16 rows of the MMA
+    lane: Any
+
+
+class TileEpilogue:
+    """The storing part of a multiplying warpgroup."""
+
+    def __init__(self, config: WgmmaConfig):
+        self.config = config
+        self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+
+    @cute.jit
+    def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
+        """Stores the tile whose sums are sums[first : first + tokens / 2]."""
+        own_kind = FP16 if self.config.dtype == "fp16" else BF16
+        plain = (shape.out_kind == own_kind) & (shape.activation == NO_ACTIVATION) & (operands.residual == 0)
+        if plain & (shape.n % PACKED_VECTOR == 0) & (operands.out % 16 == 0):
+            self.add_bias(operands, shape, store, corner, sums, first)
+            for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+                self.store_packed(operands, shape, store, corner, sums, first, chunk)
+        else:
+            for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+                self.store_any(operands, shape, store, corner, sums, first, chunk)
+
+    def wait(self, store: Store):
+        """For all threads of the warpgroup."""
+        cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
+
+    # -- parts of K ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def combine(self, operands, shape, store: Store, item, number, sums):
+        """Stores the sums of a part of K of tile ``number``, or adds the others' to those of the last part.
+
+        Every thread stores its own sums and finds the same thread's, so they lie in the order of the registers.
+        """
+        if shape.splits > 1:
+            part_bytes = 4 * self.config.block_rows * self.config.tokens
+            place = operands.workspace + Int64(number * (shape.splits - 1)) * part_bytes
+            place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
+            if item.split < shape.splits - 1:
+                place = place + Int64(item.split) * part_bytes
+                for i in cutlass.range_constexpr(self.config.thread_sums // 4):
+                    vector = [sums[4 * i + j] for j in range(4)]
+                    ptx.store_global(place + i * (16 * WARPGROUP_THREADS), vector)
+            else:
+                for _ in cutlass.range(shape.splits - 1, unroll=1):
+                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, COMBINE_BATCH):
+                        self.add_part(place, sums, first)
+                    place = place + part_bytes
+
+    @cute.jit
+    def add_part(self, place, sums, first: int):
+        """Adds COMBINE_BATCH vectors of another part to the sums, once they have come, and puts EMPTY back."""
+        words = cute.make_rmem_tensor(4 * COMBINE_BATCH, Uint32)
+        missing = Int32(1)
+        while missing != 0:
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                loaded = ptx.load_relaxed(place + (first + i) * (16 * WARPGROUP_THREADS), 4)
+                for j in cutlass.range_constexpr(4):
+                    words[4 * i + j] = loaded[j]
+            for i in cutlass.range_constexpr(4 * COMBINE_BATCH):
+                missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            for j in cutlass.range_constexpr(4):
+                place_of = 4 * (first + i) + j
+                sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)
+            ptx.store_global(place + (first + i) * (16 * WARPGROUP_THREADS), [Uint32(EMPTY_WORD)] * 4)
+
+    # -- 16 bytes at a time -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def add_bias(self, operands, shape, store: Store, corner: Corner, sums, first: int):
+        if operands.bias != 0:
+            for half in cutlass.range_constexpr(2):
+                row = corner.row + (store.row_warp * 16 + store.lane // 4 + 8 * half)
+                bias = Float32(0.0)
+                if row < shape.n:
+                    bias = self.results.load_bias(operands.bias + Int64(row) * 2)
+                self.add_to_row(sums, first + 2 * half, bias)
+
+    def add_to_row(self, sums, first: int, bias):
+        """Adds a row's bias to its sums: two of every four."""
+        for i in range(0, self.config.tokens // 2, 4):
+            for place in (first + i, first + i + 1):
+                sums[place] = sums[place] + bias
+
+    @cute.jit
+    def store_packed(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
+        """Rounds a chunk's sums and stores them, 8 neighbouring features at a time."""
+        tokens = self.config.chunk_tokens
+        self.wait(store)
+        self.stage_packed(store, sums, first + chunk * tokens // 2)
+        self.wait(store)
+        vectors = TILE_N // PACKED_VECTOR
+        start = corner.token + chunk * tokens
+        for i in cutlass.range_constexpr(max(tokens * vectors // WARPGROUP_THREADS, 1)):
+            index = store.tid + i * WARPGROUP_THREADS
+            token, vector = index // vectors, index % vectors
+            row = corner.row + vector * PACKED_VECTOR
+            if (token < tokens) & (start + token < shape.m) & (row < shape.n):
+                words = ptx.load_shared_vector(store.staging + token * PACKED_PITCH + vector * 16, 0, 4)
+                ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
+
+    def stage_packed(self, store: Store, sums, first: int):
+        """Puts a chunk's sums into the staging buffer, [token][feature] in 16 bits: stmatrix turns them around."""
+        pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
+        lane = store.lane
+        # Matrices: the first and the second eight features of eight tokens, then the same of the next eight.
+        token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
+        address = store.staging + token * PACKED_PITCH + store.row_warp * 32 + half * 16
+        for pair in range(self.config.chunk_tokens // 16):
+            place = first + 8 * pair
+            words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in range(4)]
+            ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
+
+    # -- any kind of output -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_any(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
+        """Bias, activation and residual of a chunk in fp32, four neighbouring features at a time."""
+        tokens, row_vectors = self.config.chunk_tokens, TILE_N // VECTOR
+        self.wait(store)
+        self.stage_sums(store, sums, first + chunk * tokens // 2)
+        self.wait(store)
+        start = corner.token + chunk * tokens
+        results = cute.make_rmem_tensor(VECTOR, Float32)
+        extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
+        end = cutlass.min(shape.m - start, tokens) * row_vectors
+        for index in cutlass.range(store.tid, end, WARPGROUP_THREADS, unroll=1):
+            token, vector = index // row_vectors, index % row_vectors
+            words = ptx.load_shared_vector(store.staging + token * self.config.staging_pitch + vector * 16, 0, VECTOR)
+            for i in cutlass.range_constexpr(VECTOR):
+                results[i] = words[i].bitcast(Float32)
+            target = self.target_of(shape, start + token, corner.row + vector * VECTOR)
+            self.results.load_extras(operands, shape, target, extras)
+            self.results.store(operands, shape, target, results, extras)
+
+    def target_of(self, shape, token, row):
+        """Where four neighbouring results of a token belong."""
+        halves = cutlass.select_(shape.activation == SWIGLU, Int32(1), Int32(0))
+        count = cutlass.min(shape.n - row, VECTOR) >> halves
+        return epilogue.Target(row, Int64(token) * (shape.n >> halves) + (row >> halves), count)
+
+    def stage_sums(self, store: Store, sums, first: int):
+        """Puts a chunk's sums into the staging buffer, [token][feature] in fp32."""
+        pitch = self.config.staging_pitch
+        g, t = store.lane // 4, store.lane % 4
+        address = store.staging + t * (2 * pitch) + (store.row_warp * 16 + g) * 4
+        for block in range(self.config.chunk_tokens // 8):
+            for i in range(4):
+                offset = (8 * block + i % 2) * pitch + 32 * (i // 2)
+                ptx.store_shared(address, offset, [sums[first + 4 * block + i]])

@@ -1,0 +1,161 @@
+"""Which configuration serves a product of many rows, and into how many items it is cut. Plain Python, no GPU.
+
+Every CTA takes an equal number of items, but for the last wave: tiles of the output, or parts of K of them. What an
+item takes is the slowest of four: the tensor cores, the issue slots of decoding, the memory's rate for weights, that
+of L2 for all that a CTA reads. Small tiles waste the tensor cores and L2, large ones the last wave; see `efficiency`.
+The rates are those of an H200 (docs/design/weight_only_linear.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma.config import MAX_SPLIT_SUMS, WgmmaConfig
+from cute_kernels.sm90 import MAX_SHARED_BYTES
+
+CLOCKS_PER_US = 1700.0
+MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
+L2_BYTES_PER_CLOCK = 5.5e6 / CLOCKS_PER_US
+FRAGMENT_SLOTS = {4: 24, 8: 34}  # issue slots of a scheduler per k16 step of a tile: decoding, scales, loop
+START_CLOCKS = 3000  # until the first MMAs
+ITEM_CLOCKS = 2000  # that an item's results take, while nothing is multiplied
+COMBINE_CLOCKS = 1500  # to exchange parts of K,
+COMBINE_PART_CLOCKS = 700  # and for each of them
+MAX_SPLITS = 16
+MAX_STAGES = 8
+
+# (tokens, m_tiles, warpgroups, unit_k, group_steps, cluster)
+SHAPES = (
+    (256, 1, 2, 64, 2, 2),
+    (256, 1, 2, 64, 2, 1),
+    (128, 2, 2, 64, 2, 1),
+    (128, 1, 2, 128, 2, 1),
+    (64, 2, 2, 128, 2, 1),
+    (32, 2, 2, 128, 2, 1),
+    (16, 2, 2, 128, 2, 1),
+)
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """How one launch is laid out: tiles of the output, each cut into ``splits`` parts of K.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features.
+        token_tiles: tiles of rows of x.
+        units: of the padded K.
+        splits: parts of K of a tile, none of them empty.
+        num_ctas: that run, a multiple of the cluster's size.
+    """
+
+    config: WgmmaConfig
+    num_tiles: int
+    token_tiles: int
+    units: int
+    splits: int
+    num_ctas: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of output features, in whole clusters."""
+        per_cluster = self.config.block_tiles * self.config.cluster
+        return -(-self.num_tiles // per_cluster) * self.config.cluster
+
+    @property
+    def num_items(self) -> int:
+        return self.blocks * self.token_tiles * self.splits
+
+    @property
+    def split_units(self) -> int:
+        return -(-self.units // self.splits)
+
+    @property
+    def workspace_words(self) -> int:
+        """fp32 words of partial sums."""
+        parts = self.blocks * self.token_tiles * (self.splits - 1)
+        return parts * self.config.block_rows * self.config.tokens
+
+
+def efficiency(items: int, ctas: int) -> float:
+    """Share of the CTAs' time that equal items fill: the rest is the last wave's."""
+    return items / (-(-items // ctas) * ctas)
+
+
+@lru_cache(maxsize=4096)
+def make_tile_schedule(problem: Problem) -> TileSchedule:
+    """The fastest schedule by the model."""
+    options = list(tile_schedules(problem))
+    return min(options, key=lambda schedule: estimate_us(problem, schedule))
+
+
+def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
+    """Every shape of tiles, in every number of parts of K."""
+    for config in candidate_configs(problem):
+        for splits in range(1, (MAX_SPLITS if config.splits_k else 1) + 1):
+            schedule = schedule_of(problem, config, splits)
+            if schedule is not None:
+                yield schedule
+
+
+def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
+    """The schedule of a given configuration; None if a part of K would be empty."""
+    units = problem.k_pad // config.unit_k
+    if -(-units // -(-units // splits)) != splits:
+        return None
+    clusters = problem.num_sms // config.cluster
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
+    return replace(schedule, num_ctas=min(clusters * config.cluster, schedule.num_items))
+
+
+def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
+    """Microseconds that the model expects, without the launch itself."""
+    config = schedule.config
+    fragments = config.block_tiles * config.unit_steps  # of a unit
+    tensor = fragments * config.tokens / 2
+    decoding = fragments * FRAGMENT_SLOTS[config.bits]
+    resident = min(schedule.num_ctas, schedule.num_items)
+    # Token tiles that run side by side read a weight from memory once.
+    memory = config.weight_stage_bytes * resident / MEMORY_BYTES_PER_CLOCK / min(schedule.token_tiles, 8)
+    read = config.weight_stage_bytes + config.x_stage_bytes / config.cluster
+    unit = max(tensor, decoding, memory, read * resident / L2_BYTES_PER_CLOCK)
+    item = schedule.split_units * unit + ITEM_CLOCKS
+    if schedule.splits > 1:
+        item += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * (schedule.splits - 1)
+    waves = -(-schedule.num_items // schedule.num_ctas)
+    return (START_CLOCKS + waves * item) / CLOCKS_PER_US
+
+
+def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
+    """Configurations worth considering."""
+    configs = []
+    for tokens, m_tiles, warpgroups, unit_k, group_steps, cluster in SHAPES:
+        config = WgmmaConfig(
+            bits=problem.bits,
+            dtype=problem.dtype,
+            group_size=problem.group_size,
+            zero_point=problem.zero_point,
+            tokens=tokens,
+            m_tiles=m_tiles,
+            warpgroups=warpgroups,
+            unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
+            group_steps=group_steps,
+            splits_k=m_tiles * tokens // 2 <= MAX_SPLIT_SUMS,
+            cluster=cluster,
+        )
+        config = with_ring(config)
+        # A tile half as large would do for the rows there are.
+        if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
+            configs.append(config)
+    return configs
+
+
+def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
+    """``config`` with as many stages as there is room for."""
+    config = replace(config, num_stages=2)
+    # Rings are laid out in whole 128 bytes.
+    room = (MAX_SHARED_BYTES - 1024 - config.smem_bytes) // (config.stage_bytes + 16)
+    return replace(config, num_stages=min(most, 2 + max(room, 0)))

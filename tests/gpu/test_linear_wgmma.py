@@ -1,0 +1,126 @@
+"""Weight-only linear layers with many rows on a GPU: formats and shapes of tiles against fp64, splits, epilogues."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.linear.reference import linear_reference
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.plan import make_tile_plan
+from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
+from cute_kernels.runtime.workspace import POOL
+from tests.gpu.test_linear import CUDA, DTYPES, TOLERANCE, activations, assert_near, every_format, run
+from tests.gpu.test_linear import FORMATS as FORMAT_PARAMS
+from tests.linear.cases import Known, known
+
+pytestmark = pytest.mark.gpu
+
+# W is rounded to the activations' dtype first, so fp32 results are those of fp64 on the rounded one.
+SUMS = 3e-5
+FORMAT_ROWS = (17, 100)
+ROWS = (33, 64, 65, 129, 257, 1000, 2048)
+SHAPES = ((1000, 2048), (200, 520), (1001, 640))
+LONG = (20_000, 512)  # many tiles, with several for each CTA
+
+
+def problem(m: int, n: int, k: int, bits: int = 4, dtype=torch.bfloat16, group=128, zero: bool = False) -> Problem:
+    return Problem(m, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
+
+
+def specs() -> list[WgmmaSpec]:
+    """The kernels of this module."""
+    formats: list[Any] = [param.values for param in FORMAT_PARAMS]
+    found = [problem(m, 200, 520, *form) for form in formats for m in FORMAT_ROWS]
+    found += [problem(m, n, k) for m in ROWS for n, k in SHAPES]
+    found += [problem(m, *LONG) for m in (40, 700)]
+    configs = [make_tile_schedule(one).config for one in found]
+    for m in (40, 300):
+        configs += [schedule.config for schedule in tile_schedules(problem(m, 1000, 2048))]
+    return [WgmmaSpec(config) for config in dict.fromkeys(configs)]
+
+
+def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
+    """x W^T in fp64 with W as the tensor cores see it; with one scale per row, that comes after the sums."""
+    dense = reference.dense.to(CUDA)
+    if reference.group_size:
+        dense = dense.to(reference.scales.dtype).double()
+    return x.double() @ dense.T
+
+
+@every_format
+def test_products_are_those_of_fp64(bits, dtype, group, zero):
+    reference = known(200, 520, bits, group, zero, dtype)
+    weight = reference.pack().to(CUDA)
+    for m in FORMAT_ROWS:
+        x = activations(m, 520, dtype, m)
+        exact = exact_product(x, reference)
+        assert_near(run(weight, x, out_dtype=torch.float32), exact, SUMS)
+        assert_near(run(weight, x), exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("n, k", [*SHAPES, LONG])
+def test_any_number_of_rows(n, k):
+    reference = known(n, k, group_size=128)
+    weight = reference.pack().to(CUDA)
+    for m in ROWS if (n, k) != LONG else (40, 700):
+        x = activations(m, k, torch.bfloat16, m)
+        out = torch.full((m, n), math.nan, device=CUDA, dtype=torch.float32)
+        assert_near(run(weight, x, out=out), exact_product(x, reference), SUMS)
+
+
+def launch(schedule: TileSchedule, weight, x: torch.Tensor) -> torch.Tensor:
+    out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
+    addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0, out.data_ptr())
+    make_tile_plan(schedule, torch.cuda.current_device()).run(x, addresses, weight.shape[0], 0, 2)
+    return out
+
+
+@pytest.mark.parametrize("m", [40, 300])
+def test_every_schedule_gives_the_same_numbers_each_time(m):
+    """Whatever tiles and parts of K: right, the same bits in every run, and a workspace left as it was."""
+    reference = known(1000, 2048, group_size=128)
+    weight = reference.pack().to(CUDA)
+    x = activations(m, 2048, torch.bfloat16)
+    exact = exact_product(x, reference)
+    for schedule in tile_schedules(problem(m, 1000, 2048)):
+        results = [launch(schedule, weight, x) for _ in range(3)]
+        assert_near(results[0], exact, SUMS)
+        assert all(torch.equal(results[0], other) for other in results[1:])
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream()
+    words = POOL._by_stream[stream.device_index, stream.cuda_stream]
+    assert torch.all(words == -1)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "swiglu"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n, k, m", [(200, 520, 65), (1000, 2048, 257)])
+def test_epilogues(activation, out_dtype, n, k, m):
+    weight = known(n, k, group_size=128).pack().to(CUDA)
+    x = activations(m, k, torch.bfloat16)
+    columns = n // 2 if activation == "swiglu" else n
+    bias = activations(1, n, torch.bfloat16, 1)[0]
+    residual = activations(m, columns, out_dtype, 2)
+    for options in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
+        options = {**options, "activation": activation, "out_dtype": out_dtype}
+        exact = linear_reference(x, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
+        out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
+        assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_nothing_is_written_outside(offset):
+    """Also where rows of the output do not start on 16 bytes."""
+    reference = known(200, 520, group_size=128)
+    x = activations(100, 520, torch.bfloat16)
+    memory = torch.full((offset + 100 * 200 + 64,), 7.0, device=CUDA, dtype=torch.bfloat16)
+    out = memory[offset : offset + 100 * 200].view(100, 200)
+    run(reference.pack().to(CUDA), x, out=out)
+    assert_near(out, exact_product(x, reference), TOLERANCE[torch.bfloat16])
+    assert torch.all(memory[offset + 100 * 200 :] == 7.0) and torch.all(memory[:offset] == 7.0)

@@ -1,0 +1,64 @@
+"""Reading machine code: whether registers that asynchronous MMAs still read are written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from cute_kernels.runtime.resources import cubins_in, find_tool
+
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)(?: (.*?))? ;")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_WIDTHS = {".64": 2, ".128": 4}
+# What writes no register although one stands first, or only predicates.
+_NO_RESULT = ("ST", "HGMMA", "WARPGROUP", "BRA", "SYNCS", "UBLKCP", "BAR", "UTMA", "MEMBAR", "EXIT")
+
+
+def instructions(object_code: bytes, folder: Path) -> list[tuple[str, str, str]]:
+    """(label or "", opcode, operands) of a kernel's instructions; the label that stands before each."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubins_in(object_code)[0])
+    text = subprocess.run([find_tool("nvdisasm"), "-c", path], capture_output=True, text=True, check=True).stdout
+    found, label = [], ""
+    for line in text.splitlines():
+        if match := _LABEL.match(line):
+            label = match[1]
+        elif match := _INSTRUCTION.match(line):
+            found.append((label, match[2], match[3] or ""))
+            label = ""
+    return found
+
+
+def main_loop(code: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """From the target of the first branch back after the last MMA to that branch."""
+    places = {label: place for place, (label, _, _) in enumerate(code) if label}
+    mmas = [place for place, (_, opcode, _) in enumerate(code) if opcode.startswith("HGMMA")]
+    for place in range(mmas[-1], len(code)):
+        target = re.search(r"\.L_x_\d+", code[place][2]) if code[place][1] == "BRA" else None
+        if target and places[target[0]] < mmas[0]:
+            return code[places[target[0]] : place + 1]
+    raise AssertionError("no loop around the MMAs")
+
+
+def early_writes(loop: list[tuple[str, str, str]]) -> list[str]:
+    """Instructions that write a register of A while an MMA that reads it may be running, two rounds of the loop."""
+    groups: list[set[int]] = []  # of A registers, oldest first; the last one is open
+    current: set[int] = set()
+    wrong = []
+    for _, opcode, operands in loop * 2:
+        if opcode.startswith("HGMMA"):
+            first = int(operands.split(",")[1].strip()[1:].split(".")[0])
+            current |= set(range(first, first + 4))
+            if "gsb0" in operands:
+                groups.append(current)
+                current = set()
+        elif opcode == "WARPGROUP.DEPBAR.LE":
+            pending = int(operands.split(",")[1], 16)
+            groups = groups[len(groups) - pending :] if pending else []
+        elif not opcode.startswith(_NO_RESULT) and (match := re.match(r"R(\d+)\b", operands)):
+            width = next((count for suffix, count in _WIDTHS.items() if suffix in opcode), 1)
+            written = set(range(int(match[1]), int(match[1]) + width))
+            if written & current.union(*groups):
+                wrong.append(f"{opcode} {operands}")
+    return wrong

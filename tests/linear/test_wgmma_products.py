@@ -1,0 +1,164 @@
+"""What a multiplying warp of the kernel for many rows computes, lane by lane in NumPy: addresses, decoding, staging."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear import decode
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import epilogue, kernel
+from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
+from layouts import banks
+from layouts.weights import hopper
+from tests.attention import warp as machine
+from tests.linear.warpgroup import WarpgroupWarp, put_box
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+X, CODES, SCALES, ZEROS, STAGING = 0, 1 << 16, 5 << 15, 6 << 15, 7 << 15  # in shared memory
+STAGE = 1
+
+CONFIGS = [
+    WgmmaConfig(bits, dtype, group_size, zero_point, tokens=16, group_steps=1, num_stages=2)
+    for bits in (4, 8)
+    for dtype in ("bf16", "fp16")
+    for group_size in (0, 32, 64, 128, 256)
+    for zero_point in (False, True)
+] + [
+    WgmmaConfig(4, "bf16", 128, tokens=64, m_tiles=2, group_steps=2, num_stages=2),
+    WgmmaConfig(4, "bf16", 32, True, tokens=16, m_tiles=2, unit_k=128, group_steps=4, num_stages=2),
+    WgmmaConfig(8, "fp16", 64, True, tokens=32, warpgroups=3, unit_k=128, group_steps=2, num_stages=2),
+    WgmmaConfig(4, "bf16", 128, tokens=256, num_stages=2),
+]
+
+
+def make_weight(config: WgmmaConfig, seed: int = 0) -> PackedWeight:
+    """A block of rows and one unit of K, or one group of them, with every code, scale and zero point different."""
+    generator = torch.Generator().manual_seed(seed)
+    n, k = config.block_rows, max(config.unit_k, config.group_size)
+    q = torch.randint(0, 1 << config.bits, (n, k), dtype=torch.uint8, generator=generator)
+    if config.bits == 4:
+        q = q[:, ::2] | q[:, 1::2] << 4
+    groups = (n // 64, k // config.group_size if config.group_size else 1, 64)
+    scales = (torch.rand(groups, generator=generator) + 0.5).to(DTYPES[config.dtype])
+    zeros = torch.randint(0, 1 << config.bits, groups, dtype=torch.uint8, generator=generator)
+    points = zeros if config.zero_point else None
+    return PackedWeight(hopper.pack(q, config.bits), scales, points, config.bits, config.group_size or None, (n, k))
+
+
+def load_stage(shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor) -> None:
+    """Fills a stage with the first unit of a weight and all of x, as the copying warps do."""
+    for tile in range(config.block_tiles):
+        parts = [
+            (weight.codes[tile, : config.unit_tiles], CODES, config.code_stage_bytes),
+            (weight.scales[tile, : config.unit_groups], SCALES, config.scale_stage_bytes),
+        ]
+        if weight.zeros is not None:
+            parts.append((weight.zeros[tile, : config.unit_groups], ZEROS, config.zero_stage_bytes))
+        for part, start, stage_bytes in parts:
+            run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
+            assert run.size * config.block_tiles == stage_bytes or not stage_bytes
+            if stage_bytes:
+                place = start + STAGE * stage_bytes + tile * run.size
+                shared[place : place + run.size] = run
+    for box in range(config.unit_k // BOX_K):
+        part = x[:, box * BOX_K : (box + 1) * BOX_K].contiguous().view(torch.int16).numpy().view(np.uint16)
+        put_box(shared, X + STAGE * config.x_stage_bytes + box * config.box_bytes, part)
+
+
+class Machine:
+    """All multiplying warps, one after the other, on one stage."""
+
+    def __init__(self, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, monkeypatch):
+        self.config = config
+        self.shared = np.zeros(1 << 18, np.uint8)
+        load_stage(self.shared, config, weight, x)
+        scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
+        zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
+        self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
+        self.gpu.install(monkeypatch, kernel, decode, epilogue)
+        self.operands = SimpleNamespace(scales=0, zeros=scales.size)
+        self.subject = kernel.WgmmaKernel(config)
+        self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def sums(self, warp: int) -> machine.Registers:
+        config, subject = self.config, self.subject
+        memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, zeros=ZEROS)
+        sums = machine.Registers(config.m_tiles * config.tokens // 2, machine.Float32)
+        shape = SimpleNamespace(m=config.tokens, num_tiles=config.block_tiles)
+        place = subject.lane_places(shape, warp, machine.LANES)
+        first_tile = warp // 4 * config.m_tiles
+        channel = subject.load_channel(self.operands, shape, first_tile, place)
+        subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, None)
+        if channel:
+            for i in range(len(sums)):
+                sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]
+        return sums
+
+    def stage(self, packed: bool) -> np.ndarray:
+        """[tokens, block_rows], each tile's and each chunk's results as a warpgroup finds them in its buffer."""
+        config = self.config
+        found = np.zeros((config.tokens, config.block_rows))
+        for group in range(config.warpgroups):
+            warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
+            for tile in range(config.m_tiles):
+                for start in range(0, config.tokens, config.chunk_tokens):
+                    first = (tile * config.tokens + start) // 2
+                    for warp, sums in warps:
+                        store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                        stage = self.subject.epilogue.stage_packed if packed else self.subject.epilogue.stage_sums
+                        stage(store, sums, first)
+                    rows = slice(64 * (group * config.m_tiles + tile), 64 * (group * config.m_tiles + tile + 1))
+                    found[start : start + config.chunk_tokens, rows] = self.staged(packed)
+        return found
+
+    def staged(self, packed: bool) -> np.ndarray:
+        tokens = self.config.chunk_tokens
+        if not packed:
+            pitch = self.config.staging_pitch
+            return self.shared[STAGING : STAGING + tokens * pitch].view(np.float32).reshape(tokens, -1)[:, :64]
+        pitch = epilogue.PACKED_PITCH
+        bits = self.shared[STAGING : STAGING + tokens * pitch].view(np.int16).reshape(tokens, -1)[:, :64]
+        return torch.from_numpy(bits.copy()).view(DTYPES[self.config.dtype]).double().numpy()
+
+
+def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
+    """The first unit of W [rows, unit_k] in fp64, as the tensor cores see it, or exact where scales come last."""
+    exact = weight.dequantize(torch.float64)
+    return (exact.to(weight.dtype).double() if config.group_size else exact)[:, : config.unit_k]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
+    weight = make_weight(config)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(config.tokens, config.unit_k, generator=generator).to(weight.dtype)
+    found = Machine(config, weight, x, monkeypatch).stage(packed=False)
+    exact = (x.double() @ rounded(config, weight).T).numpy()
+    np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:], ids=lambda config: config.name)
+def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
+    weight = make_weight(config)
+    x = torch.zeros(config.tokens, config.unit_k, dtype=weight.dtype)
+    inputs = (torch.arange(config.tokens) * 5 + 3) % config.unit_k
+    x[torch.arange(config.tokens), inputs] = 1
+    wanted = weight.dequantize(weight.dtype)[:, inputs].T.double().numpy()
+    assert np.array_equal(Machine(config, weight, x, monkeypatch).stage(packed=True), wanted)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:]], ids=lambda config: config.name)
+@pytest.mark.parametrize("packed", [False, True])
+def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, monkeypatch):
+    weight = make_weight(config)
+    subject = Machine(config, weight, torch.zeros(config.tokens, config.unit_k, dtype=weight.dtype), monkeypatch)
+    subject.stage(packed)
+    assert len(subject.gpu.accesses) > 32
+    for access in subject.gpu.accesses:
+        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access

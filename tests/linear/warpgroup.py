@@ -1,0 +1,95 @@
+"""A warp of a warpgroup in NumPy: wgmma with A in registers and B through a descriptor, as the PTX manual has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.attention.warp import COLUMN, ROW, Access, Float32, Lanes, elements, halves
+from tests.linear.warp import LinearWarp
+
+SWIZZLE_BYTES = 1024  # eight rows of 128 bytes, among which pieces of 16 bytes change places
+
+
+def swizzled(place: np.ndarray) -> np.ndarray:
+    """Where 128-byte swizzling puts a byte: address bits 4 to 6 change by bits 7 to 9."""
+    return place ^ (place >> 3 & 0x70)
+
+
+def put_box(shared: np.ndarray, start: int, box: np.ndarray) -> None:
+    """What TMA does with a box [rows, 64] of 16-bit elements: row by row, swizzled."""
+    assert start % SWIZZLE_BYTES == 0 and box.shape[1] == 64
+    rows, columns = np.indices(box.shape)
+    shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2] = box
+
+
+@dataclass
+class WarpgroupWarp(LinearWarp):
+    """Also stands for `cute_kernels.device.wgmma`; MMAs are done at once, and registers may not be changed early."""
+
+    def install(self, monkeypatch, *modules) -> None:
+        super().install(monkeypatch, *modules)
+        for module in modules:
+            if hasattr(module, "cute"):
+                module.cute.arch.make_warp_uniform = lambda value: value
+            if hasattr(module, "wgmma"):
+                # Descriptors are plain integer arithmetic and stay as they are.
+                for name in ("fence", "commit", "wait", "mma"):
+                    monkeypatch.setattr(module.wgmma, name, getattr(self, name))
+                monkeypatch.setattr(module.wgmma, "Uint32", module.Uint32)
+
+    def mul_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
+        return self.pack_bf16x2(*(elements(a, "bf16") * elements(b, "bf16")).T)
+
+    def mul_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
+        return self.pack_f16x2(*(elements(a, "f16") * elements(b, "f16")).T)
+
+    def store_matrix_x4(self, address: Lanes, offset: int, words: Sequence[Lanes], *, transpose: bool) -> None:
+        places = np.asarray(address, np.int64) + offset
+        self.accesses.append(Access("stmatrix", 16, tuple(places.tolist())))
+        assert not (places % 16).any(), "misaligned access"
+        memory = self.shared_memory.view(np.uint16)
+        for number, word in enumerate(words):
+            matrix = np.empty((8, 8), np.uint16)
+            for half in range(2):
+                matrix[ROW, 2 * COLUMN + half] = halves(word)[:, half]
+            for row, place in enumerate(places[8 * number : 8 * number + 8]):
+                memory[place // 2 : place // 2 + 8] = (matrix.T if transpose else matrix)[row]
+
+    def fence(self, registers: Sequence[Lanes]) -> list[Lanes]:
+        return list(registers)
+
+    def commit(self) -> None:
+        pass
+
+    def wait(self, pending: int) -> None:
+        pass
+
+    def mma(self, sums: Sequence[Lanes], a: Sequence[Lanes], b_low: Lanes, *, dtype: str) -> list[Lanes]:
+        columns = 2 * len(sums)
+        left = np.zeros((16, 16))
+        for register, word in enumerate(a):
+            for half in range(2):
+                place = ROW + 8 * (register % 2), 8 * (register // 2) + 2 * COLUMN + half
+                left[place] = elements(word, dtype)[:, half]
+        right = self.b_operand(int(np.unique(b_low).item()), columns, dtype)
+        total = left @ right.T
+        return [
+            Float32(np.float64(value) + total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2])
+            for i, value in enumerate(sums)
+        ]
+
+    def b_operand(self, low: int, columns: int, dtype: str) -> np.ndarray:
+        """B [columns, 16] behind a descriptor, K-major."""
+        from cute_kernels.device import wgmma
+
+        high = wgmma.DESCRIPTOR_HIGH
+        assert high >> 30 == 1, "want 128-byte swizzling"
+        start, stride = (low & 0x3FFF) * 16, (high & 0x3FFF) * 16
+        n, k = np.indices((columns, 16))
+        bits = self.shared_memory.view(np.uint16)[swizzled(start + n // 8 * stride + n % 8 * 128 + 2 * k) // 2]
+        if dtype == "f16":
+            return bits.view(np.float16).astype(np.float64)
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
