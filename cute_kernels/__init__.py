@@ -15,6 +15,7 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
+from cute_kernels.moe import PackedExperts, fused_moe, grouped_linear
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "NtkScaling",
+    "PackedExperts",
     "PackedWeight",
     "QuantizedLinear",
     "Rope",
@@ -32,6 +34,8 @@ __all__ = [
     "append_kv",
     "decode_attention",
     "dequantize_kv",
+    "fused_moe",
+    "grouped_linear",
     "interleave_weights",
     "merge_states",
     "quantize_kv",
