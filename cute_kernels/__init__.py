@@ -15,6 +15,7 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
+from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "dequantize_kv",
     "interleave_weights",
     "merge_states",
+    "mla_decode",
     "quantize_kv",
     "quantize_model",
     "quantize_weight",
+    "sparse_mla_decode",
 ]

@@ -1,4 +1,4 @@
-"""FlashMLA's decoding and sparse prefill calls (deepseek-ai/FlashMLA, `flash_mla`, April 2026) on this package's kernels.
+"""FlashMLA's decoding and sparse prefill calls (deepseek-ai/FlashMLA, April 2026) on this package's kernels.
 
 Names, order, defaults and outputs are FlashMLA's, so that
 
@@ -31,6 +31,7 @@ import torch
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.mla import ops
 from cute_kernels.mla.formats import V_DIM
+from cute_kernels.mla.problem import SparseExtras
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -77,7 +78,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """(an object for `flash_mla_with_kvcache` to keep its configuration in, None); arguments of any kind are ignored."""
+    """(what `flash_mla_with_kvcache` keeps its configuration in, None); arguments of any kind are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -130,13 +131,16 @@ def flash_mla_with_kvcache(
     _check_decode(q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits)
     tile_scheduler_metadata.hold(
         FlashMLASchedMeta.Config(
-            *q.shape[:3],
-            *k_cache.shape[1:3],
-            causal,
-            is_fp8_kvcache,
-            None if indices is None else indices.shape[-1],
-            None if extra_k_cache is None else extra_k_cache.shape[1],
-            None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+            b=q.shape[0],
+            s_q=q.shape[1],
+            h_q=q.shape[2],
+            page_block_size=k_cache.shape[1],
+            h_k=k_cache.shape[2],
+            causal=causal,
+            is_fp8_kvcache=is_fp8_kvcache,
+            topk=None if indices is None else indices.shape[-1],
+            extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+            extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
         )
     )
     kv_format = _format_of(q, is_fp8_kvcache)
@@ -191,7 +195,7 @@ def flash_mla_sparse_fwd(
         raise ValueError(f"indices: got shape {shape_of(indices)}, want [{q.shape[0]}, 1, topk]")
     cache = kv.transpose(0, 1)  # one page
     chosen = indices.masked_fill(indices >= kv.shape[0], -1) if ops.DEBUG else indices  # no mistake here
-    extras = (topk_length, attn_sink, None, None, None)
+    extras = SparseExtras(topk_length, attn_sink)
     out, lse, top = ops.sparse(
         q.unsqueeze(1).contiguous(),
         cache,
@@ -260,7 +264,7 @@ def _sparse(
         indices.contiguous(),
         kv_format,
         softmax_scale,
-        (
+        SparseExtras(
             topk_length,
             attn_sink,
             None if extra_k_cache is None else extra_k_cache.squeeze(2),

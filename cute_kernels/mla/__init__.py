@@ -11,6 +11,7 @@ from typing import Literal, overload
 import torch
 
 from cute_kernels.mla import ops
+from cute_kernels.mla.problem import SparseExtras
 
 __all__ = ["mla_decode", "sparse_mla_decode"]
 
@@ -168,6 +169,6 @@ def sparse_mla_decode(
         As `mla_decode`. Indices are looked at with CUTE_KERNELS_DEBUG=1 alone: then one that is neither -1 nor in the
         cache is a ValueError that names request, query and position.
     """
-    extras = (topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
+    extras = SparseExtras(topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
     result, lse, _ = ops.sparse(q, cache, indices, kv_format, softmax_scale, extras, out)
     return (result, lse) if return_lse else result

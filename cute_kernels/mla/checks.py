@@ -45,12 +45,10 @@ def dense_problem(
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(f"block_table: got shape {shape_of(block_table)}, want [{batch}, max_pages], a row a request")
     max_pages = block_table.shape[1]
+    if max_pages * shape.page_size > MAX_TOKENS:
+        raise ValueError(f"block_table: got {max_pages * shape.page_size} tokens a request, want at most {MAX_TOKENS}")
     if max_pages > 1 and block_table.stride(1) != 1:
         raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
-    if max_pages * shape.page_size > MAX_TOKENS:
-        raise ValueError(
-            f"block_table: got {max_pages * shape.page_size} tokens a request, want at most {MAX_TOKENS}"
-        )
     check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
     return DenseProblem(
         q_dtype=q.dtype,

@@ -126,5 +126,3 @@ def format_of(name: str) -> MlaFormat:
         return FORMATS[name]
     except KeyError:
         raise ValueError(f"kv_format: got {name!r}, want one of {', '.join(FORMATS)}") from None
-
-

@@ -1,4 +1,4 @@
-"""Calling MLA decode: checks and launch in eager mode, the reference on the CPU, registered operators under torch.compile.
+"""Calling MLA decode: launch in eager mode, reference on the CPU, registered operators under torch.compile.
 
 What decides a call (its problem) is kept for the next one like it, so that a repeated call is checked by one look-up.
 """
@@ -13,7 +13,7 @@ from cute_kernels.arguments import DEBUG, needs_dispatch
 from cute_kernels.attention.checks import check_positive
 from cute_kernels.mla import checks
 from cute_kernels.mla.formats import V_DIM
-from cute_kernels.mla.problem import DenseProblem, SparseProblem
+from cute_kernels.mla.problem import DenseProblem, SparseExtras, SparseProblem
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.runtime.plans import identity, keep
 
@@ -98,24 +98,22 @@ def sparse(
     indices: Any,
     kv_format: str,
     softmax_scale: float | None,
-    extras: tuple[torch.Tensor | None, ...],
+    extras: SparseExtras,
     out: torch.Tensor | None,
     with_max: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, greatest scaled scores) of :func:`cute_kernels.mla.sparse_mla_decode`, wherever the tensors are.
 
-    extras: topk_length, sinks, extra_cache, extra_indices, extra_topk_length. The greatest scores, fp32 [batch, q_len,
-    num_heads], are empty unless asked for.
+    The greatest scores, fp32 [batch, q_len, num_heads], are empty unless asked for.
     """
-    arguments = (q, cache, indices, kv_format, softmax_scale, *extras)
-    given = {name: tensor for name, tensor in zip(_EXTRAS, extras, strict=True) if tensor is not None}
+    given = {name: tensor for name, tensor in extras._asdict().items() if tensor is not None}
     if needs_dispatch(q=q, cache=cache, indices=indices, **given):
-        result, lse, top = torch.ops.cute_kernels.sparse_mla_decode(*arguments, with_max)
+        result, lse, top = torch.ops.cute_kernels.sparse_mla_decode(
+            q, cache, indices, kv_format, softmax_scale, *extras, with_max
+        )
         return _copied(result, out), lse, top
-    return (_launch_sparse if q.is_cuda else _sparse_here)(*arguments, with_max, out)
-
-
-_EXTRAS = ("topk_length", "sinks", "extra_cache", "extra_indices", "extra_topk_length")
+    work = _launch_sparse if q.is_cuda else _sparse_here
+    return work(q, cache, indices, kv_format, softmax_scale, extras, with_max, out)
 
 
 def _launch_sparse(
@@ -124,45 +122,26 @@ def _launch_sparse(
     indices: torch.Tensor,
     kv_format: str,
     softmax_scale: float | None,
-    topk_length: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    with_max: bool = False,
-    out: torch.Tensor | None = None,
+    extras: SparseExtras,
+    with_max: bool,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from cute_kernels.mla import launch  # the kernels' side
 
-    extras = (topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
     key = (kv_format, *map(identity, (q, cache, indices)), *[None if x is None else identity(x) for x in extras])
     problem = _sparse_problems.get(key)
     if problem is None:
-        options = dict(zip(_EXTRAS, extras, strict=True))
-        problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **options)
-        checks.check_alignment(problem, q=q, cache=cache, extra_cache=extra_cache)
+        problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **extras._asdict())
+        checks.check_alignment(problem, q=q, cache=cache, extra_cache=extras.extra_cache)
         keep(_sparse_problems, key, problem)
     scale = _scale_of(problem, softmax_scale)
     _check_out(problem, out)
     if DEBUG:
-        _check_values(problem, indices, topk_length, extra_indices, extra_topk_length)
+        _check_values(problem, indices, extras)
     top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
     if problem.is_empty:
         return *_nothing(problem, out), top.fill_(-torch.inf)
-    result, lse = launch.sparse(
-        problem,
-        q,
-        cache,
-        indices,
-        scale,
-        out,
-        topk_length,
-        sinks,
-        extra_cache,
-        extra_indices,
-        extra_topk_length,
-        top if with_max else None,
-    )
+    result, lse = launch.sparse(problem, q, cache, indices, scale, out, *extras, top if with_max else None)
     return result, lse, top
 
 
@@ -172,38 +151,24 @@ def _sparse_here(
     indices: torch.Tensor,
     kv_format: str,
     softmax_scale: float | None,
-    topk_length: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    extra_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    with_max: bool = False,
-    out: torch.Tensor | None = None,
+    extras: SparseExtras,
+    with_max: bool,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_positive("softmax_scale", softmax_scale)
-    options = dict(
-        zip(_EXTRAS, (topk_length, sinks, extra_cache, extra_indices, extra_topk_length), strict=True)
-    )
-    problem = checks.sparse_problem(q, cache, indices, kv_format=kv_format, **options)
+    options: dict[str, Any] = {"kv_format": kv_format, **extras._asdict()}
+    problem = checks.sparse_problem(q, cache, indices, **options)
     _check_out(problem, out)
     if DEBUG:
-        _check_values(problem, indices, topk_length, extra_indices, extra_topk_length)
-    result, lse, top = sparse_mla_decode_reference(
-        q, cache, indices, kv_format=kv_format, softmax_scale=softmax_scale, **options
-    )
+        _check_values(problem, indices, extras)
+    result, lse, top = sparse_mla_decode_reference(q, cache, indices, softmax_scale=softmax_scale, **options)
     return (result.to(q.dtype) if out is None else out.copy_(result)), lse, (top if with_max else top.new_empty(0))
 
 
-def _check_values(
-    problem: SparseProblem,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-) -> None:
-    checks.check_sparse_values("indices", problem.cache, indices, topk_length)
-    if problem.extra is not None and extra_indices is not None:
-        checks.check_sparse_values("extra_indices", problem.extra, extra_indices, extra_topk_length)
+def _check_values(problem: SparseProblem, indices: torch.Tensor, extras: SparseExtras) -> None:
+    checks.check_sparse_values("indices", problem.cache, indices, extras.topk_length)
+    if problem.extra is not None and extras.extra_indices is not None:
+        checks.check_sparse_values("extra_indices", problem.extra, extras.extra_indices, extras.extra_topk_length)
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
@@ -223,9 +188,7 @@ def _check_out(problem: DenseProblem | SparseProblem, out: torch.Tensor | None) 
             checks.check_alignment(problem, out=out)
 
 
-def _nothing(
-    problem: DenseProblem | SparseProblem, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nothing(problem: DenseProblem | SparseProblem, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The result where no query can see anything, which no kernel is launched for."""
     if out is None:
         out = torch.empty(problem.out_shape, dtype=problem.q_dtype, device=problem.device)
@@ -247,8 +210,8 @@ _library.define(
 )
 _library.define(
     "sparse_mla_decode(Tensor q, Tensor cache, Tensor indices, str kv_format, float? softmax_scale, "
-    "Tensor? topk_length=None, Tensor? sinks=None, Tensor? extra_cache=None, Tensor? extra_indices=None, "
-    "Tensor? extra_topk_length=None, bool with_max=False) -> (Tensor, Tensor, Tensor)",
+    "Tensor? topk_length, Tensor? sinks, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, "
+    "bool with_max) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -258,15 +221,23 @@ def _dense_on_meta(q, cache, block_table, seq_lens, kv_format, softmax_scale, ca
     return q.new_empty((*rows, V_DIM)), q.new_empty(rows, dtype=torch.float32)
 
 
-def _sparse_on_meta(q, cache, indices, kv_format, softmax_scale, *extras, with_max=False):
-    rows, with_max = q.shape[:3], extras[5] if len(extras) > 5 else with_max
-    top = q.new_empty(rows if with_max else 0, dtype=torch.float32)
+def _sparse_on_meta(q, cache, indices, kv_format, softmax_scale, *others):
+    rows = q.shape[:3]
+    top = q.new_empty(rows if others[-1] else 0, dtype=torch.float32)
     return q.new_empty((*rows, V_DIM)), q.new_empty(rows, dtype=torch.float32), top
+
+
+def _sparse_on_cpu(q, cache, indices, kv_format, softmax_scale, *others):
+    return _sparse_here(q, cache, indices, kv_format, softmax_scale, SparseExtras(*others[:-1]), others[-1], None)
+
+
+def _sparse_on_cuda(q, cache, indices, kv_format, softmax_scale, *others):
+    return _launch_sparse(q, cache, indices, kv_format, softmax_scale, SparseExtras(*others[:-1]), others[-1], None)
 
 
 _library.impl("mla_decode", _dense_here, "CPU")
 _library.impl("mla_decode", _launch_dense, "CUDA")
 torch.library.register_fake("cute_kernels::mla_decode", _dense_on_meta, lib=_library)
-_library.impl("sparse_mla_decode", _sparse_here, "CPU")
-_library.impl("sparse_mla_decode", _launch_sparse, "CUDA")
+_library.impl("sparse_mla_decode", _sparse_on_cpu, "CPU")
+_library.impl("sparse_mla_decode", _sparse_on_cuda, "CUDA")
 torch.library.register_fake("cute_kernels::sparse_mla_decode", _sparse_on_meta, lib=_library)

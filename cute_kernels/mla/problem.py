@@ -6,6 +6,7 @@ Two calls with equal problems run the same compiled function with the same sched
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -73,6 +74,16 @@ class DenseProblem:
     @property
     def out_shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.q_len, self.num_heads, V_DIM
+
+
+class SparseExtras(NamedTuple):
+    """Tensors that a sparse call may do without; :func:`cute_kernels.mla.sparse_mla_decode` says what each means."""
+
+    topk_length: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    extra_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
