@@ -27,7 +27,7 @@ def awkward(head_dim: int, dtype: torch.dtype) -> torch.Tensor:
     rows = [torch.randn(head_dim, generator=generator) * 10.0**power for power in range(-9, 5)]
     rows += [torch.zeros(head_dim), -torch.zeros(head_dim)]
     for power in (-15, -14, -13, -1, 0, 3):
-        for factor in (1.0, 1 - 2.0**-8, 1 + 2.0**-7, 1 + 2.0**-23, 1 - 2.0**-24):
+        for factor in (1.0, 1 - 2.0**-8, 1 + 2.0**-7, 1 + 2.0**-24, 1 - 2.0**-24):
             row = torch.randn(head_dim, generator=generator) * 2.0**power
             row[::16] = 448.0 * 2.0**power * factor
             row[::32] *= -1
