@@ -30,14 +30,15 @@ def make_cache(
     *,
     head_dim: int | None = None,
     padding: int = 0,
+    size: float = 1.0,
 ) -> torch.Tensor:
     """A cache [num_pages, page_size, row] of random tokens whose slots that are not ``used`` hold NaN.
 
-    used: bool [num_pages * page_size]; padding: elements between pages, NaN too.
+    used: bool [num_pages * page_size]; padding: elements between pages, NaN too; size: standard deviation of numbers.
     """
     form, head_dim = format_of(kv_format), head_dim or head_dim_of(kv_format)
     token = form.token(head_dim)
-    numbers = torch.randn(num_pages * page_size, head_dim, generator=generator)
+    numbers = torch.randn(num_pages * page_size, head_dim, generator=generator) * size
     if form.is_dense:
         rows = numbers.to(form.q_dtype)
         rows[~used] = torch.nan
@@ -91,6 +92,7 @@ def make_dense(
     head_dim: int | None = None,
     padding: int = 0,
     spare_pages: int = 2,
+    size: float = 1.0,
     seed: int = 0,
 ) -> DenseCall:
     """Requests of these lengths with their pages in random order; what no request uses is poisoned."""
@@ -107,7 +109,7 @@ def make_dense(
             table[request, entry] = page
             tokens = min(length - entry * page_size, page_size)
             used[page * page_size : page * page_size + tokens] = True
-    cache = make_cache(kv_format, num_pages, page_size, used, generator, head_dim=head_dim, padding=padding)
+    cache = make_cache(kv_format, num_pages, page_size, used, generator, head_dim=head_dim, padding=padding, size=size)
     q = torch.randn(len(lengths), q_len, num_heads, head_dim, generator=generator).to(form.q_dtype)
     return DenseCall(q, cache, table, torch.tensor(lengths, dtype=torch.int32), kv_format)
 
@@ -167,6 +169,7 @@ def make_sparse(
     sinks: bool = False,
     extra: tuple[int, int, int] | None = None,
     extra_length: bool = False,
+    size: float = 1.0,
     seed: int = 0,
 ) -> SparseCall:
     """Random choices, a third of them -1 or outside; duplicates happen. extra: (topk, num_pages, page_size).
@@ -186,7 +189,7 @@ def make_sparse(
         counted = indices if lengths is None else indices.masked_fill(torch.arange(topk) >= lengths[:, None, None], -1)
         used = torch.zeros(slots, dtype=torch.bool)
         used[counted[(counted >= 0) & (counted < slots)].long()] = True
-        cache = make_cache(kv_format, pages, size, used, generator, head_dim=head_dim, padding=padding)
+        cache = make_cache(kv_format, pages, size, used, generator, head_dim=head_dim, padding=padding, size=size)
         return cache, indices, lengths
 
     cache, indices, lengths = source(topk, num_pages, page_size, length)
@@ -200,6 +203,51 @@ def make_sparse(
         options |= dict(zip(("extra_cache", "extra_indices", "extra_topk_length"), found, strict=True))
     q = torch.randn(batch, q_len, num_heads, head_dim, generator=generator).to(form.q_dtype)
     return SparseCall(q, cache, indices, kv_format, options)
+
+
+def moved(call: Any, device: str) -> Any:
+    """A call with its tensors on another device; caches keep the gaps between their pages."""
+
+    def pages(cache: torch.Tensor) -> torch.Tensor:
+        shape = cache.shape
+        whole = torch.as_strided(cache, (shape[0], cache.stride(0)), (cache.stride(0), 1)).to(device)
+        return whole[:, : shape[1] * shape[2]].unflatten(1, shape[1:])
+
+    if isinstance(call, DenseCall):
+        table, lengths = call.block_table.to(device), call.seq_lens.to(device)
+        return DenseCall(call.q.to(device), pages(call.cache), table, lengths, call.kv_format)
+    options = {
+        name: None if x is None else pages(x) if name == "extra_cache" else x.to(device)
+        for name, x in call.options.items()
+    }
+    return SparseCall(call.q.to(device), pages(call.cache), call.indices.to(device), call.kv_format, options)
+
+
+def assert_as_close_as_flash_mla(
+    out: torch.Tensor, lse: torch.Tensor, wanted_out: torch.Tensor, wanted_lse: torch.Tensor
+) -> None:
+    """What FlashMLA's own tests ask of a decode: out within 1e-3 or 2.01 / 128 of it, and 5e-6 in direction; lse within
+    8.01 / 65536 of it, infinite where it must be. Near 0, where FlashMLA's lse never are, within 1e-5."""
+    assert not out.isnan().any(), "NaN in out"
+    _assert_within("out", out.double(), wanted_out.double(), 1e-3, 2.01 / 128)
+    a, b = out.double(), wanted_out.double()
+    size = float((a * a + b * b).sum())
+    if size > 1e-12:
+        assert 1 - 2 * float((a * b).sum()) / size <= 5e-6, "out points elsewhere"
+    infinite = wanted_lse == torch.inf
+    assert torch.equal(lse == torch.inf, infinite), "lse is not +inf exactly where nothing is seen"
+    _assert_within("lse", lse[~infinite].double(), wanted_lse[~infinite].double(), 1e-5, 8.01 / 65536)
+
+
+def _assert_within(name: str, found: torch.Tensor, wanted: torch.Tensor, absolute: float, relative: float) -> None:
+    error = (found - wanted).abs()
+    wrong = ~((error < absolute) | (error < relative * (wanted.abs() + 1e-6)))  # NaN is wrong, too
+    if wrong.any():
+        worst = torch.nonzero(wrong)[0].tolist()
+        came, want = (float(x[tuple(worst)]) for x in (found, wanted))
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {worst}: {came}, want {want}"
+        )
 
 
 def assert_near(found: torch.Tensor, wanted: np.ndarray, tolerance: float) -> None:
