@@ -23,9 +23,9 @@ pytestmark = pytest.mark.gpu
 FP8 = ("mla_fp8", "mla_model1")
 SPARSE_FORMATS = (*FP8, "mla_bf16")
 # As large as in FlashMLA's tests, whose absolute tolerance supposes it; the scale makes some tokens matter more.
-SIZE, SCALE = 0.1, 0.5
-make_dense = functools.partial(cases.make_dense, size=SIZE)
-make_sparse = functools.partial(cases.make_sparse, size=SIZE)
+DEVIATION, SCALE = 0.1, 0.5
+make_dense = functools.partial(cases.make_dense, deviation=DEVIATION)
+make_sparse = functools.partial(cases.make_sparse, deviation=DEVIATION)
 
 
 def served(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,15 +30,15 @@ def make_cache(
     *,
     head_dim: int | None = None,
     padding: int = 0,
-    size: float = 1.0,
+    deviation: float = 1.0,
 ) -> torch.Tensor:
     """A cache [num_pages, page_size, row] of random tokens whose slots that are not ``used`` hold NaN.
 
-    used: bool [num_pages * page_size]; padding: elements between pages, NaN too; size: standard deviation of numbers.
+    used: bool [num_pages * page_size]; padding: elements between pages, NaN too; deviation: the numbers' standard one.
     """
     form, head_dim = format_of(kv_format), head_dim or head_dim_of(kv_format)
     token = form.token(head_dim)
-    numbers = torch.randn(num_pages * page_size, head_dim, generator=generator) * size
+    numbers = torch.randn(num_pages * page_size, head_dim, generator=generator) * deviation
     if form.is_dense:
         rows = numbers.to(form.q_dtype)
         rows[~used] = torch.nan
@@ -92,7 +92,7 @@ def make_dense(
     head_dim: int | None = None,
     padding: int = 0,
     spare_pages: int = 2,
-    size: float = 1.0,
+    deviation: float = 1.0,
     seed: int = 0,
 ) -> DenseCall:
     """Requests of these lengths with their pages in random order; what no request uses is poisoned."""
@@ -109,7 +109,9 @@ def make_dense(
             table[request, entry] = page
             tokens = min(length - entry * page_size, page_size)
             used[page * page_size : page * page_size + tokens] = True
-    cache = make_cache(kv_format, num_pages, page_size, used, generator, head_dim=head_dim, padding=padding, size=size)
+    cache = make_cache(
+        kv_format, num_pages, page_size, used, generator, head_dim=head_dim, padding=padding, deviation=deviation
+    )
     q = torch.randn(len(lengths), q_len, num_heads, head_dim, generator=generator).to(form.q_dtype)
     return DenseCall(q, cache, table, torch.tensor(lengths, dtype=torch.int32), kv_format)
 
@@ -169,7 +171,7 @@ def make_sparse(
     sinks: bool = False,
     extra: tuple[int, int, int] | None = None,
     extra_length: bool = False,
-    size: float = 1.0,
+    deviation: float = 1.0,
     seed: int = 0,
 ) -> SparseCall:
     """Random choices, a third of them -1 or outside; duplicates happen. extra: (topk, num_pages, page_size).
@@ -189,7 +191,9 @@ def make_sparse(
         counted = indices if lengths is None else indices.masked_fill(torch.arange(topk) >= lengths[:, None, None], -1)
         used = torch.zeros(slots, dtype=torch.bool)
         used[counted[(counted >= 0) & (counted < slots)].long()] = True
-        cache = make_cache(kv_format, pages, size, used, generator, head_dim=head_dim, padding=padding, size=size)
+        cache = make_cache(
+            kv_format, pages, size, used, generator, head_dim=head_dim, padding=padding, deviation=deviation
+        )
         return cache, indices, lengths
 
     cache, indices, lengths = source(topk, num_pages, page_size, length)
