@@ -1,0 +1,1 @@
+"""Multi-head latent attention: decode over paged caches of latent tokens."""

@@ -1,0 +1,100 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.mla.config import SCALES, CombineConfig, SparseConfig
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+
+
+@dataclass(frozen=True, eq=False)
+class SparseSpec(KernelSpec):
+    """Sparse decode: the function takes what :meth:`SparseKernel.__call__` describes, on torch's current stream."""
+
+    config: SparseConfig
+    family: ClassVar[str] = "mla"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_sparse(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class CombineSpec(KernelSpec):
+    """Adding up parts: the function takes what :meth:`CombineKernel.__call__` describes, on torch's current stream."""
+
+    config: CombineConfig
+    family: ClassVar[str] = "mla"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_combine(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile."""
+    return [*(SparseSpec(SparseConfig(scales)) for scales in SCALES), CombineSpec(CombineConfig())]
+
+
+def compile_sparse(config: SparseConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream
+
+    from cute_kernels.mla.sparse_kernel import SparseKernel
+
+    reason = config.can_implement()
+    if reason is not None:
+        raise ValueError(f"config: {reason} ({config})")
+    cache = [Int64(0), Int64(0), Int32(1), Int32(0), Int64(0), Int32(0), Int64(0)]
+    return cute.compile(
+        SparseKernel(config),
+        _fake_rows(576),
+        *[Int64(0)] * 4,
+        *cache,
+        *cache,
+        Float32(1.0),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
+    """As :func:`compile_sparse`, of the combining kernel."""
+    import cutlass.cute as cute
+    from cutlass import Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream
+
+    from cute_kernels.mla.combine import CombineKernel
+
+    return cute.compile(
+        CombineKernel(config),
+        _fake_rows(512),
+        *[Int64(0)] * 3,
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def _fake_rows(columns: int) -> Any:
+    """bf16 [batch, q_len, num_heads, columns], contiguous."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    shape = (*(cute.sym_int() for _ in range(3)), columns)
+    return make_fake_compact_tensor(cutlass.BFloat16, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
