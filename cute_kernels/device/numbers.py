@@ -205,3 +205,16 @@ def load_global_if(condition: Int32, address: Int64, offset: int, *, loc=None, i
         ip=ip,
     )
     return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """cp.async of 16 bytes, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
+    operands = [Int32(destination), Int64(source), Int32(num_bytes)]
+    _effect(operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
+    """This thread arrives at an mbarrier, for which it is counted, once all of its cp.async so far are done."""
+    _effect([Int32(barrier)], "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", loc=loc, ip=ip)

@@ -11,8 +11,8 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import OperandMajorMode, OperandSource, SmemLayoutAtomKind
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
 
 WARPGROUP_THREADS = 128
 WARPGROUP_ROWS = 64  # M of an instruction

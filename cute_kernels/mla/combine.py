@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
-from cute_kernels.mla.config import V_HEAD_DIM, CombineConfig
+from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig
 from cute_kernels.mla.output import exists_sink
 from cute_kernels.mla.softmax import LOWEST
-from cute_kernels.mla.work import STATS_BYTES, Results, Shape, partial_stats, partial_values
+from cute_kernels.mla.work import Results, Shape, partial_stats, partial_values
 
 
 class CombineKernel:
@@ -32,7 +32,7 @@ class CombineKernel:
         """out: bf16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], sinks fp32
         [num_heads] or 0, partials: see `Results`."""
         batch, q_len, num_heads, _ = out.shape  # pyright: ignore[reportGeneralTypeIssues]
-        shape = Shape(batch * q_len, q_len, num_heads, num_parts)
+        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
         results = Results(out.iterator.toint(), lse, sinks, partials)
         self.kernel(results, shape).launch(
             grid=(shape.rows * num_heads, 1, 1), block=(self.config.num_threads, 1, 1), stream=stream
@@ -74,7 +74,3 @@ class CombineKernel:
         if tid == 0:
             ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
 
-
-def part_bytes(num_query_rows: Int32, num_parts: Int32) -> int:
-    """Bytes of the partial results."""
-    return num_query_rows * num_parts * (V_HEAD_DIM * 4 + STATS_BYTES)

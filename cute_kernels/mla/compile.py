@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.mla.config import SCALES, CombineConfig, SparseConfig
+from cute_kernels.mla.config import FENCES, SCALES, TOKENS, CombineConfig, MlaConfig
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 
 @dataclass(frozen=True, eq=False)
-class SparseSpec(KernelSpec):
-    """Sparse decode: the function takes what :meth:`SparseKernel.__call__` describes, on torch's current stream."""
+class MlaSpec(KernelSpec):
+    """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
+    stream."""
 
-    config: SparseConfig
+    config: MlaConfig
     family: ClassVar[str] = "mla"
 
     @property
@@ -21,7 +22,7 @@ class SparseSpec(KernelSpec):
         return self.config.name
 
     def compile(self, arch: str) -> Any:
-        return compile_sparse(self.config, arch)
+        return compile_mla(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +42,12 @@ class CombineSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
-    return [*(SparseSpec(SparseConfig(scales)) for scales in SCALES), CombineSpec(CombineConfig())]
+    fp8 = [MlaConfig(tokens, "mla_fp8", scales, fence) for tokens in TOKENS for scales in SCALES for fence in FENCES]
+    bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
+    return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]
 
 
-def compile_sparse(config: SparseConfig, arch: str, *options: str) -> Any:
+def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
     Raises ValueError if the configuration cannot be implemented.
@@ -53,27 +56,27 @@ def compile_sparse(config: SparseConfig, arch: str, *options: str) -> Any:
     from cutlass import Float32, Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
-    from cute_kernels.mla.sparse_kernel import SparseKernel
+    from cute_kernels.mla.kernel import MlaKernel
 
     reason = config.can_implement()
     if reason is not None:
         raise ValueError(f"config: {reason} ({config})")
-    cache = [Int64(0), Int64(0), Int32(1), Int32(0), Int64(0), Int32(0), Int64(0)]
+    results = [_fake_rows(576), *[Int64(0)] * 4, Float32(1.0), Int32(1)]
+    pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
+    chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
+    table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
+    kernel = MlaKernel(config)
     return cute.compile(
-        SparseKernel(config),
-        _fake_rows(576),
-        *[Int64(0)] * 4,
-        *cache,
-        *cache,
-        Float32(1.0),
-        Int32(1),
+        kernel.sparse if config.tokens == "sparse" else kernel.paged,
+        *results,
+        *([*chosen, *chosen] if config.tokens == "sparse" else [*pages, *table]),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
-    """As :func:`compile_sparse`, of the combining kernel."""
+    """As :func:`compile_mla`, of the combining kernel."""
     import cutlass.cute as cute
     from cutlass import Int32, Int64
     from cutlass.cute.runtime import make_fake_stream

@@ -1,4 +1,4 @@
-"""Compile-time choices of the sparse MLA decode kernel, and what follows from them. No GPU types here."""
+"""Compile-time choices of the MLA decode kernels, and what follows from them. No GPU types here."""
 
 from __future__ import annotations
 
@@ -22,24 +22,46 @@ TILE_BYTES = BLOCK_TOKENS * HEAD_DIM * 2
 QUERY_BYTES = BLOCK_HEADS * HEAD_DIM * 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 FACTOR_BYTES = BLOCK_HEADS * 4
+STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
-SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS = 208, 168, 128  # per thread; 512 for the three
+SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS = 208, 160, 128  # per thread; at most 512 in sum
+TOKENS = ("sparse", "paged")
+FORMS = ("mla_fp8", "mla_bf16")
 SCALES = ("fp32", "power_of_2")
+FENCES = ("writer", "reader")
 
 
 @dataclass(frozen=True)
-class SparseConfig:
-    """One variant of sparse decode over the 656-byte FP8 cache.
+class MlaConfig:
+    """One variant of MLA decode.
 
-    scales: "fp32" takes any scale a cache may hold; "power_of_2" is right for powers of 2 up to 2**7 only.
+    tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
+    form: name of the cache's format.
+    scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" is right for powers of 2 up to 2**7 only.
+    fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
+        it, after they have heard. Copies that nobody waits for leave it to the latter.
     """
 
+    tokens: str = "sparse"
+    form: str = "mla_fp8"
     scales: str = "fp32"
+    fence: str = "writer"
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        return f"mla_sparse_fp8_{self.scales}"
+        fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
+        return f"{self.form}_{self.tokens}{fp8}"
+
+    @property
+    def copies(self) -> bool:
+        """Whether tiles are copies of the cache's bytes."""
+        return self.form == "mla_bf16"
+
+    @property
+    def full_arrivals(self) -> int:
+        """How many times a barrier of a tile is arrived at when the tile is full."""
+        return GATHER_WARPS * (WARP_THREADS + 1 if self.copies else 1)
 
     @property
     def smem_bytes(self) -> int:
@@ -49,8 +71,12 @@ class SparseConfig:
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        if self.scales not in SCALES:
-            return f"scales is {self.scales!r}; want one of {SCALES}"
+        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES}
+        for name, wanted in choices.items():
+            if getattr(self, name) not in wanted:
+                return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
+        if self.copies and self.fence != "reader":
+            return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None

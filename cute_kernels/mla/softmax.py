@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_max
@@ -39,6 +39,22 @@ def mask(scores, flags, lane):
             bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
             exists = (flags[column // 8] & bit) != 0
             scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
+
+
+@cute.jit
+def mask_end(scores, work, block, warp, lane):
+    """Scores of tokens beyond what a row sees become -inf: its request's length, less where later queries see more."""
+    shape = work.shape
+    later = (shape.num_heads - 1 - work.first_head) // shape.query_heads  # queries after that of the first row
+    first = block * BLOCK_TOKENS
+    if first + BLOCK_TOKENS > work.length - shape.causal * later:
+        for row in cutlass.range_constexpr(2):
+            head = work.first_head + warp * 16 + lane // 4 + 8 * row
+            behind = shape.causal * ((shape.num_heads - 1 - head) // shape.query_heads)
+            end = work.length - cutlass.max(behind, Int32(0)) - first - 2 * (lane % 4)
+            for i in cutlass.range_constexpr(NUM_SCORES):
+                if const_expr(row_of(i) == row):
+                    scores[i] = cutlass.select_(sum_place(i)[1] < end, scores[i], -Float32.inf)
 
 
 def raise_maxima(scores, maxima, scale) -> list[Float32]:

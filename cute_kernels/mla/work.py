@@ -1,4 +1,4 @@
-"""What a CTA of sparse decode works on: a row of queries, 64 of its heads, a part of its blocks of tokens."""
+"""What a CTA of MLA decode works on: a row, 64 of its heads, a part of its blocks of tokens."""
 
 from __future__ import annotations
 
@@ -8,32 +8,23 @@ from typing import Any
 import cutlass
 from cutlass import Int64
 
-from cute_kernels.mla.config import BLOCK_TOKENS, V_HEAD_DIM
-
-STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A paged cache and the indices into it; run-time values. With ``indices`` 0 there is none."""
-
-    base: Any
-    page_stride: Any  # bytes
-    page_size: Any
-    num_tokens: Any  # indices below it exist
-    indices: Any  # int32 [rows, topk]
-    topk: Any
-    lengths: Any  # int32 [batch], or 0: topk for all
+from cute_kernels.mla.config import BLOCK_TOKENS, STATS_BYTES, V_HEAD_DIM
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Run-time integers of a launch."""
+    """Run-time integers of a launch.
 
-    rows: Any  # batch * q_len
-    q_len: Any
-    num_heads: Any
+    A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the heads
+    of all of its queries side by side, as they lie in memory.
+    """
+
+    rows: Any
+    request_rows: Any  # rows of a request
+    num_heads: Any  # of a row
+    query_heads: Any  # of a query
     num_parts: Any
+    causal: Any  # 1 if later queries of a row see more tokens, else 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Work:
     part: Any
     begin: Any
     end: Any
-    main_length: Any
+    length: Any  # tokens, those of the extra cache not counted
     main_blocks: Any
     extra_length: Any
 

@@ -1,4 +1,4 @@
-"""Sparse MLA decode over the FP8 cache: gather, dequantise, attend; 64 heads of one row of queries per CTA.
+"""MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
 Shape of the work: three warpgroups. The third gathers tokens and makes bf16 tiles of them (:mod:`.gather`), 64 tokens
 each, two in shared memory. The first multiplies queries and keys, takes the softmax, and adds its weights times the left
@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.lanes import lane_sum
@@ -28,7 +28,6 @@ from cute_kernels.mla.config import (
     FACTOR_BYTES,
     FLAG_BYTES,
     GATHER_REGISTERS,
-    GATHER_WARPS,
     HEAD_DIM,
     MULTIPLYING_WARPS,
     NUM_STAGES,
@@ -40,11 +39,12 @@ from cute_kernels.mla.config import (
     VALUE_REGISTERS,
     WARPGROUP_WARPS,
     WEIGHT_BYTES,
-    SparseConfig,
+    MlaConfig,
 )
-from cute_kernels.mla.gather import SLAB_BYTES, Gatherer
+from cute_kernels.mla.gather import SLAB_BYTES, make_gatherer
+from cute_kernels.mla.locate import Chosen, Pages, PagedSource, SparseSource, count_blocks, make_locator
 from cute_kernels.mla.output import Writer
-from cute_kernels.mla.work import Cache, Results, Shape, Work, blocks_of
+from cute_kernels.mla.work import Results, Shape, Work
 from cute_kernels.sm90 import WARP_THREADS
 
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
@@ -73,24 +73,28 @@ class Memory:
     empty: Any
 
 
-class SparseKernel:
-    """One compiled variant; :class:`SparseConfig` says which."""
+class MlaKernel:
+    """One compiled variant; :class:`MlaConfig` says which."""
 
-    def __init__(self, config: SparseConfig):
+    def __init__(self, config: MlaConfig):
         self.config = config
-        self.gatherer = Gatherer(config)
+        self.locator = make_locator(config.tokens)
+        self.gatherer = make_gatherer(config)
         self.writer = Writer()
 
     @cute.jit
-    def __call__(
+    def sparse(
         self,
         q: cute.Tensor,
         out: Int64,
         lse: Int64,
         sinks: Int64,
         partials: Int64,
+        softmax_scale: Float32,
+        num_parts: Int32,
         cache: Int64,
         page_stride: Int64,
+        token_stride: Int32,
         page_size: Int32,
         num_tokens: Int32,
         indices: Int64,
@@ -98,46 +102,79 @@ class SparseKernel:
         topk_length: Int64,
         extra_cache: Int64,
         extra_page_stride: Int64,
+        extra_token_stride: Int32,
         extra_page_size: Int32,
         extra_num_tokens: Int32,
         extra_indices: Int64,
         extra_topk: Int32,
         extra_topk_length: Int64,
-        softmax_scale: Float32,
-        num_parts: Int32,
         stream,
     ):
-        """Launches over (rows x blocks of 64 heads, parts).
+        """Launches over (queries x blocks of 64 heads, parts).
 
         q: bf16 [batch, q_len, num_heads, 576]. Addresses: out bf16 [batch, q_len, num_heads, 512]; lse fp32 [batch,
         q_len, num_heads]; sinks fp32 [num_heads] or 0; partials: see `Results`, used if num_parts > 1, when out and lse
-        are the combining kernel's to write; cache: pages ``page_stride`` bytes apart, of page_size tokens of 656 bytes;
-        num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32
-        [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1).
+        are the combining kernel's to write; cache: pages ``page_stride`` bytes apart, of page_size tokens
+        ``token_stride`` bytes apart, multiples of 16; num_tokens: indices below it exist, at most 2**31 - 1; indices
+        int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0
+        without one (page_size is then 1).
         """
         batch, q_len, num_heads, _ = q.shape  # pyright: ignore[reportGeneralTypeIssues]
-        shape = Shape(batch * q_len, q_len, num_heads, num_parts)
+        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
+        main_pages = Pages(cache, page_stride, token_stride, page_size)
+        extra_pages = Pages(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
+        main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
+        extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
         results = Results(out, lse, sinks, partials)
-        main = Cache(cache, page_stride, page_size, num_tokens, indices, topk, topk_length)
-        extra = Cache(
-            extra_cache,
-            extra_page_stride,
-            extra_page_size,
-            extra_num_tokens,
-            extra_indices,
-            extra_topk,
-            extra_topk_length,
-        )
-        head_blocks = (num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
-        self.kernel(q.iterator.toint(), main, extra, results, shape, head_blocks, softmax_scale).launch(
-            grid=(shape.rows * head_blocks, num_parts, 1),
+        self.launch(q, SparseSource(main, extra), results, shape, softmax_scale, stream)
+
+    @cute.jit
+    def paged(
+        self,
+        q: cute.Tensor,
+        out: Int64,
+        lse: Int64,
+        sinks: Int64,
+        partials: Int64,
+        softmax_scale: Float32,
+        num_parts: Int32,
+        cache: Int64,
+        page_stride: Int64,
+        token_stride: Int32,
+        page_size: Int32,
+        num_pages: Int32,
+        table: Int64,
+        table_stride: Int32,
+        max_pages: Int32,
+        seq_lens: Int64,
+        causal: Int32,
+        stream,
+    ):
+        """Launches over (requests x blocks of 64 of their queries' heads, parts).
+
+        As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
+        ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
+        seq_lens[b] - q_len + i only, else 0.
+        """
+        batch, q_len, num_heads, _ = q.shape  # pyright: ignore[reportGeneralTypeIssues]
+        shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal)
+        pages = Pages(cache, page_stride, token_stride, page_size)
+        source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
+        self.launch(q, source, Results(out, lse, sinks, partials), shape, softmax_scale, stream)
+
+    @cute.jit
+    def launch(self, q, source, results, shape, softmax_scale, stream):
+        """Both entries: the grid."""
+        head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
+        self.kernel(q.iterator.toint(), source, results, shape, head_blocks, softmax_scale).launch(
+            grid=(shape.rows * head_blocks, shape.num_parts, 1),
             block=(NUM_THREADS, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, q: Int64, main, extra, results, shape, head_blocks: Int32, softmax_scale: Float32):
+    def kernel(self, q: Int64, source, results, shape, head_blocks: Int32, softmax_scale: Float32):
         index, part, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -146,17 +183,15 @@ class SparseKernel:
             if lane == 0:
                 self.init_barriers(memory)
         row = index // head_blocks
-        request = row // shape.q_len
-        main_length = self.length_of(main, request)
-        extra_length = self.length_of(extra, request)
-        main_blocks = blocks_of(main_length)
-        begin, end = Work.share(main_blocks + blocks_of(extra_length), shape.num_parts, part)
+        length, extra_length = self.locator.lengths(source, row // shape.request_rows)
+        main_blocks, num_blocks = count_blocks(length, extra_length)
+        begin, end = Work.share(num_blocks, shape.num_parts, part)
         first_head = (index - row * head_blocks) * BLOCK_HEADS
-        work = Work(shape, row, first_head, part, begin, end, main_length, main_blocks, extra_length)
+        work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
         cute.arch.sync_threads()
         if warp >= MULTIPLYING_WARPS:
             cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
-            self.gatherer.run(work, main, extra, memory, warp - MULTIPLYING_WARPS, lane)
+            self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(VALUE_REGISTERS)
             self.load_queries(q, work, memory, warp * WARP_THREADS + lane)
@@ -190,17 +225,9 @@ class SparseKernel:
 
     def init_barriers(self, memory: Memory) -> None:
         for i in range(NUM_STAGES):
-            cute.arch.mbarrier_init(memory.full + i, GATHER_WARPS)
+            cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
             cute.arch.mbarrier_init(memory.empty + i, MULTIPLYING_WARPS)
         cute.arch.mbarrier_init_fence()
-
-    @cute.jit
-    def length_of(self, cache, request) -> Int32:
-        """How many indices of a request's rows count."""
-        length = cache.topk
-        if cache.lengths != 0:
-            length = ptx.load_global_words(cache.lengths + Int64(request) * 4, 0, 1)[0].to(Int32)
-        return cutlass.max(cutlass.min(length, cache.topk), Int32(0))
 
     @cute.jit
     def load_queries(self, q, work, memory, tid):
@@ -241,10 +268,13 @@ class SparseKernel:
         totals = cute.make_rmem_tensor(2, Float32)
         totals.fill(0.0)
         stage, phase = Int32(0), Int32(0)
-        for _ in cutlass.range(work.begin, work.end, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
+        for block in cutlass.range(work.begin, work.end, unroll=1):
+            self.await_tile(memory, stage, phase)
             self.score(scores, memory, stage)
-            softmax.mask(scores, self.load_flags(memory, stage), lane)
+            if const_expr(self.config.tokens == "sparse"):
+                softmax.mask(scores, self.load_flags(memory, stage), lane)
+            else:
+                softmax.mask_end(scores, work, block, warp, lane)
             factors = softmax.raise_maxima(scores, maxima, scale)
             softmax.exponentiate(scores, maxima, totals, factors, scale, packed)
             cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
@@ -305,6 +335,11 @@ class SparseKernel:
             ptx.store_shared(place, 0, [factors[0]])
             ptx.store_shared(place, 32, [factors[1]])
 
+    def await_tile(self, memory, stage, phase) -> None:
+        cute.arch.mbarrier_wait(memory.full + stage, phase)
+        if self.config.fence == "reader":
+            cute.arch.fence_proxy("async.shared", space="cta")
+
     @cute.jit
     def release(self, memory, stage, lane):
         """A warp is done with a tile."""
@@ -324,7 +359,7 @@ class SparseKernel:
         weights = wgmma.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS)
         stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(work.begin, work.end, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.await_tile(memory, stage, phase)
             cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
             softmax.rescale(sums, self.load_factors(memory, warp, lane), HALF_SUMS)
             self.add_values(sums, weights, memory, stage, 1)
