@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +44,7 @@ class CombineSpec(KernelSpec):
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
     fp8 = [MlaConfig(tokens, "mla_fp8", scales, fence) for tokens in TOKENS for scales in SCALES for fence in FENCES]
+    fp8 += [dataclasses.replace(config, staggered=True) for config in fp8]
     bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
     return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]
 

@@ -40,18 +40,31 @@ class MlaConfig:
     scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" is right for powers of 2 up to 2**7 only.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
+    staggered: the right half of the output is added to while the next block's softmax goes on, not beside the left half;
+        the halves of a tile are then filled and given back one by one.
     """
 
     tokens: str = "sparse"
     form: str = "mla_fp8"
     scales: str = "fp32"
     fence: str = "writer"
+    staggered: bool = False
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
-        return f"{self.form}_{self.tokens}{fp8}"
+        return f"{self.form}_{self.tokens}{fp8}{'_staggered' if self.staggered else ''}"
+
+    @property
+    def num_halves(self) -> int:
+        """In how many pieces a tile is filled and given back: left columns with the RoPE columns, right columns."""
+        return 2 if self.staggered else 1
+
+    @property
+    def empty_arrivals(self) -> int:
+        """How many times a barrier of a tile, or of a half, is arrived at when it is given back."""
+        return MULTIPLYING_WARPS // self.num_halves
 
     @property
     def copies(self) -> bool:
@@ -66,7 +79,7 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (TILE_BYTES + FLAG_BYTES + 2 * BARRIER_BYTES)
+        stages = NUM_STAGES * (TILE_BYTES + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
         return stages + QUERY_BYTES + WEIGHT_BYTES + FACTOR_BYTES
 
     def can_implement(self) -> str | None:
@@ -77,6 +90,8 @@ class MlaConfig:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
+        if self.copies and self.staggered:
+            return "staggered is True; tiles that are copied come in one piece"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None

@@ -40,6 +40,10 @@ ROPE_LOADS = 2
 NUM_SCALES = 4
 COPIES = HEAD_DIM * 2 // 64  # of 16 bytes a lane, of a token of bf16
 SLABS_PER_SCALE = LATENT_LOADS // NUM_SCALES
+GROUP_BYTES = GROUP_TOKENS * wgmma.ROW_BYTES  # of a slab
+HALF_LOADS = LATENT_LOADS // 2
+LEFT_LOADS = HALF_LOADS + ROPE_LOADS
+LEFT_PIECES = (*range(HALF_LOADS), *range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS))
 
 
 @dataclass(frozen=True)
@@ -98,15 +102,20 @@ class Dequantizing:
                 token = self.locator.locate(work, source, entry, next_block, next_row)
                 entry = self.locator.load_entry(work, source, *self.step(block, group + 2, place))
                 write_flags(memory, stage, warp * WARP_GROUPS + group, held, lane)
-                tile = memory.tiles + stage * TILE_BYTES + group * (GROUP_TOKENS * wgmma.ROW_BYTES)
+                tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
-            if const_expr(self.config.fence == "writer"):
-                cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(memory.full + stage)
+            self.announce(memory.full + stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
+
+    @cute.jit
+    def announce(self, barrier, lane):
+        """Says that the warp's part of a tile, or of a half, is written."""
+        if const_expr(self.config.fence == "writer"):
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
 
     def step(self, block, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
@@ -114,11 +123,12 @@ class Dequantizing:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def load_piece(self, words, token: Token, place: GatherLane, i: int) -> None:
-        """Asks for a lane's i-th 16 bytes: of the codes, then of the RoPE columns."""
+    def load_piece(self, words, token: Token, place: GatherLane, i: int, slot: int | None = None) -> None:
+        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns, in the ``slot``-th place (or i-th)."""
+        first = 4 * (i if slot is None else slot)
         offset = 64 * i if i < LATENT_LOADS else ROPE_OFFSET + 64 * (i - LATENT_LOADS)
         for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
-            words[4 * i + j] = word
+            words[first + j] = word
 
     def load_scales(self, scales, token: Token) -> None:
         """Asks for a token's four scales."""
@@ -129,21 +139,101 @@ class Dequantizing:
 
     def write_group(self, words, scales, token: Token, tile, place) -> None:
         """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place."""
-        factors = [self.dequantizer.factors(Uint32(scales[j]).bitcast(Float32)) for j in range(NUM_SCALES)]
+        factors = [self.factors(scales, j) for j in range(NUM_SCALES)]
         self.load_scales(scales, token)
-        even, odd, rope = tile + place.even, tile + place.odd, tile + place.rope
         for i in range(LATENT_LOADS):
-            values = []
-            for j in range(4):
-                values += self.dequantizer.word(words[4 * i + j], factors[i // SLABS_PER_SCALE])
+            self.write_latent(words, i, i, factors[i // SLABS_PER_SCALE], tile, place, token, i)
+        for i in range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS):
+            self.write_rope(words, i, i - LATENT_LOADS, tile, place)
             self.load_piece(words, token, place, i)
-            ptx.store_shared(even, i * SLAB_BYTES, values[:4])
-            ptx.store_shared(odd, i * SLAB_BYTES, values[4:])
+
+    def factors(self, scales, j: int):
+        """What the codes under a token's ``j``-th scale are multiplied with."""
+        return self.dequantizer.factors(Uint32(scales[j]).bitcast(Float32))
+
+    def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
+        """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
+        values = []
+        for j in range(4):
+            values += self.dequantizer.word(words[4 * slot + j], factors)
+        if piece is not None:
+            self.load_piece(words, token, place, piece, slot)
+        ptx.store_shared(tile + place.even, slab * SLAB_BYTES, values[:4])
+        ptx.store_shared(tile + place.odd, slab * SLAB_BYTES, values[4:])
+
+    def write_rope(self, words, slot: int, i: int, tile, place) -> None:
+        """Stores 8 RoPE columns as they are."""
+        # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
+        target = (tile + place.rope) ^ (4 * wgmma.PIECE_BYTES * i)
+        ptx.store_shared(target, LATENT_LOADS * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
+
+
+class DequantizingHalves(Dequantizing):
+    """As :class:`Dequantizing`, a half of a tile at a time: left columns with the RoPE columns, then right columns.
+
+    A warp holds one half of each of its groups: what it asks for in the place of a left half is the same tokens' right
+    half, and the next block's left half in the place of that.
+    """
+
+    @cute.jit
+    def run(self, work, source, memory, warp, lane):
+        """Fills a tile for every block of the CTA's share."""
+        place = GatherLane.of(warp, lane)
+        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
+        scales = [cute.make_rmem_tensor(NUM_SCALES, Uint32) for _ in range(WARP_GROUPS)]
+        addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
+        valid = cute.make_rmem_tensor(WARP_GROUPS, Int32)
+        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
+        for group in cutlass.range_constexpr(WARP_GROUPS):
+            row = place.row + group * GROUP_TOKENS
+            entry = self.locator.load_entry(work, source, work.begin, row)
+            token = self.locator.locate(work, source, entry, work.begin, row)
+            entries[group] = self.locator.load_entry(work, source, work.begin + 1, row)
+            addresses[group] = token.address
+            valid[group] = token.valid
+            self.load_scales(scales[group], token)
+            for slot in cutlass.range_constexpr(LEFT_LOADS):
+                self.load_piece(words[group], token, place, LEFT_PIECES[slot], slot)
+        stage, phase = Int32(0), Int32(1)
+        for block in cutlass.range(work.begin, work.end, unroll=1):
+            tile = memory.tiles + stage * TILE_BYTES
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                write_flags(memory, stage, warp * WARP_GROUPS + group, valid[group], lane)
+                token = Token(Int64(addresses[group]), Int32(valid[group]))
+                self.write_left(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
+            self.announce(memory.full + stage, lane)
+            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                row = place.row + group * GROUP_TOKENS
+                token = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
+                entries[group] = self.locator.load_entry(work, source, block + 2, row)
+                addresses[group] = token.address
+                valid[group] = token.valid
+                self.write_right(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
+            self.announce(memory.full + (NUM_STAGES + stage), lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+
+    def write_left(self, words, scales, token: Token, tile, place) -> None:
+        """Writes the left half and the RoPE columns that the registers hold, and asks for the right half."""
+        factors = [self.factors(scales, j) for j in range(NUM_SCALES // 2)]
+        for slot in range(HALF_LOADS):
+            self.write_latent(
+                words, slot, slot, factors[slot // SLABS_PER_SCALE], tile, place, token, HALF_LOADS + slot
+            )
         for i in range(ROPE_LOADS):
-            piece = [words[4 * (LATENT_LOADS + i) + j] for j in range(4)]
-            self.load_piece(words, token, place, LATENT_LOADS + i)
-            # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
-            ptx.store_shared(rope ^ (4 * wgmma.PIECE_BYTES * i), LATENT_LOADS * SLAB_BYTES, piece)
+            self.write_rope(words, HALF_LOADS + i, i, tile, place)
+
+    def write_right(self, words, scales, token: Token, tile, place) -> None:
+        """Writes the right half that the registers hold, and asks for the left half and the scales of ``token``."""
+        factors = [self.factors(scales, j) for j in range(NUM_SCALES // 2, NUM_SCALES)]
+        self.load_scales(scales, token)
+        for i in range(ROPE_LOADS):
+            self.load_piece(words, token, place, LATENT_LOADS + i, HALF_LOADS + i)
+        for slot in range(HALF_LOADS):
+            self.write_latent(
+                words, slot, HALF_LOADS + slot, factors[slot // SLABS_PER_SCALE], tile, place, token, slot
+            )
 
 
 class Copying:
@@ -170,7 +260,7 @@ class Copying:
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
-                tile = memory.tiles + stage * TILE_BYTES + group * (GROUP_TOKENS * wgmma.ROW_BYTES)
+                tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
                 self.copy_group(tokens[group], tile, place)
             numbers.arrive_when_copied((memory.full + stage).toint())
             # The flags are no copies: a thread that has written some arrives for them as well.
@@ -188,4 +278,6 @@ class Copying:
 
 def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
     """What fills tiles from a cache of the configuration's format."""
-    return Copying(config) if config.copies else Dequantizing(config)
+    if config.copies:
+        return Copying(config)
+    return DequantizingHalves(config) if config.staggered else Dequantizing(config)

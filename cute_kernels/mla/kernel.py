@@ -209,7 +209,8 @@ class MlaKernel:
         weights = smem.allocate(WEIGHT_BYTES, byte_alignment=1024)
         factors = smem.allocate(FACTOR_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
-        full = smem.allocate_array(cutlass.Int64, 2 * NUM_STAGES)
+        barriers = NUM_STAGES * self.config.num_halves
+        full = smem.allocate_array(cutlass.Int64, 2 * barriers)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -220,13 +221,13 @@ class MlaKernel:
             factors=factors.toint(),
             flags=flags.toint(),
             full=full,
-            empty=full + NUM_STAGES,
+            empty=full + barriers,
         )
 
     def init_barriers(self, memory: Memory) -> None:
-        for i in range(NUM_STAGES):
+        for i in range(NUM_STAGES * self.config.num_halves):
             cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
-            cute.arch.mbarrier_init(memory.empty + i, MULTIPLYING_WARPS)
+            cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -269,8 +270,10 @@ class MlaKernel:
         totals.fill(0.0)
         stage, phase = Int32(0), Int32(0)
         for block in cutlass.range(work.begin, work.end, unroll=1):
-            self.await_tile(memory, stage, phase)
-            self.score(scores, memory, stage)
+            self.score(scores, memory, stage, phase)
+            if const_expr(self.config.staggered):
+                if block > work.begin:
+                    self.hand_over_weights()
             if const_expr(self.config.tokens == "sparse"):
                 softmax.mask(scores, self.load_flags(memory, stage), lane)
             else:
@@ -281,27 +284,41 @@ class MlaKernel:
             self.publish_weights(packed, memory, warp, lane)
             self.publish_factors(factors, memory, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+            if const_expr(not self.config.staggered):
+                self.hand_over_weights()
             softmax.rescale(sums, factors, HALF_SUMS)
             self.add_values(sums, self.weight_fragment(packed), memory, stage, 0)
-            self.release(memory, stage, lane)
+            self.release(memory, stage, lane, 0)
             stage, phase = advance(stage, phase, NUM_STAGES)
+        if const_expr(self.config.staggered):
+            if work.begin < work.end:
+                self.hand_over_weights()
         for row in cutlass.range_constexpr(2):
             totals[row] = lane_sum(totals[row], softmax.ROW_LANES)
             maxima[row] = maxima[row] * scale
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         factors = self.writer.finish_rows(work, results, maxima, totals, warp, lane)
         self.publish_factors(factors, memory, warp, lane)
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.hand_over_weights()
         self.writer.write(work, results, sums, factors, memory.queries, warp, lane, 0)
 
-    def score(self, scores, memory, stage) -> None:
-        """scores = queries times the keys of a tile."""
-        queries = wgmma.tile(memory.query_pointer, BLOCK_HEADS, HEAD_DIM)
-        keys = wgmma.tile(memory.tile_pointer + stage * TILE_BYTES, BLOCK_TOKENS, HEAD_DIM)
+    def score(self, scores, memory, stage, phase) -> None:
+        """scores = queries times the keys of a tile, which it waits for: left columns, RoPE columns, right columns."""
+        right = self.config.num_halves - 1
+        self.await_tile(memory, stage, phase, 0)
         wgmma.begin()
-        wgmma.multiply(scores, queries, keys, BLOCK_TOKENS, zero=True)
+        for first, count in ((0, HALF_SLABS), (2 * HALF_SLABS, 1), (HALF_SLABS, HALF_SLABS)):
+            if right and first == HALF_SLABS:
+                self.await_tile(memory, stage, phase, right)
+            columns = count * wgmma.SLAB_COLUMNS
+            queries = wgmma.tile(memory.query_pointer + first * SLAB_BYTES, BLOCK_HEADS, columns)
+            keys = wgmma.tile(memory.tile_pointer + (stage * TILE_BYTES + first * SLAB_BYTES), BLOCK_TOKENS, columns)
+            wgmma.multiply(scores, queries, keys, BLOCK_TOKENS, zero=first == 0)
         wgmma.finish()
+
+    def hand_over_weights(self) -> None:
+        """Lets the second warpgroup begin with the weights and factors that were published last."""
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
 
     def add_values(self, sums, weights, memory, stage, half: int) -> None:
         """sums += weights times a half of the values of a tile."""
@@ -335,17 +352,18 @@ class MlaKernel:
             ptx.store_shared(place, 0, [factors[0]])
             ptx.store_shared(place, 32, [factors[1]])
 
-    def await_tile(self, memory, stage, phase) -> None:
-        cute.arch.mbarrier_wait(memory.full + stage, phase)
+    def await_tile(self, memory, stage, phase, half: int) -> None:
+        """Waits for a tile, or for a half of it if they come one by one."""
+        cute.arch.mbarrier_wait(memory.full + (half * NUM_STAGES + stage), phase)
         if self.config.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def release(self, memory, stage, lane):
-        """A warp is done with a tile."""
+    def release(self, memory, stage, lane, half: cutlass.Constexpr):
+        """A warp is done with a tile, or with a half of it."""
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.empty + stage)
+            cute.arch.mbarrier_arrive(memory.empty + (half * NUM_STAGES + stage))
 
     # -- the second warpgroup -----------------------------------------------------------------------------------------
 
@@ -357,14 +375,15 @@ class MlaKernel:
         sums = wgmma.make_sums(HALF)
         sums.fill(0.0)
         weights = wgmma.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS)
+        right = self.config.num_halves - 1
         stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(work.begin, work.end, unroll=1):
-            self.await_tile(memory, stage, phase)
+            self.await_tile(memory, stage, phase, right)
             cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
             softmax.rescale(sums, self.load_factors(memory, warp, lane), HALF_SUMS)
             self.add_values(sums, weights, memory, stage, 1)
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-            self.release(memory, stage, lane)
+            self.release(memory, stage, lane, right)
             stage, phase = advance(stage, phase, NUM_STAGES)
         cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
         factors = self.load_factors(memory, warp, lane)

@@ -19,18 +19,18 @@ MAX_PARTS = 64
 
 
 @dataclass(frozen=True)
-class SparseShape:
-    """What decides the cut. num_rows: batch * q_len; topk: of the cache and the extra cache together."""
+class WorkShape:
+    """What decides the cut: rows that share their tokens, heads of a row, tokens (those of an extra cache counted in)."""
 
     num_rows: int
     num_heads: int
-    topk: int
+    num_tokens: int
     num_sms: int = NUM_SMS
 
     @property
     def num_blocks(self) -> int:
         """Blocks of tokens of a row."""
-        return max(1, -(-self.topk // BLOCK_TOKENS))
+        return max(1, -(-self.num_tokens // BLOCK_TOKENS))
 
     @property
     def num_ctas(self) -> int:
@@ -38,7 +38,7 @@ class SparseShape:
         return self.num_rows * -(-self.num_heads // BLOCK_HEADS)
 
 
-def cost_us(shape: SparseShape, num_parts: int) -> float:
+def cost_us(shape: WorkShape, num_parts: int) -> float:
     """Modelled time of a launch with so many parts."""
     blocks = -(-shape.num_blocks // num_parts)
     waves = -(-shape.num_ctas * num_parts // shape.num_sms)
@@ -49,7 +49,7 @@ def cost_us(shape: SparseShape, num_parts: int) -> float:
     return time
 
 
-def choose_parts(shape: SparseShape) -> int:
+def choose_parts(shape: WorkShape) -> int:
     """The cheapest number of parts, the smallest of equals; none of them without blocks where all tokens count."""
     most = min(MAX_PARTS, shape.num_blocks)
     candidates = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
