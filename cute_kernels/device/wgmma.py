@@ -56,7 +56,7 @@ def mma(n: int, *, a_in_registers: bool = False, b_transposed: bool = False) -> 
     return cute.make_tiled_mma(cute.make_mma_atom(operation), (1, 1, 1))
 
 
-def make_sums(n: int) -> cute.Tensor:
+def make_sums(n: int) -> Any:
     """fp32 accumulators of a 64 x n product: 4 for every 8 columns, see :func:`sum_place`."""
     tiled = mma(n)
     return cute.make_rmem_tensor(tiled.partition_shape_C((WARPGROUP_ROWS, n)), Float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -31,9 +33,10 @@ class CombineKernel:
     ):
         """out: bf16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], sinks fp32
         [num_heads] or 0, partials: see `Results`."""
-        batch, q_len, num_heads, _ = out.shape  # pyright: ignore[reportGeneralTypeIssues]
+        sizes: Any = out.shape
+        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
-        results = Results(out.iterator.toint(), lse, sinks, partials)
+        results = Results(ptx.address(out), lse, sinks, partials)
         self.kernel(results, shape).launch(
             grid=(shape.rows * num_heads, 1, 1), block=(self.config.num_threads, 1, 1), stream=stream
         )
@@ -73,4 +76,3 @@ class CombineKernel:
         ptx.store_global(results.out + Int64(query_row) * (V_HEAD_DIM * 2) + tid * 8, words)
         if tid == 0:
             ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
-

@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.mla.config import FENCES, SCALES, TOKENS, CombineConfig, MlaConfig
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
+KERNEL_MODULES = ("combine", "compile", "config", "dequant", "gather", "kernel", "locate", "output", "softmax", "work")
 
-@dataclass(frozen=True, eq=False)
-class MlaSpec(KernelSpec):
-    """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
-    stream."""
 
-    config: MlaConfig
+class _MlaFamily(KernelSpec):
+    """What both kernels of the family share."""
+
     family: ClassVar[str] = "mla"
 
     @property
     def symbol(self) -> str:  # type: ignore[override]
         return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        """The modules that say what the kernels are, not all of the room: the others change nothing that is compiled."""
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+
+
+@dataclass(frozen=True, eq=False)
+class MlaSpec(_MlaFamily):
+    """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
+    stream."""
+
+    config: MlaConfig
 
     def compile(self, arch: str) -> Any:
         return compile_mla(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
-class CombineSpec(KernelSpec):
+class CombineSpec(_MlaFamily):
     """Adding up parts: the function takes what :meth:`CombineKernel.__call__` describes, on torch's current stream."""
 
     config: CombineConfig
-    family: ClassVar[str] = "mla"
-
-    @property
-    def symbol(self) -> str:  # type: ignore[override]
-        return self.config.name
 
     def compile(self, arch: str) -> Any:
         return compile_combine(self.config, arch)
@@ -43,7 +51,8 @@ class CombineSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
-    fp8 = [MlaConfig(tokens, "mla_fp8", scales, fence) for tokens in TOKENS for scales in SCALES for fence in FENCES]
+    fp8 = [MlaConfig("sparse", "mla_fp8", scales, fence) for scales in SCALES for fence in FENCES]
+    fp8.append(MlaConfig("paged", "mla_fp8"))
     fp8 += [dataclasses.replace(config, staggered=True) for config in fp8]
     bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
     return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]

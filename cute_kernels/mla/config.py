@@ -37,11 +37,11 @@ class MlaConfig:
 
     tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
     form: name of the cache's format.
-    scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" is right for powers of 2 up to 2**7 only.
+    scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
-    staggered: the right half of the output is added to while the next block's softmax goes on, not beside the left half;
-        the halves of a tile are then filled and given back one by one.
+    staggered: the right half of the output is added to while the next block's softmax goes on, not beside the left
+        half; the halves of a tile are then filled and given back one by one.
     """
 
     tokens: str = "sparse"

@@ -9,12 +9,11 @@ A code's sign goes to bit 15, its exponent and mantissa to bits 10 to 4 of a bf1
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
-
-
 
 PAIRS = (0x1404, 0x3424)  # prmt selectors: bytes 0 and 1, or 2 and 3, each above a zero byte
 SIGNS, SIZES = 0x80008000, 0x07F007F0
@@ -27,7 +26,7 @@ class Dequantizer:
 
     scales: str
 
-    def factors(self, scale: Float32) -> list[Uint32]:
+    def factors(self, scale: Any) -> list[Uint32]:
         """A scale as packed pairs of bf16 that :meth:`word` multiplies with.
 
         fp32 scales become a sum of two bf16, which is the scale to within 2**-17 of it.

@@ -95,7 +95,7 @@ class Dequantizing:
         held = token.valid
         entry = self.locator.load_entry(work, source, work.begin, place.row + GROUP_TOKENS)
         stage, phase = Int32(0), Int32(1)
-        for block in cutlass.range(work.begin, work.end, unroll=1):
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 next_block, next_row = self.step(block, group + 1, place)
@@ -124,7 +124,7 @@ class Dequantizing:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def load_piece(self, words, token: Token, place: GatherLane, i: int, slot: int | None = None) -> None:
-        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns, in the ``slot``-th place (or i-th)."""
+        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns, to hold in ``slot`` (i if None)."""
         first = 4 * (i if slot is None else slot)
         offset = 64 * i if i < LATENT_LOADS else ROPE_OFFSET + 64 * (i - LATENT_LOADS)
         for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
@@ -195,7 +195,7 @@ class DequantizingHalves(Dequantizing):
             for slot in cutlass.range_constexpr(LEFT_LOADS):
                 self.load_piece(words[group], token, place, LEFT_PIECES[slot], slot)
         stage, phase = Int32(0), Int32(1)
-        for block in cutlass.range(work.begin, work.end, unroll=1):
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             tile = memory.tiles + stage * TILE_BYTES
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
@@ -251,7 +251,7 @@ class Copying:
         for group in cutlass.range_constexpr(WARP_GROUPS):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
         stage, phase = Int32(0), Int32(1)
-        for block in cutlass.range(work.begin, work.end, unroll=1):
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             tokens = []
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS

@@ -1,9 +1,9 @@
 """MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
 Shape of the work: three warpgroups. The third gathers tokens and makes bf16 tiles of them (:mod:`.gather`), 64 tokens
-each, two in shared memory. The first multiplies queries and keys, takes the softmax, and adds its weights times the left
-256 columns of the same tile to the output; it leaves the weights in shared memory for the second, which adds the right
-256 columns. A 64 x 512 output in fp32 is all the registers that two warpgroups have left.
+each, two in shared memory. The first multiplies queries and keys, takes the softmax, and adds its weights times the
+left 256 columns of the same tile to the output; it leaves the weights in shared memory for the second, which adds the
+right 256 columns. A 64 x 512 output in fp32 is all the registers that two warpgroups have left.
 
 The division of work is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose dequantisation goes through fp32; see
 docs/design/mla.md for what the integer path and this tile layout change in the balance.
@@ -42,7 +42,7 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.gather import SLAB_BYTES, make_gatherer
-from cute_kernels.mla.locate import Chosen, Pages, PagedSource, SparseSource, count_blocks, make_locator
+from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, count_blocks, make_locator
 from cute_kernels.mla.output import Writer
 from cute_kernels.mla.work import Results, Shape, Work
 from cute_kernels.sm90 import WARP_THREADS
@@ -119,7 +119,8 @@ class MlaKernel:
         int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0
         without one (page_size is then 1).
         """
-        batch, q_len, num_heads, _ = q.shape  # pyright: ignore[reportGeneralTypeIssues]
+        sizes: Any = q.shape
+        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
         main_pages = Pages(cache, page_stride, token_stride, page_size)
         extra_pages = Pages(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
@@ -156,7 +157,8 @@ class MlaKernel:
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
         seq_lens[b] - q_len + i only, else 0.
         """
-        batch, q_len, num_heads, _ = q.shape  # pyright: ignore[reportGeneralTypeIssues]
+        sizes: Any = q.shape
+        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal)
         pages = Pages(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
@@ -166,7 +168,7 @@ class MlaKernel:
     def launch(self, q, source, results, shape, softmax_scale, stream):
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
-        self.kernel(q.iterator.toint(), source, results, shape, head_blocks, softmax_scale).launch(
+        self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),
             block=(NUM_THREADS, 1, 1),
             min_blocks_per_mp=1,
@@ -269,7 +271,7 @@ class MlaKernel:
         totals = cute.make_rmem_tensor(2, Float32)
         totals.fill(0.0)
         stage, phase = Int32(0), Int32(0)
-        for block in cutlass.range(work.begin, work.end, unroll=1):
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(scores, memory, stage, phase)
             if const_expr(self.config.staggered):
                 if block > work.begin:
@@ -377,7 +379,7 @@ class MlaKernel:
         weights = wgmma.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS)
         right = self.config.num_halves - 1
         stage, phase = Int32(0), Int32(0)
-        for _ in cutlass.range(work.begin, work.end, unroll=1):
+        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase, right)
             cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
             softmax.rescale(sums, self.load_factors(memory, warp, lane), HALF_SUMS)

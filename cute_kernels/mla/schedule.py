@@ -1,7 +1,8 @@
 """How many parts a row's tokens are cut into: plain Python, no GPU types.
 
-The model counts waves of CTAs, one to an SM: every CTA costs its beginning and end and so many blocks of tokens; cutting
-costs a second launch that reads what the parts wrote. The constants are clock times of one CTA on an H200, microseconds.
+The model counts waves of CTAs, one to an SM: every CTA costs its beginning and end and so many blocks of tokens;
+cutting costs a second launch that reads what the parts wrote. The constants are microseconds of one CTA on an H200,
+estimated from the cycle budget of docs/design/mla.md and not measured yet.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from cute_kernels.sm90 import NUM_SMS
 BLOCK_US = 2.0  # of 64 tokens
 CTA_US = 5.0  # queries, the first tile, the output
 COMBINE_US = 3.0
-PARTIAL_BYTES_PER_US = 2.0e6  # written, then read
+PARTIAL_BYTES_PER_US = 4.0e6  # written, then read
 MAX_PARTS = 64
 
 
 @dataclass(frozen=True)
 class WorkShape:
-    """What decides the cut: rows that share their tokens, heads of a row, tokens (those of an extra cache counted in)."""
+    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache."""
 
     num_rows: int
     num_heads: int

@@ -96,4 +96,3 @@ def rescale(sums, factors, count: cutlass.Constexpr):
     if needed:
         for i in cutlass.range_constexpr(count):
             sums[i] = sums[i] * factors[row_of(i)]
-

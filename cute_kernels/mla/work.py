@@ -15,8 +15,8 @@ from cute_kernels.mla.config import BLOCK_TOKENS, STATS_BYTES, V_HEAD_DIM
 class Shape:
     """Run-time integers of a launch.
 
-    A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the heads
-    of all of its queries side by side, as they lie in memory.
+    A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the
+    heads of all of its queries side by side, as they lie in memory.
     """
 
     rows: Any

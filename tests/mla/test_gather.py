@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.mla import dequant, gather, locate
-from cute_kernels.mla.config import BLOCK_TOKENS, GATHER_WARPS, GROUP_TOKENS, HEAD_DIM, TILE_BYTES, WARP_GROUPS, MlaConfig
+from cute_kernels.mla.config import (
+    BLOCK_TOKENS,
+    GATHER_WARPS,
+    GROUP_TOKENS,
+    HEAD_DIM,
+    TILE_BYTES,
+    WARP_GROUPS,
+    MlaConfig,
+)
 from layouts import banks
 from layouts.kv.mla import MlaFp8
 from tests.attention.warp import LANES, Float32, Int32, Registers, Uint32, bf16_values
@@ -48,7 +57,7 @@ def read_tile(shared: np.ndarray) -> np.ndarray:
     return bf16_values(words[places // 2])
 
 
-def sparse_source(pages, num_tokens: int) -> SimpleNamespace:
+def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
     chosen = SimpleNamespace(pages=pages, num_tokens=num_tokens)
     nothing = SimpleNamespace(pages=locate.Pages(0, 0, 0, 1), num_tokens=0)
     return locate.SparseSource(chosen, nothing)
@@ -57,7 +66,7 @@ def sparse_source(pages, num_tokens: int) -> SimpleNamespace:
 def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: np.ndarray) -> None:
     """What all gathering warps do for one block whose indices are given; the last loads ask for nothing."""
     machine.install(monkeypatch, gather, dequant, locate)
-    gatherer = gather.make_gatherer(config)
+    gatherer: Any = gather.make_gatherer(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work = SimpleNamespace(main_blocks=1)
     for warp in range(GATHER_WARPS):
@@ -69,6 +78,9 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
             if config.copies:
                 gatherer.copy_group(token, tile, place)
                 continue
+            if config.staggered:
+                fill_halves(gatherer, token, tile, place)
+                continue
             words = Registers(4 * (gather.LATENT_LOADS + gather.ROPE_LOADS), Uint32)
             scales = Registers(gather.NUM_SCALES, Uint32)
             for i in range(gather.LATENT_LOADS + gather.ROPE_LOADS):
@@ -76,6 +88,20 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
             gatherer.load_scales(scales, token)
             nothing = locate.Token(token.address, Int32(0))
             gatherer.write_group(words, scales, nothing, tile, place)
+
+
+def fill_halves(gatherer, token, tile, place) -> None:
+    """One group of one block in two halves, from the tokens that an earlier block has asked for to the next one's."""
+    words, scales = Registers(4 * gather.LEFT_LOADS, Uint32), Registers(gather.NUM_SCALES, Uint32)
+    gatherer.load_scales(scales, token)
+    for slot, piece in enumerate(gather.LEFT_PIECES):
+        gatherer.load_piece(words, token, place, piece, slot)
+    gatherer.write_left(words, scales, token, tile, place)
+    held = [word.copy() for word in words[: 4 * gather.HALF_LOADS]]
+    gatherer.write_right(words, scales, token, tile, place)
+    # Now the registers hold what they held first; a second round writes the same.
+    assert not all(np.array_equal(a, b) for a, b in zip(held, words, strict=False))
+    gatherer.write_left(words, scales, token, tile, place)
 
 
 def some_indices(seed: int) -> np.ndarray:
@@ -86,13 +112,20 @@ def some_indices(seed: int) -> np.ndarray:
     return indices
 
 
+@pytest.mark.parametrize("staggered", [False, True])
 @pytest.mark.parametrize("scales", ["fp32", "power_of_2"])
-def test_fp8_tile(monkeypatch, scales):
+def test_fp8_tile(monkeypatch, scales, staggered):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32")
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(1)
-    fill_tile(monkeypatch, MlaConfig(scales=scales), machine, locate.Pages(0, stride, 656, PAGE_SIZE), indices)
+    fill_tile(
+        monkeypatch,
+        MlaConfig(scales=scales, staggered=staggered),
+        machine,
+        locate.Pages(0, stride, 656, PAGE_SIZE),
+        indices,
+    )
     exists = (indices >= 0) & (indices < len(tokens))
     exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
     found = read_tile(machine.shared_memory).astype(np.float64)
@@ -121,7 +154,7 @@ def test_bf16_tile(monkeypatch):
 
 
 def test_every_code_times_every_scale(monkeypatch):
-    """All codes, subnormal ones included, with powers of 2 from the quantiser's smallest to the largest that is folded."""
+    """All codes, subnormal ones included, with powers of 2 from the quantiser's smallest to the largest folded one."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, dequant)
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], np.uint8)
@@ -132,6 +165,7 @@ def test_every_code_times_every_scale(monkeypatch):
             factors = dequantizer.factors(Float32(2.0**exponent))
             for first in range(0, 64, 32):
                 words = Uint32(codes.view(np.uint32)[first : first + 32])
-                halves = np.stack(dequantizer.word(words, factors), axis=1)
+                decoded: Any = dequantizer.word(words, factors)
+                halves = np.stack(decoded, axis=1)
                 found = bf16_values(np.ascontiguousarray(halves).view(np.uint16).reshape(32, 4))
                 assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
