@@ -23,7 +23,7 @@ class _MlaFamily(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        """The modules that say what the kernels are, not all of the room: the others change nothing that is compiled."""
+        """The modules that say what the kernels are: the others of the room change nothing that is compiled."""
         folder = Path(__file__).resolve().parent
         return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
 
