@@ -218,3 +218,26 @@ def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None,
 def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
     """This thread arrives at an mbarrier, for which it is counted, once all of its cp.async so far are done."""
     _effect([Int32(barrier)], "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def address_in(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+    """Where a place of this CTA's shared memory lies in that of CTA ``rank`` of the cluster."""
+    return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32, *, loc=None, ip=None) -> None:
+    """1 or 4 words into a CTA's shared memory, counted as bytes on a barrier there; addresses of the cluster."""
+    words = ", ".join(f"${i + 1}" for i in range(len(values)))
+    kind, data = (".v4.b32", f"{{{words}}}") if len(values) == 4 else (".b32", words)
+    asm = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];"
+    operands = [Int32(address), *(Uint32(value) for value in values), Int32(barrier)]
+    _effect(operands, asm, ",".join(["r"] * len(operands)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
+    """Arrives at an mbarrier of any CTA of the cluster, by its address there."""
+    asm = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"
+    _effect([Int32(barrier)], asm, "r", loc=loc, ip=ip)

@@ -54,6 +54,7 @@ def shipped_specs() -> list[KernelSpec]:
     fp8 = [MlaConfig("sparse", "mla_fp8", scales, fence) for scales in SCALES for fence in FENCES]
     fp8.append(MlaConfig("paged", "mla_fp8"))
     fp8 += [dataclasses.replace(config, staggered=True) for config in fp8]
+    fp8 += [MlaConfig("sparse", "mla_fp8", scales, "reader", crossover=True) for scales in SCALES]
     bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
     return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]
 

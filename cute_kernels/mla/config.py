@@ -24,7 +24,8 @@ WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 FACTOR_BYTES = BLOCK_HEADS * 4
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
-SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS = 208, 160, 128  # per thread; at most 512 in sum
+# Per thread; in sum at most what three warpgroups are launched with, 3 * 168.
+SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS = 208, 160, 136
 TOKENS = ("sparse", "paged")
 FORMS = ("mla_fp8", "mla_bf16")
 SCALES = ("fp32", "power_of_2")
@@ -42,6 +43,8 @@ class MlaConfig:
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     staggered: the right half of the output is added to while the next block's softmax goes on, not beside the left
         half; the halves of a tile are then filled and given back one by one.
+    crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
+        number of blocks of 64 heads of a row must be even.
     """
 
     tokens: str = "sparse"
@@ -49,12 +52,23 @@ class MlaConfig:
     scales: str = "fp32"
     fence: str = "writer"
     staggered: bool = False
+    crossover: bool = False
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
-        return f"{self.form}_{self.tokens}{fp8}{'_staggered' if self.staggered else ''}"
+        return f"{self.form}_{self.tokens}{fp8}{'_staggered' * self.staggered}{'_crossover' * self.crossover}"
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share the decoding of a row's tokens."""
+        return 2 if self.crossover else 1
+
+    @property
+    def warp_groups(self) -> int:
+        """Groups of tokens that a gathering warp fetches of a block."""
+        return WARP_GROUPS // self.cluster
 
     @property
     def num_halves(self) -> int:
@@ -64,7 +78,7 @@ class MlaConfig:
     @property
     def empty_arrivals(self) -> int:
         """How many times a barrier of a tile, or of a half, is arrived at when it is given back."""
-        return MULTIPLYING_WARPS // self.num_halves
+        return MULTIPLYING_WARPS // self.num_halves * self.cluster
 
     @property
     def copies(self) -> bool:
@@ -90,8 +104,10 @@ class MlaConfig:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
-        if self.copies and self.staggered:
-            return "staggered is True; tiles that are copied come in one piece"
+        if self.copies and (self.staggered or self.crossover):
+            return "staggered or crossover is True; tiles that are copied come in one piece, each to its own CTA"
+        if self.crossover and (self.staggered or self.fence != "reader"):
+            return f"staggered is {self.staggered}, fence is {self.fence!r}; crossover wants False and 'reader'"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None

@@ -57,10 +57,10 @@ class GatherLane:
     rope: Any  # ... of the first RoPE piece
 
     @staticmethod
-    def of(warp, lane) -> GatherLane:
-        """warp: 0 to 3."""
+    def of(first_row, lane) -> GatherLane:
+        """first_row: of the warp's first group, in a block."""
         row, quarter = lane % GROUP_TOKENS, lane // GROUP_TOKENS
-        first = warp * (WARP_GROUPS * GROUP_TOKENS) + row
+        first = first_row + row
         places = [wgmma.piece_offset(first, piece) for piece in (2 * quarter, 2 * quarter + 1, quarter)]
         return GatherLane(first, 16 * quarter, *places)
 
@@ -84,7 +84,8 @@ class Dequantizing:
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(warp, lane)
+        place = GatherLane.of(self.first_row(warp), lane)
+        link = self.link(memory)
         words = cute.make_rmem_tensor(4 * (LATENT_LOADS + ROPE_LOADS), Uint32)
         scales = cute.make_rmem_tensor(NUM_SCALES, Uint32)
         entry = self.locator.load_entry(work, source, work.begin, place.row)
@@ -93,20 +94,51 @@ class Dequantizing:
             self.load_piece(words, token, place, i)
         self.load_scales(scales, token)
         held = token.valid
-        entry = self.locator.load_entry(work, source, work.begin, place.row + GROUP_TOKENS)
+        entry = self.locator.load_entry(work, source, *self.step(work.begin, 1, place))
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
+            for group in cutlass.range_constexpr(self.config.warp_groups):
                 next_block, next_row = self.step(block, group + 1, place)
                 token = self.locator.locate(work, source, entry, next_block, next_row)
                 entry = self.locator.load_entry(work, source, *self.step(block, group + 2, place))
-                write_flags(memory, stage, warp * WARP_GROUPS + group, held, lane)
-                tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
+                tile = self.tile(memory, link, stage, group)
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
-            self.announce(memory.full + stage, lane)
+            self.announce_tile(memory, stage, warp, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
+
+    def step(self, block, groups: int, place):
+        """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
+        ahead, group = divmod(groups, self.config.warp_groups)
+        return block + ahead, place.row + group * GROUP_TOKENS
+
+    # -- where tiles go: another class may send them further ----------------------------------------------------------
+
+    def first_row(self, warp):
+        """The first row of a block that a warp (0 to 3) fetches."""
+        return warp * (WARP_GROUPS * GROUP_TOKENS)
+
+    def link(self, memory):
+        """What is known of another CTA: nothing."""
+        return
+
+    def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
+        """Says which of a group's 8 tokens exist."""
+        write_flags(memory, stage, group, valid, lane)
+
+    def tile(self, memory, link, stage, group: int):
+        """Where the rows of a warp's group go in every slab."""
+        return memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+
+    def store(self, tile, place, offset: int, values) -> None:
+        """Stores 16 bytes of a tile."""
+        ptx.store_shared(tile + place, offset, values)
+
+    def announce_tile(self, memory, stage, warp, lane) -> None:
+        """Says that the warp's part of a tile is written."""
+        self.announce(memory.full + stage, lane)
 
     @cute.jit
     def announce(self, barrier, lane):
@@ -116,10 +148,6 @@ class Dequantizing:
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)
-
-    def step(self, block, groups: int, place):
-        """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
-        return block + groups // WARP_GROUPS, place.row + groups % WARP_GROUPS * GROUP_TOKENS
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -158,14 +186,14 @@ class Dequantizing:
             values += self.dequantizer.word(words[4 * slot + j], factors)
         if piece is not None:
             self.load_piece(words, token, place, piece, slot)
-        ptx.store_shared(tile + place.even, slab * SLAB_BYTES, values[:4])
-        ptx.store_shared(tile + place.odd, slab * SLAB_BYTES, values[4:])
+        self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
+        self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
 
     def write_rope(self, words, slot: int, i: int, tile, place) -> None:
         """Stores 8 RoPE columns as they are."""
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
-        target = (tile + place.rope) ^ (4 * wgmma.PIECE_BYTES * i)
-        ptx.store_shared(target, LATENT_LOADS * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
+        offset = place.rope ^ (4 * wgmma.PIECE_BYTES * i)
+        self.store(tile, offset, LATENT_LOADS * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
 
 
 class DequantizingHalves(Dequantizing):
@@ -178,7 +206,7 @@ class DequantizingHalves(Dequantizing):
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(warp, lane)
+        place = GatherLane.of(self.first_row(warp), lane)
         words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
         scales = [cute.make_rmem_tensor(NUM_SCALES, Uint32) for _ in range(WARP_GROUPS)]
         addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
@@ -236,6 +264,65 @@ class DequantizingHalves(Dequantizing):
             )
 
 
+@dataclass(frozen=True)
+class Link:
+    """The other CTA of a pair; run-time values."""
+
+    rank: Any  # this CTA's, 0 or 1
+    distance: Any  # from an address of this CTA's shared memory to the same place in the other's
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
+
+    address: Any
+    distance: Any
+    barrier: Any
+
+
+class Crossing(Dequantizing):
+    """Half of the tokens of every block, written here and sent to the other CTA of the pair, which sends its half.
+
+    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+    """
+
+    def first_row(self, warp):
+        rank = cute.arch.block_idx_in_cluster()
+        return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
+
+    def link(self, memory) -> Link:
+        rank = cute.arch.block_idx_in_cluster()
+        return Link(rank, numbers.address_in(memory.tiles, 1 - rank) - memory.tiles)
+
+    @cute.jit
+    def publish_flags(self, memory, link, stage, group, valid, lane):
+        flags = Uint32(cute.arch.vote_ballot_sync(valid != 0)) & 0xFF
+        if lane == 0:
+            place = memory.flags + stage * FLAG_BYTES + group * 4
+            ptx.store_shared(place, 0, [flags])
+            barrier = (memory.full + stage).toint() + link.distance
+            numbers.store_async(place + link.distance, [flags], barrier)
+
+    def tile(self, memory, link, stage, group: int) -> SharedTile:
+        address = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+        return SharedTile(address, link.distance, (memory.full + stage).toint() + link.distance)
+
+    def store(self, tile: SharedTile, place, offset: int, values) -> None:
+        ptx.store_shared(tile.address + place, offset, values)
+        numbers.store_async(tile.address + tile.distance + (place + offset), values, tile.barrier)
+
+    @cute.jit
+    def announce_tile(self, memory, stage, warp, lane):
+        """The first warp also says how many bytes are to come from the other CTA."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            if warp == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, (TILE_BYTES + FLAG_BYTES) // 2)
+            else:
+                cute.arch.mbarrier_arrive(memory.full + stage)
+
+
 class Copying:
     """The gathering warpgroup over a cache of bf16: asynchronous copies, which nobody here waits for."""
 
@@ -246,7 +333,7 @@ class Copying:
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(warp, lane)
+        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
         entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
         for group in cutlass.range_constexpr(WARP_GROUPS):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
@@ -280,4 +367,6 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
     """What fills tiles from a cache of the configuration's format."""
     if config.copies:
         return Copying(config)
+    if config.crossover:
+        return Crossing(config)
     return DequantizingHalves(config) if config.staggered else Dequantizing(config)

@@ -171,6 +171,7 @@ class MlaKernel:
         self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),
             block=(NUM_THREADS, 1, 1),
+            cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -190,7 +191,11 @@ class MlaKernel:
         begin, end = Work.share(num_blocks, shape.num_parts, part)
         first_head = (index - row * head_blocks) * BLOCK_HEADS
         work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
-        cute.arch.sync_threads()
+        if const_expr(self.config.crossover):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         if warp >= MULTIPLYING_WARPS:
             cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
             self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
@@ -203,6 +208,10 @@ class MlaKernel:
             self.load_queries(q, work, memory, warp * WARP_THREADS + lane)
             cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
             self.attend(work, results, memory, softmax_scale, warp, lane)
+        if const_expr(self.config.crossover):
+            # Nobody leaves while the other may still write or arrive here.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     def allocate(self) -> Memory:
         smem = cutlass.utils.SmemAllocator()
@@ -364,8 +373,12 @@ class MlaKernel:
     def release(self, memory, stage, lane, half: cutlass.Constexpr):
         """A warp is done with a tile, or with a half of it."""
         cute.arch.sync_warp()
+        barrier = memory.empty + (half * NUM_STAGES + stage)
         if lane == 0:
-            cute.arch.mbarrier_arrive(memory.empty + (half * NUM_STAGES + stage))
+            cute.arch.mbarrier_arrive(barrier)
+            if const_expr(self.config.crossover):
+                other = 1 - cute.arch.block_idx_in_cluster()
+                numbers.arrive_in_cluster(numbers.address_in(barrier.toint(), other))
 
     # -- the second warpgroup -----------------------------------------------------------------------------------------
 

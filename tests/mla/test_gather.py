@@ -70,7 +70,7 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work = SimpleNamespace(main_blocks=1)
     for warp in range(GATHER_WARPS):
-        place = gather.GatherLane.of(warp, LANES)
+        place = gather.GatherLane.of(warp * WARP_GROUPS * GROUP_TOKENS, LANES)
         for group in range(WARP_GROUPS):
             entry = Int32(indices[place.row + group * GROUP_TOKENS])
             token = gatherer.locator.locate(work, source, entry, Int32(0), place.row)
@@ -81,13 +81,17 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
             if config.staggered:
                 fill_halves(gatherer, token, tile, place)
                 continue
-            words = Registers(4 * (gather.LATENT_LOADS + gather.ROPE_LOADS), Uint32)
-            scales = Registers(gather.NUM_SCALES, Uint32)
-            for i in range(gather.LATENT_LOADS + gather.ROPE_LOADS):
-                gatherer.load_piece(words, token, place, i)
-            gatherer.load_scales(scales, token)
-            nothing = locate.Token(token.address, Int32(0))
-            gatherer.write_group(words, scales, nothing, tile, place)
+            write_all(gatherer, token, tile, place)
+
+
+def write_all(gatherer, token, tile, place) -> None:
+    """One group of one block, whole tokens; what would be asked for next is nothing."""
+    words = Registers(4 * (gather.LATENT_LOADS + gather.ROPE_LOADS), Uint32)
+    scales = Registers(gather.NUM_SCALES, Uint32)
+    for i in range(gather.LATENT_LOADS + gather.ROPE_LOADS):
+        gatherer.load_piece(words, token, place, i)
+    gatherer.load_scales(scales, token)
+    gatherer.write_group(words, scales, locate.Token(token.address, Int32(0)), tile, place)
 
 
 def fill_halves(gatherer, token, tile, place) -> None:
@@ -139,6 +143,30 @@ def test_fp8_tile(monkeypatch, scales, staggered):
     for store in (access for access in machine.accesses if access.kind == "st"):
         assert banks.wavefronts(store.addresses, store.width, store.kind) == 4
     assert all(place % stride + size <= PAGE_SIZE * 656 for place, size in machine.reads)
+
+
+def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
+    tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=False)
+    memory, stride = paged(tokens)
+    machine = MlaWarp(np.full(2 * TILE_BYTES, 0xFF, np.uint8), memory)
+    machine.install(monkeypatch, gather, dequant, locate)
+    gatherer: Any = gather.make_gatherer(MlaConfig(fence="reader", crossover=True))
+    source = sparse_source(locate.Pages(0, stride, 656, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
+    indices = some_indices(3)
+    for rank in range(2):
+        monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
+        for warp in range(GATHER_WARPS):
+            place = gather.GatherLane.of(gatherer.first_row(warp), LANES)
+            token = gatherer.locator.locate(
+                SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
+            )
+            tile = gather.SharedTile(Int32(rank * TILE_BYTES), (1 - 2 * rank) * TILE_BYTES, 1 - rank)
+            write_all(gatherer, token, tile, place)
+    exists = (indices >= 0) & (indices < len(tokens))
+    wanted = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
+    for rank in range(2):
+        assert np.array_equal(read_tile(machine.shared_memory[rank * TILE_BYTES :][:TILE_BYTES]), wanted)
+        assert machine.sent[rank] == TILE_BYTES // 2
 
 
 def test_bf16_tile(monkeypatch):

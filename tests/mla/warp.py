@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +31,11 @@ class MlaWarp(warp.Warp):
     """Its methods have the names and arguments of `cute_kernels.device.ptx` and `cute_kernels.device.numbers`.
 
     reads: (first byte, bytes) of every access to global memory that was made.
+    sent: bytes of asynchronous stores, by the address of the barrier that counts them.
     """
 
     reads: list[tuple[int, int]] = field(default_factory=list)
+    sent: Counter = field(default_factory=Counter)
 
     def install(self, monkeypatch, *modules) -> None:
         super().install(monkeypatch, *modules)
@@ -65,3 +68,7 @@ class MlaWarp(warp.Warp):
                 assert place % 16 == 0 and 0 <= place <= self.global_memory.size - 16
                 self.reads.append((int(place), 16))
                 self.shared_memory[target : target + 16] = self.global_memory[place : place + 16]
+
+    def store_async(self, address: Lanes, values: list[Lanes], barrier: int) -> None:
+        self.store_shared(address, 0, values)
+        self.sent[barrier] += 32 * 4 * len(values)
