@@ -25,7 +25,7 @@ FACTOR_BYTES = BLOCK_HEADS * 4
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 # Per thread; in sum at most what three warpgroups are launched with, 3 * 168.
-SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS = 208, 160, 136
+SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS, CROSSING_REGISTERS = 208, 160, 128, 136
 TOKENS = ("sparse", "paged")
 FORMS = ("mla_fp8", "mla_bf16")
 SCALES = ("fp32", "power_of_2")
@@ -89,6 +89,11 @@ class MlaConfig:
     def full_arrivals(self) -> int:
         """How many times a barrier of a tile is arrived at when the tile is full."""
         return GATHER_WARPS * (WARP_THREADS + 1 if self.copies else 1)
+
+    @property
+    def gather_registers(self) -> int:
+        """Registers of a gathering thread."""
+        return CROSSING_REGISTERS if self.crossover else GATHER_REGISTERS
 
     @property
     def smem_bytes(self) -> int:

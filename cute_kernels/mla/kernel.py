@@ -27,7 +27,6 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FACTOR_BYTES,
     FLAG_BYTES,
-    GATHER_REGISTERS,
     HEAD_DIM,
     MULTIPLYING_WARPS,
     NUM_STAGES,
@@ -197,7 +196,7 @@ class MlaKernel:
         else:
             cute.arch.sync_threads()
         if warp >= MULTIPLYING_WARPS:
-            cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.config.gather_registers)
             self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(VALUE_REGISTERS)
