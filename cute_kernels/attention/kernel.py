@@ -241,8 +241,8 @@ class DecodeKernel:
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
-        # The lengths, the queries, the pages and the first tiles come from memory at the same time: tile ``part`` is the
-        # first of this CTA unless lengths differ.
+        # Lengths, queries, pages and first tiles come from memory at the same time: tile ``part`` is the first of this
+        # CTA unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
         first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
         asked = None  # after an append the queries are the last to come: `attend_unit` asks for them

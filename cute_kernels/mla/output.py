@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
-from cute_kernels.device.wgmma import sum_place
+from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import V_HEAD_DIM
 from cute_kernels.mla.softmax import row_of
 from cute_kernels.mla.work import partial_stats, partial_values

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_max
-from cute_kernels.device.wgmma import sum_place
+from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import BLOCK_TOKENS
 
 LOWEST = -1.0e30  # stands for -inf in running maxima: scaled to powers of 2 it is still finite
