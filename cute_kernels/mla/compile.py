@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.mla.config import FENCES, SCALES, TOKENS, CombineConfig, MlaConfig
 from cute_kernels.runtime.spec import KernelSpec, compile_options
-
-KERNEL_MODULES = ("combine", "compile", "config", "dequant", "gather", "kernel", "locate", "output", "softmax", "work")
 
 
 class _MlaFamily(KernelSpec):
@@ -21,11 +18,6 @@ class _MlaFamily(KernelSpec):
     @property
     def symbol(self) -> str:  # type: ignore[override]
         return self.config.name
-
-    def source_roots(self) -> tuple[Path, ...]:
-        """The modules that say what the kernels are: the others of the room change nothing that is compiled."""
-        folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
 
 
 @dataclass(frozen=True, eq=False)

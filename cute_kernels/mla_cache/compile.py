@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.kv_cache import rotate
+from cute_kernels import kv_cache
 from cute_kernels.mla import formats
 from cute_kernels.mla_cache.config import WriteConfig
 from cute_kernels.runtime.spec import KernelSpec, compile_options
@@ -25,8 +25,8 @@ class WriteSpec(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        others = (Path(str(module.__file__)).resolve() for module in (formats, rotate))
-        return *super().source_roots(), *others
+        rotate = Path(str(kv_cache.__file__)).with_name("rotate.py")  # imported it would want the compiler
+        return *super().source_roots(), Path(formats.__file__).resolve(), rotate.resolve()
 
     def compile(self, arch: str) -> Any:
         return compile_write(self.config, arch)
