@@ -1,4 +1,4 @@
-"""A machine with filled caches or bundles needs no compiler: nothing that is imported before a compilation imports it."""
+"""A machine with filled caches or bundles needs no compiler: what is imported before a compilation imports none."""
 
 import subprocess
 import sys
