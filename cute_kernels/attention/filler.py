@@ -82,11 +82,11 @@ class RingFiller:
                 cute.arch.sync_warp()
 
     @cute.jit
-    def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, expected):
+    def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, known):
         """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
 
-        stage, phase: of the ring's place that the attending warps read first. expected: whether ``pages``, if there are
-        any, are this unit's.
+        stage, phase: of the ring's place that the attending warps read first. known: whether ``pages``, if there are any,
+        are those of this unit's tiles.
         """
         config, lane = self.config, cta.lane
         copier = cta.warp - config.num_warps
@@ -102,7 +102,7 @@ class RingFiller:
             if const_expr(pages is None):
                 pages = self.make_pages()
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
-            elif not expected:
+            elif not known:
                 self.find_pages(tiles, work.request, token, stride, pages, lane)
             for i in cutlass.range_constexpr(config.num_stages):
                 if (issued <= i) & (token < work.length):

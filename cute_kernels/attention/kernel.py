@@ -284,7 +284,9 @@ class DecodeKernel:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.copiers:
-                    self.filler.fill(cta, work, stage, phase, issued, pages, expected)
+                    # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
+                    known = expected & (work.num_parts == cute.arch.grid_dim()[0])
+                    self.filler.fill(cta, work, stage, phase, issued, pages, known)
 
     @cute.jit
     def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):

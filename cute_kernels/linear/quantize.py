@@ -104,7 +104,10 @@ def _choose_scales(
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise ValueError("w: got NaN or infinite values (in fp32), want finite ones")
     # Divided before they are subtracted: high - low may be beyond fp32.
-    exact = high / top - low / top if zero_point else torch.maximum(high / (middle - 1), low / -middle)
+    if zero_point:
+        exact = _quotient(high, top) - _quotient(low, top)
+    else:
+        exact = torch.maximum(_quotient(high, middle - 1), _quotient(low, -middle))
     scales = _round_up(exact, dtype)
     if bool(scales.isinf().any()):
         raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, beyond {dtype}: want a wider dtype")
@@ -112,6 +115,11 @@ def _choose_scales(
         return scales, None
     zeros = torch.where(scales > 0, (-low / scales.float()).round().clamp(0, top), float(middle))
     return scales, zeros.to(torch.uint8)
+
+
+def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Rounded once on any device: CUDA multiplies by a rounded 1 / divisor, if that is a number and not a tensor."""
+    return values / values.new_tensor(divisor)
 
 
 def _round_up(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
