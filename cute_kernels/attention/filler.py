@@ -85,7 +85,7 @@ class RingFiller:
     def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, known):
         """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
 
-        stage, phase: of the ring's place that the attending warps read first. known: whether ``pages``, if there are any,
+        stage, phase: of the ring's place that the attending warps read first. known: whether ``pages``, if any,
         are those of this unit's tiles.
         """
         config, lane = self.config, cta.lane
