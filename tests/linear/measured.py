@@ -1,7 +1,7 @@
 """Times of many-row products on one H200: what the schedule's model is fitted to.
 
-4 bits, groups of 128, bf16, symmetric; median of 7 launches with a cold L2, microseconds. All tiles of a launch were cut
-into the same number of parts of K, and one thread asked for all weights.
+4 bits, groups of 128, bf16, symmetric; median of 7 launches with a cold L2, microseconds. All tiles of a launch were
+cut into the same number of parts of K, and one thread asked for all weights.
 """
 
 from __future__ import annotations
