@@ -119,6 +119,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "residual of another shape": ({"residual": numbers(70)}, r"residual: got shape \[70\], want \[5, 70\]"),
     "residual of another dtype": (
         {"residual": numbers(5, 70), "out_dtype": FP32},
+        {"batch_invariant": True},
         "residual: got dtype torch.bfloat16, want torch.float32",
     ),
     "whole residual with swiglu": (
@@ -126,6 +127,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"residual: got shape \[5, 70\], want \[5, 35\]",
     ),
     "activation": ({"activation": "relu"}, "activation: got 'relu', want None, 'silu', 'gelu', 'swiglu'"),
+    "batch_invariant": ({"batch_invariant": 1}, "batch_invariant: got 1, want True or False"),
     "out_dtype": ({"out_dtype": torch.int8}, "out_dtype: got torch.int8, want None or one of"),
     "out of another shape": ({"out": numbers(5, 71)}, r"out: got shape \[5, 71\], want \[5, 70\]"),
     "out of another dtype": ({"out": numbers(5, 70), "out_dtype": FP32}, "out: got dtype torch.bfloat16, want"),
