@@ -51,6 +51,15 @@ def test_any_leading_shape(shape):
     assert got.numel() == 0 or relative_error(got, x.double() @ case.dense.T) < TOLERANCE[BF16]
 
 
+def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
+    packed, x = known(70, 64).pack(), numbers(5, 64)
+    want = linear(x, packed)
+    assert torch.equal(linear(x, packed, batch_invariant=True), want)
+    fields = (packed.codes, packed.scales, None, None, None, 4, 32, 70, 64, None, BF16)
+    assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields, True), want)
+    assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields), want)
+
+
 def test_strides_do_not_matter():
     packed, x = known(70, 64).pack(), numbers(64, 6, 4).permute(2, 1, 0)
     assert torch.equal(linear(x, packed), linear(x.contiguous(), packed))
@@ -119,7 +128,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "residual of another shape": ({"residual": numbers(70)}, r"residual: got shape \[70\], want \[5, 70\]"),
     "residual of another dtype": (
         {"residual": numbers(5, 70), "out_dtype": FP32},
-        {"batch_invariant": True},
         "residual: got dtype torch.bfloat16, want torch.float32",
     ),
     "whole residual with swiglu": (
