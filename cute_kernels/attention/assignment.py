@@ -63,10 +63,17 @@ class Assigner:
         self.tile_tokens = tile_tokens
         self.windowed = windowed
 
-    def length_of(self, requests, row):
-        """Tokens of a request that there is a cache for."""
-        length = ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
+    def fetch_length(self, requests, row):
+        """Starts loading a request's length; what comes may be any number."""
+        return ptx.load_global_words(requests.address + Int64(row) * 4, 0, 1)[0].to(Int32)
+
+    def limit_length(self, requests, length):
+        """Tokens of a request that there is a cache for, if it says that it has ``length``."""
         return cutlass.min(cutlass.max(length, 0), requests.max_seq_len)
+
+    def length_of(self, requests, row):
+        """Both: waits for the length."""
+        return self.limit_length(requests, self.fetch_length(requests, row))
 
     def first_tile(self, requests, length):
         """The tile of the first token that a query sees."""
@@ -82,14 +89,24 @@ class Assigner:
     def rows_of_lane(self, requests):
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
+    def fetch_first_length(self, requests, lane: Int32):
+        """Starts loading the first of the lengths that a lane looks at; its neighbours come with it into the caches."""
+        return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
+
     @cute.jit
-    def tiles_per_part(self, requests, lane: Int32):
-        """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is."""
+    def tiles_per_part(self, requests, first_length, lane: Int32):
+        """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is.
+
+        first_length: as :meth:`fetch_first_length` gives it.
+        """
         result = Int32(0)
         if requests.more_rows > 0:
             total, most = Int32(0), Int32(1)
             rows = self.rows_of_lane(requests)
-            for i in cutlass.range(rows, unroll=1):
+            if lane * rows < requests.batch:
+                total = self.tiles_of(requests, self.limit_length(requests, first_length))
+                most = total
+            for i in cutlass.range(1, rows, 1, unroll=1):
                 row = lane * rows + i
                 if row < requests.batch:
                     tiles = self.tiles_of(requests, self.length_of(requests, row))

@@ -21,19 +21,46 @@ class RingFiller:
         self.config = config
         self.copier = copier
 
+    def make_pages(self):
+        """Registers for the pages of a round of the ring and of the tile after it, as (page, place) pairs."""
+        pages = cute.make_rmem_tensor(2 * (self.config.num_stages + 1), Int32)
+        pages.fill(0)
+        return pages
+
+    def make_early_pages(self):
+        """Those of the unit that a CTA expects, or None if nobody asks for them before the unit is known."""
+        config = self.config
+        # A window's first tile is not known before the length is; warps that lend registers have none left for pages.
+        early = config.page_tokens > 0 and not config.features.window and not config.lends_registers
+        return self.make_pages() if early else None
+
     @cute.jit
-    def start(self, tiles, row, part, early, copier, lane):
-        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it."""
+    def find_pages(self, tiles, row, token: Int32, stride: Int32, pages, lane):
+        """Asks for the pages of the tiles that begin with ``token`` and every ``stride`` tokens after it."""
+        for i in cutlass.range_constexpr(self.config.num_stages + 1):
+            page, place = self.copier.find_pages(tiles, row, token + i * stride, lane)
+            pages[2 * i], pages[2 * i + 1] = page, place
+
+    @cute.jit
+    def start(self, tiles, row, part, parts, pages, early, copier, lane):
+        """Initialises the barriers and asks for the first tile if the cache, maybe not the request, has it.
+
+        Those of ``pages`` are asked for as well: if the CTA's unit turns out to be another, in vain.
+        """
         config = self.config
         alone = config.copiers == 1
         # What the first tile needs comes first.
         first = config.early_tiles if alone else 2 * config.num_stages
+        token = part * config.tile_tokens
+        if const_expr(pages is not None):
+            self.find_pages(tiles, row, token, parts * config.tile_tokens, pages, lane)
         self.init_barriers(tiles.full, 0, first, copier, lane)
         sync_copying(config)
         if const_expr(config.early_tiles > 0):
             if early:
-                token = part * config.tile_tokens
-                page, place = self.copier.find_pages(tiles, row, token, lane)
+                page, place = (
+                    (pages[0], pages[1]) if pages is not None else self.copier.find_pages(tiles, row, token, lane)
+                )
                 entered = self.copier.enter(tiles, row)
                 self.copier.copy_tile(
                     entered, row, token, tiles.max_seq_len, Int32(0), copier, lane, page, place
@@ -55,10 +82,11 @@ class RingFiller:
                 cute.arch.sync_warp()
 
     @cute.jit
-    def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32):
+    def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, expected):
         """Keeps the ring full for one unit; ``issued`` of its tiles are on their way.
 
-        stage, phase: of the ring's place that the attending warps read first.
+        stage, phase: of the ring's place that the attending warps read first. expected: whether ``pages``, if there are
+        any, are this unit's.
         """
         config, lane = self.config, cta.lane
         copier = cta.warp - config.num_warps
@@ -71,19 +99,21 @@ class RingFiller:
             cute.arch.griddepcontrol_wait()
         page, place = Int32(0), Int32(0)
         if const_expr(config.page_tokens > 0):
-            # The pages of a whole ring are asked for at once.
-            pages = [
-                self.copier.find_pages(tiles, work.request, token + i * stride, lane)
-                for i in range(config.num_stages + 1)
-            ]
+            if const_expr(pages is None):
+                pages = self.make_pages()
+                self.find_pages(tiles, work.request, token, stride, pages, lane)
+            elif not expected:
+                self.find_pages(tiles, work.request, token, stride, pages, lane)
             for i in cutlass.range_constexpr(config.num_stages):
                 if (issued <= i) & (token < work.length):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     self.await_append(work, token)
-                    self.copier.copy_tile(tiles, work.request, token, work.length, stage, copier, lane, *pages[i])
+                    self.copier.copy_tile(
+                        tiles, work.request, token, work.length, stage, copier, lane, pages[2 * i], pages[2 * i + 1]
+                    )
                 token = token + stride
                 stage, phase = advance(stage, phase, config.num_stages)
-            page, place = pages[-1]
+            page, place = pages[2 * config.num_stages], pages[2 * config.num_stages + 1]
         elif issued > 0:
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)

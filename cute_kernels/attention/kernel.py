@@ -228,7 +228,8 @@ class DecodeKernel:
             tiles_per_part = Int32(0)
             if row >= shape.batch:
                 # A row of CTAs beyond the batch: most often there is nothing to do.
-                tiles_per_part = self.assigner.tiles_per_part(requests, lane)
+                first_length = self.assigner.fetch_first_length(requests, lane)
+                tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
             if (row < shape.batch) | (tiles_per_part > 0):
                 self.run(cta, place, requests, q, row, part)
         else:
@@ -240,33 +241,38 @@ class DecodeKernel:
         config, shape, lane = self.config, place.shape, cta.lane
         # Rows past the last one hold further units, if there are any.
         own_row = cutlass.min(row, shape.batch - 1) if const_expr(config.units) else row
-        # The lengths, the queries and the first tiles come from memory at the same time: tile ``part`` is the first of
-        # this CTA unless lengths differ.
-        length = self.assigner.length_of(requests, own_row)
-        early = part * config.tile_tokens < shape.max_seq_len
-        if const_expr(config.units):
-            early = early & (row < shape.batch)
-        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
-            self.filler.start(cta.tiles, own_row, part, early, cta.warp - config.num_warps, lane)
+        # Lengths, queries, pages and first tiles come from memory at the same time: tile ``part`` is the first of this
+        # CTA unless lengths differ.
+        asked_length = self.assigner.fetch_length(requests, own_row)
+        first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
         asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
         if const_expr(not config.after_append):
             asked = self.fetch_query(cta, place, q, own_row)  # by copying warps in vain
+        early = part * config.tile_tokens < shape.max_seq_len
+        if const_expr(config.units):
+            early = early & (row < shape.batch)
+        pages = self.filler.make_early_pages()
+        if (cta.warp >= config.num_warps) & (cta.warp < config.num_warps + config.copiers):
+            self.filler.start(cta.tiles, own_row, part, requests.parts, pages, early, cta.warp - config.num_warps, lane)
         if cta.warp < config.num_warps:
             await_ready(config)
+        # Computed with only here: it waits for the length, and whatever is asked for later would wait as well.
+        length = self.assigner.limit_length(requests, asked_length)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
-            self.process_unit(cta, place, requests, q, asked, unit, row, early)
+            self.process_unit(cta, place, requests, q, asked, first_length, unit, row, early, pages)
         else:
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
-            self.process_expected(cta, work, q, asked, early, part < unit.num_parts)
+            self.process_expected(cta, work, q, asked, early, pages, part < unit.num_parts)
 
     @cute.jit
-    def process_expected(self, cta, work, q, query, early, expected):
+    def process_expected(self, cta, work, q, query, early, pages, expected):
         """A unit, ``expected`` if its first tile is the early one; that goes by unread if not, or if there is none."""
         stage, phase, issued = Int32(0), Int32(0), Int32(0)
+        expected = expected & (work.first_tile == 0)
         if const_expr(self.config.early_tiles > 0):
             if early:
-                if expected & (work.first_tile == 0) & (work.length > 0):
+                if expected & (work.length > 0):
                     issued = Int32(1)
                 else:
                     self.pass_over(cta.barriers, cta.warp, cta.lane)
@@ -278,7 +284,7 @@ class DecodeKernel:
                 if const_expr(self.config.lends_registers):
                     cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.copiers:
-                    self.filler.fill(cta, work, stage, phase, issued)
+                    self.filler.fill(cta, work, stage, phase, issued, pages, expected)
 
     @cute.jit
     def attend_unit(self, cta, work, q, query, stage: Int32, phase: Int32):
@@ -290,26 +296,26 @@ class DecodeKernel:
         self.attend_tiles(cta, work, query, stage, phase)
 
     @cute.jit
-    def process_unit(self, cta, place, requests, q, asked, unit, row, early):
+    def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
         """The CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
         lane, part = cta.lane, unit.part
-        tiles_per_part = self.assigner.tiles_per_part(requests, lane)
+        tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts
-        num_parts = cutlass.select_(row < requests.batch, unit.num_parts, Int32(0))
+        num_parts, length = unit.num_parts, unit.length
         if tiles_per_part > 0:
             unit_row, unit_part, num_parts = self.assigner.find_unit(requests, tiles_per_part, first_unit + part, lane)
             first_unit = first_unit + part - unit_part
-        length = self.assigner.length_of(requests, cutlass.min(unit_row, requests.batch - 1))
+            length = self.assigner.length_of(requests, unit_row)
         first_tile = self.assigner.first_tile(requests, length)
         values = [unit_row, unit_part, num_parts, first_unit, length, first_tile]
         # Known to be alike in all lanes, they are kept in uniform registers.
         work = Work(place, *(cute.arch.make_warp_uniform(value) for value in values))
         expected = (unit_row == row) & (unit_part == part) & (part < num_parts)
         if const_expr(self.config.after_append):
-            self.process_expected(cta, work, q, None, early, expected)
+            self.process_expected(cta, work, q, None, early, pages, expected)
         else:
             query = self.query_of(cta, place, q, asked, row, unit_row)
-            self.process_expected(cta, work, q, query, early, expected)
+            self.process_expected(cta, work, q, query, early, pages, expected)
 
     @cute.jit
     def query_of(self, cta, place, q, asked, row, unit_row):

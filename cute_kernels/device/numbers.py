@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_kernels.device.ptx import _effect, _pure
+from cute_kernels.device.ptx import _effect, _pure, _struct
 
 ROUNDER = 12582912.0  # 1.5 * 2**23: x + ROUNDER is x rounded to an integer (ties to even) in its low mantissa bits
 ROUNDER_BITS = 0x4B400000
@@ -175,3 +175,69 @@ def store_global_words(address: Int64, offset: int, words: Sequence[Uint32], *, 
     target = f".v{len(words)}.u32 [$0 + {offset}], {{{inputs}}};" if len(words) > 1 else f".u32 [$0 + {offset}], $1;"
     operands = [Int64(address), *(Uint32(word) for word in words)]
     _effect(operands, "st.global" + target, ",".join(["l"] + ["r"] * len(words)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def multiply_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Products of two packed bf16 pairs, each rounded to nearest even, subnormals kept."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
+    """a * b + c of packed bf16 pairs, each rounded once, subnormals kept."""
+    operands = [Uint32(a), Uint32(b), Uint32(c)]
+    return _pure(Uint32, operands, "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_global_if(condition: Int32, address: Int64, offset: int, *, loc=None, ip=None) -> list[Uint32]:
+    """16 bytes of read-only global memory where ``condition`` is not 0, else zeros and no access."""
+    u32 = Uint32.mlir_type
+    struct = llvm.inline_asm(
+        _struct(u32, 4),
+        [Int32(condition).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)],
+        "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
+        f"@p ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$5 + {offset}]; }}",
+        "=&r,=&r,=&r,=&r,r,l",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """cp.async of 16 bytes, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
+    operands = [Int32(destination), Int64(source), Int32(num_bytes)]
+    _effect(operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
+    """This thread arrives at an mbarrier, for which it is counted, once all of its cp.async so far are done."""
+    _effect([Int32(barrier)], "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def address_in(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+    """Where a place of this CTA's shared memory lies in that of CTA ``rank`` of the cluster."""
+    return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32, *, loc=None, ip=None) -> None:
+    """1 or 4 words into a CTA's shared memory, counted as bytes on a barrier there; addresses of the cluster."""
+    words = ", ".join(f"${i + 1}" for i in range(len(values)))
+    kind, data = (".v4.b32", f"{{{words}}}") if len(values) == 4 else (".b32", words)
+    asm = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];"
+    operands = [Int32(address), *(Uint32(value) for value in values), Int32(barrier)]
+    _effect(operands, asm, ",".join(["r"] * len(operands)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
+    """Arrives at an mbarrier of any CTA of the cluster, by its address there."""
+    asm = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"
+    _effect([Int32(barrier)], asm, "r", loc=loc, ip=ip)

@@ -37,6 +37,7 @@ class Target:
     row: Any  # of W
     place: Any  # of the first in the output, elements
     count: Any  # outputs, 0 or less behind the last row
+    bias: Any  # of the first among the biases, elements
 
 
 class Epilogue:
@@ -51,7 +52,6 @@ class Epilogue:
     def run(self, operands, memory, work, tid, lane):
         """All of a CTA's segments."""
         shape = work.shape
-        vectors = shape.m * self.row_vectors
         # Of many blocks, one is finished when the next one's part is stored: others' parts have come by then.
         lag = cutlass.select_((shape.num_slices > 1) & (work.num_segments > FEW_SEGMENTS), Int32(1), Int32(0))
         for index in cutlass.range(work.num_segments + lag, unroll=1):
@@ -61,14 +61,14 @@ class Epilogue:
                 part = self.parts_of(work, segment)[1]
                 if (shape.num_slices > 1) | (not held):
                     self.wait_staged(memory, index)
-                    self.store_partials(operands, memory, work, segment, index, part, held, vectors, tid)
+                    self.store_partials(operands, memory, work, segment, index, part, held, tid)
                 if not held:
                     self.release(memory, self.buffer(index), lane)
             if index >= lag:
                 segment = work.segment(index - lag)
                 if segment.last:
                     held = self.is_held(work, index - lag, lag)
-                    self.finish(operands, memory, work, segment, index - lag, held, vectors, tid)
+                    self.finish(operands, memory, work, segment, index - lag, held, tid)
                     if held:
                         # Also for warps that had nothing to store: else they would be ahead by a round of the buffers.
                         self.wait_staged(memory, index - lag)
@@ -93,29 +93,32 @@ class Epilogue:
         held = (lag == 0) & (work.shape.num_slices == 1) if self.config.num_buffers == 1 else lag == 0
         return held | (index == work.num_segments - 1)
 
-    def share(self, work, vectors):
+    def share(self, work, segment):
         """[first, end) of a block's vectors that a CTA finishes."""
+        vectors = work.rows(segment) * self.row_vectors
         num_slices = work.shape.num_slices
         return vectors * work.slice_index // num_slices, vectors * (work.slice_index + 1) // num_slices
 
     @cute.jit
-    def store_partials(self, operands, memory, work, segment, index, part, held, vectors, tid):
+    def store_partials(self, operands, memory, work, segment, index, part, held, tid):
         """Stores a CTA's part of a block for those who finish it; what it finishes itself it may hold back."""
-        first, end = self.share(work, vectors)
+        first, end = self.share(work, segment)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
-        target = self.partials_of(operands, work, segment, vectors) + Int64(part * vectors) * VECTOR_BYTES
-        for vector in cutlass.range(tid, vectors, self.num_threads, unroll=1):
+        part_vectors = work.shape.m * self.row_vectors
+        target = self.partials_of(operands, work, segment) + Int64(part * part_vectors) * VECTOR_BYTES
+        for vector in cutlass.range(tid, work.rows(segment) * self.row_vectors, self.num_threads, unroll=1):
             if (not held) | (vector < first) | (vector >= end):
                 ptx.store_global(target + Int64(vector) * VECTOR_BYTES, self.staged_sum(source, vector))
 
     def parts_of(self, work, segment):
         """(parts of a block up to those of this group, the number of this CTA's)."""
-        before = (work.group - work.first_group(segment.block)) * work.shape.num_slices
+        before = (work.group - work.group_before(segment)) * work.shape.num_slices
         return before + work.shape.num_slices, before + work.slice_index
 
-    def partials_of(self, operands, work, segment, vectors):
+    def partials_of(self, operands, work, segment):
         """Address of the first part of a block."""
-        return operands.workspace + Int64(segment.block * work.shape.max_parts) * (vectors * VECTOR_BYTES)
+        part_bytes = work.shape.m * self.row_vectors * VECTOR_BYTES
+        return operands.workspace + Int64(work.first_part(segment)) * part_bytes
 
     @cute.jit
     def release(self, memory, buffer, lane):
@@ -135,18 +138,18 @@ class Epilogue:
         return total
 
     @cute.jit
-    def finish(self, operands, memory, work, segment, index, held, vectors, tid):
+    def finish(self, operands, memory, work, segment, index, held, tid):
         """Adds up all parts of this CTA's share of a block, in their order and its own last; stores the outputs."""
-        first, end = self.share(work, vectors)
+        first, end = self.share(work, segment)
         parts, part = self.parts_of(work, segment)
         own = cutlass.select_(held, part, Int32(-1))
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
-        partials = self.partials_of(operands, work, segment, vectors)
+        partials = self.partials_of(operands, work, segment)
         sums = cute.make_rmem_tensor(VECTOR, Float32)
         extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
-        stride = Int64(vectors) * VECTOR_BYTES
+        stride = Int64(work.shape.m * self.row_vectors) * VECTOR_BYTES
         for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
-            target = self.target_of(work.shape, segment.block, vector)
+            target = self.target_of(work, segment, vector)
             # What lies in memory is on its way before the CTA's own sums are complete.
             self.load_extras(operands, work.shape, target, extras)
             sums.fill(0.0)
@@ -191,15 +194,16 @@ class Epilogue:
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
-    def target_of(self, shape, block, vector):
+    def target_of(self, work, segment, vector):
         """Where four neighbouring results of a token belong."""
-        token = vector // self.row_vectors
-        row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
+        shape = work.shape
+        token = work.output_row(segment, vector // self.row_vectors)
+        row = segment.block * self.config.block_rows + vector % self.row_vectors * VECTOR
         gated = shape.activation == SWIGLU
         halves = cutlass.select_(gated, Int32(1), Int32(0))
         columns, column = shape.n >> halves, row >> halves
         count = cutlass.min(shape.n - row, VECTOR) >> halves
-        return Target(row, Int64(token) * columns + column, count)
+        return Target(row, Int64(token) * columns + column, count, work.bias_place(segment, row))
 
     @cute.jit
     def load_extras(self, operands, shape, target, extras):
@@ -208,7 +212,7 @@ class Epilogue:
         if operands.bias != 0:
             for i in cutlass.range_constexpr(VECTOR):
                 if target.row + i < shape.n:
-                    extras[i] = self.load_bias(operands.bias + Int64(target.row + i) * 2)
+                    extras[i] = self.load_bias(operands.bias + Int64(target.bias + i) * 2)
         if operands.residual != 0:
             for i in cutlass.range_constexpr(VECTOR):
                 if i < target.count:

@@ -48,6 +48,8 @@ class Memory:
     empty: Any
     staged: Any
     drained: Any
+    x_slot_bytes: Any  # from one set of activations to the next, where there are several
+    table: Any  # room of :attr:`LinearKernel.table_bytes`
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Lane:
 
 class LinearKernel:
     """One compiled variant; :class:`LinearConfig` says which."""
+
+    table_bytes = 0  # of shared memory, for derived kernels
 
     def __init__(self, config: LinearConfig):
         self.config = config
@@ -143,6 +147,12 @@ class LinearKernel:
         else:
             self.clear_tail(memory, work, warp * WARP_THREADS + lane)
         cute.arch.sync_threads()
+        self.take_roles(operands, memory, work, warp, lane)
+
+    @cute.jit
+    def take_roles(self, operands, memory, work, warp, lane):
+        """What each warp does for the rest of the launch."""
+        config = self.config
         if warp < config.math_warps:
             self.multiply(operands, memory, work, warp, lane)
         elif warp == config.math_warps:
@@ -163,18 +173,22 @@ class LinearKernel:
         x = smem.allocate(config.x_bytes, byte_alignment=128)
         staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
+        table = smem.allocate(self.table_bytes, byte_alignment=16).toint() if self.table_bytes else 0
         empty = full + config.num_stages
         staged = empty + config.num_stages
         drained = staged + config.num_buffers
+        pitch = shape.slice_units * (2 * config.unit_k) + X_PAD
         return Memory(
             ring=ring.toint(),
             x=x.toint(),
-            x_pitch=shape.slice_units * (2 * config.unit_k) + X_PAD,
+            x_pitch=pitch,
             staging=staging.toint(),
             full=full,
             empty=empty,
             staged=staged,
             drained=drained,
+            x_slot_bytes=shape.m * pitch,
+            table=table,
         )
 
     def init_barriers(self, memory: Memory):
@@ -196,7 +210,7 @@ class LinearKernel:
         wanted = work.own_units * unit_bytes
         present = cutlass.max(work.shape.k * 2 - work.first_unit * unit_bytes, 0)
         if (present < wanted) & (tid < self.config.math_warps * WARP_THREADS):
-            for token in cutlass.range(work.shape.m, unroll=1):
+            for token in cutlass.range(work.x_rows, unroll=1):
                 start = memory.x + token * memory.x_pitch
                 step = self.config.math_warps * WARP_THREADS * 16
                 for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
@@ -223,8 +237,8 @@ class LinearKernel:
                 end = cutlass.min(unit + reach, segment.end)
                 first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
                 barrier = memory.full + stage
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                if lane == 0:
+                if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
                 cute.arch.sync_warp()
                 if (lane < work.shape.m) & (size > 0):
@@ -248,12 +262,12 @@ class LinearKernel:
                 for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     end = cutlass.min(unit + config.chunk_units, segment.end)
-                    self.copy_chunk(operands, memory, work, segment.block, unit, end - unit, stage)
+                    self.copy_chunk(operands, memory, work, segment, unit, end - unit, stage)
                     stage, phase = advance(stage, phase, config.num_stages)
             if const_expr(config.use_pdl):
                 cute.arch.griddepcontrol_launch_dependents()
 
-    def copy_chunk(self, operands, memory, work, block, unit, count, stage):
+    def copy_chunk(self, operands, memory, work, segment, unit, count, stage):
         """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
@@ -266,9 +280,7 @@ class LinearKernel:
             (operands.zeros, config.zero_offset, config.unit_zero_bytes),
         ]
         for i in range(config.n_tiles):
-            # Of an odd number of tiles, the last block takes the last one twice.
-            tile = cutlass.min(block * config.n_tiles + i, work.shape.num_tiles - 1)
-            place = work.unit_of_tile(tile, unit)
+            place = work.unit_of_tile(work.tile(segment, i, config.n_tiles), unit)
             for source, offset, unit_bytes in parts:
                 if unit_bytes:
                     ptx.bulk_copy_to_shared(
@@ -307,13 +319,15 @@ class LinearKernel:
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
             sums.fill(0.0)
-            channel = self.load_channel(operands, work, segment.block, place)
+            channel = self.load_channel(operands, work, segment, place)
+            x_start = work.x_start(segment, memory.x_slot_bytes)
             for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
                 count = cutlass.min(segment.end - unit, config.chunk_units)
                 base = memory.ring + stage * config.stage_bytes
                 for i in cutlass.range(place.k_warp, count, config.k_warps, unroll=1):
-                    self.multiply_unit(sums, base, i, (unit + i) * (2 * config.unit_k), place, channel)
+                    x_offset = (unit + i) * (2 * config.unit_k) + x_start
+                    self.multiply_unit(sums, base, i, x_offset, place, channel)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(memory.empty + stage)
@@ -328,7 +342,7 @@ class LinearKernel:
     def multiply_unit(self, sums, base, unit, x_offset, place: Lane, channel):
         """Adds W X^T of a unit to ``sums``: [tile][block of tokens][4].
 
-        base: address of the stage; unit: its place in the chunk; x_offset: bytes from the slice's beginning in x.
+        base: address of the stage; unit: its place in the chunk; x_offset: bytes from where rows begin.
         """
         config, decoder = self.config, self.decoder
         group_size = config.group_size or config.unit_k
@@ -381,14 +395,13 @@ class LinearKernel:
             zeros = [ptx.load_shared_part(row, offset + 8 * half, 1) for half in range(2)]
         return scales, decoder.offsets(zeros)
 
-    def load_channel(self, operands, work, block, place: Lane):
+    def load_channel(self, operands, work, segment, place: Lane):
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder = self.config, self.decoder
         channel = []
         if not config.group_size:
             for i in range(config.n_tiles):
-                tile = cutlass.min(block * config.n_tiles + i, work.shape.num_tiles - 1)
-                row = Int64(tile) * TILE_N + place.scale_offset
+                row = Int64(work.tile(segment, i, config.n_tiles)) * TILE_N + place.scale_offset
                 words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
                 zeros = [Uint32(decoder.symmetric_zero)] * 2
                 if config.zero_point:

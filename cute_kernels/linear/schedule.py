@@ -183,7 +183,8 @@ def candidate_configs(problem: Problem) -> list[LinearConfig]:
     base = base_config(problem)
     # Three warps for the units of a chunk keep pace with the memory better, where their longer stages leave a ring.
     more = replace(base, k_warps=3) if base.n_tiles == 2 and base.max_tokens == 8 and base.unit_k <= 128 else base
-    configs = [with_ring(base if x_bytes == X_BYTES[-1] else more, x_bytes) for x_bytes in X_BYTES]
+    most = most_x_bytes(base)
+    configs = [with_ring(base if x_bytes == X_BYTES[-1] else more, min(x_bytes, most)) for x_bytes in X_BYTES]
     return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
 
 
@@ -221,6 +222,13 @@ def shares_activations(problem: Problem, max_tokens: int) -> bool:
     if problem.bits == 8 or problem.num_tiles == 1:
         return False
     return max_tokens < 32 or problem.group_size not in (32, 64)
+
+
+def most_x_bytes(base: LinearConfig) -> int:
+    """What activations may take beside a ring of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
+    two = replace(with_ring(base, 0), num_stages=2)
+    least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
+    return (MAX_SHARED_BYTES - least.smem_bytes) // 1024 * 1024
 
 
 def with_ring(base: LinearConfig, x_bytes: int) -> LinearConfig:

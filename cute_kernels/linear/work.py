@@ -43,6 +43,11 @@ class Shape:
     activation: Any
     out_kind: Any
 
+    @property
+    def base_divisor(self):
+        """``base`` as a divisor."""
+        return self.base
+
     def block_of(self, unit):
         """The block of a unit, counted over all blocks of a slice."""
         return Int32((Int64(unit) * self.slice_reciprocal) >> RECIPROCAL_BITS)
@@ -100,8 +105,46 @@ class Work:
         shape = self.shape
         start = block * shape.slice_units
         longer = shape.rest * (shape.base + 1)
-        before = cutlass.select_(start < longer, start // (shape.base + 1), shape.rest + (start - longer) // shape.base)
+        behind = shape.rest + (start - longer) // shape.base_divisor
+        before = cutlass.select_(start < longer, start // (shape.base + 1), behind)
         return cutlass.select_(start < self.first, before, self.group)
+
+    # -- what a grouped product sees otherwise --------------------------------------------------------------------
+
+    @property
+    def x_rows(self):
+        """Rows of activations that shared memory holds."""
+        return self.shape.m
+
+    def x_start(self, segment, slot_bytes):
+        """Where a segment's activations begin, bytes behind the first."""
+        return 0
+
+    def tile(self, segment, index: int, n_tiles: int):
+        """The ``index``-th tile of a segment's block; the last block takes the last of an odd number twice."""
+        return cutlass.min(segment.block * n_tiles + index, self.shape.num_tiles - 1)
+
+    def rows(self, segment):
+        """Rows of x, and of the output, that a segment computes."""
+        return self.shape.m
+
+    def output_row(self, segment, token):
+        """The row of the output of a segment's ``token``-th row."""
+        return token
+
+    def bias_place(self, segment, row):
+        """The bias of a segment's output feature ``row``."""
+        return row
+
+    def first_part(self, segment):
+        """Number of a block's first partial result among those in the workspace."""
+        return segment.block * self.shape.max_parts
+
+    def group_before(self, segment):
+        """The first of the groups that share a segment's block."""
+        return self.first_group(segment.block)
+
+    # -- places ---------------------------------------------------------------------------------------------------
 
     @property
     def first_unit(self):

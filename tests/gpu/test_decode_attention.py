@@ -16,7 +16,7 @@ from cute_kernels.attention import decode_attention_splits, ops
 from cute_kernels.attention.reference import combine
 from cute_kernels.compat.fbgemm import gqa_attn_splitk
 from tests.attention.cases import FORMATS, Call, assert_close, make_call, poison_unseen, store
-from tests.gpu.layout_table import LAYOUTS, HeadLayout
+from tests.gpu.layout_table import LAYOUTS, HeadLayout, specs  # noqa: F401 (for tests.gpu.prepare)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 

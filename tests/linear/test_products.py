@@ -86,12 +86,12 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
     gpu.install(monkeypatch, kernel, decode)
     subject = kernel.LinearKernel(config)
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
-    work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles))
+    work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles), tile=lambda segment, i, n_tiles: i)
     operands = SimpleNamespace(scales=0, zeros=scales.size)
     for number in range(config.math_warps):
         place = subject.lane_places(memory, work, number, machine.LANES)
         sums = machine.Registers(config.n_tiles * config.token_blocks * 4, machine.Float32)
-        channel = subject.load_channel(operands, work, 0, place)
+        channel = subject.load_channel(operands, work, None, place)
         for unit in range(place.k_warp, units, config.k_warps):
             subject.multiply_unit(sums, machine.Int32(0), unit, unit * 2 * config.unit_k, place, channel)
         subject.stage_sums(sums, memory, 0, place, channel)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cute_kernels.linear import schedule as schedules
@@ -49,7 +49,11 @@ def cuts(draw) -> Schedule:
     return replace(schedule, num_groups=draw(st.integers(1, schedule.total)))
 
 
+LONG_K_ON_FEW_SMS = Problem(m=27, n=65, k=20481, k_pad=20736, bits=4, dtype="bf16", group_size=256, num_sms=16)
+
+
 @given(problems())
+@example(LONG_K_ON_FEW_SMS)
 @settings(max_examples=100, deadline=None)
 def test_every_problem_has_a_schedule_that_fits(problem: Problem):
     schedule = make_schedule(problem)

@@ -188,7 +188,7 @@ class TileEpilogue:
         """Where four neighbouring results of a token belong."""
         halves = cutlass.select_(shape.activation == SWIGLU, Int32(1), Int32(0))
         count = cutlass.min(shape.n - row, VECTOR) >> halves
-        return epilogue.Target(row, Int64(token) * (shape.n >> halves) + (row >> halves), count)
+        return epilogue.Target(row, Int64(token) * (shape.n >> halves) + (row >> halves), count, row)
 
     def stage_sums(self, store: Store, sums, first: int):
         """Puts a chunk's sums into the staging buffer, [token][feature] in fp32."""

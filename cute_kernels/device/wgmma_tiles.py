@@ -1,0 +1,94 @@
+"""Warpgroup MMAs over bf16 tiles of shared memory in the 128-byte swizzle: layouts, operands, issue.
+
+A tile of R rows and C columns (C a multiple of 64) lies as C / 64 slabs of R rows of 128 bytes; the 16-byte pieces of
+row r of a slab are permuted by ``piece ^ (r % 8)``. The same bytes serve as a K-major operand, [rows, columns], and as
+an MN-major one, [columns, rows]: what is K to one product is V to the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource, SmemLayoutAtomKind
+
+WARPGROUP_THREADS = 128
+WARPGROUP_ROWS = 64  # M of an instruction
+SLAB_COLUMNS = 64
+ROW_BYTES = 128  # of a row in a slab
+PIECE_BYTES = 16  # what the swizzle permutes
+
+
+def piece_offset(row: Any, piece: Any) -> Any:
+    """Byte offset in a slab of 16-byte piece ``piece`` (0 to 7) of a row; Python or run-time integers."""
+    return row * ROW_BYTES + (piece ^ (row & 7)) * PIECE_BYTES
+
+
+def tile(pointer, rows: int, columns: int) -> cute.Tensor:
+    """The K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes."""
+    atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, BFloat16)
+    return _tensor(pointer, cute.tile_to_shape(atom, (rows, columns), order=(0, 1)))
+
+
+def transposed_tile(pointer, rows: int, columns: int) -> cute.Tensor:
+    """The bytes of :func:`tile` as the MN-major tensor [columns, rows]."""
+    atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.MN_SW128, BFloat16)
+    return _tensor(pointer, cute.tile_to_shape(atom, (columns, rows), order=(1, 0)))
+
+
+def _tensor(pointer, layout) -> cute.Tensor:
+    # Descriptors are made of affine layouts: the swizzle goes with the pointer.
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=BFloat16), layout.outer)
+
+
+def mma(n: int, *, a_in_registers: bool = False, b_transposed: bool = False) -> cute.TiledMma:
+    """One warpgroup's bf16 product with M = 64, N = ``n`` and fp32 sums; made anew for every use, as it holds state."""
+    operation = warpgroup.MmaF16BF16Op(
+        BFloat16,
+        Float32,
+        (WARPGROUP_ROWS, n, 16),
+        OperandSource.RMEM if a_in_registers else OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.MN if b_transposed else OperandMajorMode.K,
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(operation), (1, 1, 1))
+
+
+def make_sums(n: int) -> Any:
+    """fp32 accumulators of a 64 x n product: 4 for every 8 columns, see :func:`sum_place`."""
+    tiled = mma(n)
+    return cute.make_rmem_tensor(tiled.partition_shape_C((WARPGROUP_ROWS, n)), Float32)
+
+
+def sum_place(index: int) -> tuple[int, int]:
+    """(row - its warp's 16w + lane / 4, column - 2 (lane % 4)) of a thread's ``index``-th accumulator."""
+    return 8 * (index >> 1 & 1), 8 * (index >> 2) + (index & 1)
+
+
+def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = False) -> None:
+    """Issues sums += A B (or = A B with ``zero``), to be committed and waited for by the caller.
+
+    a: K-major tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 16).
+    b: [n, k] in shared memory, from :func:`tile` or, with b_transposed, from :func:`transposed_tile`.
+    """
+    in_registers = a.memspace == cute.AddressSpace.rmem
+    tiled = mma(n, a_in_registers=in_registers, b_transposed=b_transposed)
+    thread = tiled.get_slice(0)  # operands in shared memory are the warpgroup's, not a thread's
+    a_fragment = a if in_registers else tiled.make_fragment_A(thread.partition_A(a))
+    b_fragment = tiled.make_fragment_B(thread.partition_B(b))
+    for step in range(cute.size(b_fragment.shape[2])):
+        tiled.set(warpgroup.Field.ACCUMULATE, not (zero and step == 0))
+        cute.gemm(tiled, sums, a_fragment[None, None, step], b_fragment[None, None, step], sums)
+
+
+def begin() -> None:
+    """Before the first :func:`multiply` of a group: what the registers hold is ready for it."""
+    warpgroup.fence()
+
+
+def finish(pending: int = 0) -> None:
+    """Commits a group and waits until at most ``pending`` groups are under way."""
+    warpgroup.commit_group()
+    warpgroup.wait_group(pending)

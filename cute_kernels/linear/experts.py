@@ -1,0 +1,208 @@
+"""`PackedExperts`: the quantised weights of one layer of a mixture of experts, all of one shape and format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors
+from cute_kernels.linear.quantize import interleave_weights, quantize_weight
+from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight
+
+_TENSORS = ("codes", "scales", "zeros")
+_FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedExperts:
+    """Weights [E, N, K] in 4- or 8-bit codes: those of `PackedWeight`, one behind the other in each tensor.
+
+    ``experts[e]`` is expert e as a `PackedWeight` that shares the memory. Act-order and input scales, which would be
+    another one for each expert, are not held.
+
+    Args:
+        codes, scales, zeros: as in `PackedWeight` with a dimension E in front; zeros is None if all are symmetric.
+        bits, group_size, shape: as in `PackedWeight`; shape is (N, K) of one expert.
+
+    Raises:
+        TypeError, ValueError: a field is not as above; the message names it.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int | None
+    shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        check_tensors(codes=self.codes, scales=self.scales)
+        if self.codes.dim() != 4 or self.codes.shape[0] < 1:
+            raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
+        for name in _TENSORS[1:]:
+            tensor = getattr(self, name)
+            if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != len(self)):
+                raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
+        for name, tensor in self._tensors().items():
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
+        self[0]  # which checks all else
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def __getitem__(self, expert: int) -> PackedWeight:
+        """An expert's weight, in the same memory."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return PackedWeight(self.codes[expert], self.scales[expert], zeros, self.bits, self.group_size, self.shape)
+
+    def __iter__(self) -> Iterator[PackedWeight]:
+        return (self[expert] for expert in range(len(self)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scales, and of the activations that the weights take."""
+        return self.scales.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def __repr__(self) -> str:
+        sizes = f"{self.bits}-bit, [{len(self)}, {self.shape[0]}, {self.shape[1]}], group_size={self.group_size}"
+        zeros = ", with zeros" if self.zeros is not None else ""
+        return f"PackedExperts({sizes}, {self.dtype}{zeros}, {self.nbytes / 1e6:.1f} MB on {self.device})"
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """W [E, N, K] in ``dtype`` (default: that of the scales)."""
+        return torch.stack([weight.dequantize(dtype) for weight in self])
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedExperts:
+        """The weights on another device; themselves if they are there."""
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
+        return replace(self, **moved)
+
+    def shard_n(self, rank: int, world_size: int) -> PackedExperts:
+        """A rank's output features of every expert; see `PackedWeight.shard_n`."""
+        return stack_experts([weight.shard_n(rank, world_size) for weight in self])
+
+    def shard_k(self, rank: int, world_size: int) -> PackedExperts:
+        """A rank's inputs of every expert; see `PackedWeight.shard_k`."""
+        return stack_experts([weight.shard_k(rank, world_size) for weight in self])
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, and "format", int64 [6]: version, N, K, bits, group_size or 0, experts."""
+        fields = (FORMAT_VERSION, *self.shape, self.bits, self.group_size or 0, len(self))
+        return {**self._tensors(), "format": torch.tensor(fields, dtype=torch.int64)}
+
+    @classmethod
+    def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> PackedExperts:
+        """The weights of `state_dict`'s tensors, which are not copied.
+
+        Raises:
+            TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
+        """
+        for name in ("format", "codes", "scales"):
+            if name not in tensors:
+                raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
+        unknown = sorted(tensors.keys() - {*_TENSORS, "format"})
+        if unknown:
+            raise ValueError(f"{unknown[0]}: got a tensor of that name, want none but {', '.join(_TENSORS)}, format")
+        found = tensors["format"]
+        if found.dtype != torch.int64 or tuple(found.shape) != (len(_FORMAT_FIELDS),):
+            raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{len(_FORMAT_FIELDS)}]")
+        version, n, k, bits, group_size, experts = found.tolist()
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
+        fields: dict[str, Any] = {name: tensors.get(name) for name in _TENSORS}
+        weights = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
+        if len(weights) != experts:
+            raise ValueError(f"codes: got {len(weights)} experts, want {experts}, what format says")
+        return weights
+
+
+def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
+    """The experts of a layer as one, copied: what importers of checkpoints make one after the other.
+
+    Symmetric ones among others with zero points get the symmetric zero as theirs.
+
+    Raises:
+        TypeError, ValueError: there is none, they differ in format, or one has perm or input_scale; the message says
+            which.
+    """
+    if not weights:
+        raise ValueError("weights: got none, want at least one expert")
+    for i, weight in enumerate(weights):
+        _check_alike(i, weight, weights[0])
+    zeros = any(weight.zeros is not None for weight in weights)
+    return _filled(lambda i: weights[i], len(weights), zeros)
+
+
+def quantize_experts(
+    w: torch.Tensor,
+    bits: int = 4,
+    group_size: int | None = 128,
+    zero_point: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> PackedExperts:
+    """`quantize_weight` of every expert of w [E, N, K]; the arguments are its arguments."""
+    check_tensors(w=w)
+    if w.dim() != 3 or w.shape[0] < 1:
+        raise ValueError(f"w: got shape {list(w.shape)}, want [E, N, K] with at least one expert")
+    return _filled(
+        lambda i: quantize_weight(w[i], bits, group_size, zero_point, dtype, device=device), w.shape[0], zero_point
+    )
+
+
+def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
+    """The experts [E, 2 N, K] whose even rows are gate's and odd rows are up's; see `interleave_weights`."""
+    if len(gate) != len(up):
+        raise ValueError(f"up: got {len(up)} experts, want {len(gate)}, as many as gate has")
+    zeros = gate.zeros is not None or up.zeros is not None
+    return _filled(lambda i: interleave_weights(gate[i], up[i]), len(gate), zeros)
+
+
+def _filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
+    """All experts, asked for one at a time, so that no more than one of them is there twice."""
+    first = expert(0)
+    codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))
+    zero_points = torch.full_like(scales, 1 << (first.bits - 1), dtype=torch.uint8) if zeros else None
+    for i in range(count):
+        weight = first if i == 0 else expert(i)
+        codes[i], scales[i] = weight.codes, weight.scales
+        if zero_points is not None and weight.zeros is not None:
+            zero_points[i] = weight.zeros
+    return PackedExperts(codes, scales, zero_points, first.bits, first.group_size, first.shape)
+
+
+def _check_alike(index: int, weight: Any, first: PackedWeight) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weights: got {type(weight).__name__} as expert {index}, want a PackedWeight")
+    for name in ("shape", "bits", "group_size", "dtype", "device"):
+        ours, theirs = getattr(first, name), getattr(weight, name)
+        if ours != theirs:
+            raise ValueError(f"weights: got {name} {theirs} of expert {index}, want {ours}, that of expert 0")
+    for name in ("perm", "input_scale"):
+        if getattr(weight, name) is not None:
+            raise ValueError(f"weights: got {name} with expert {index}, want weights without: experts have none")

@@ -1,0 +1,107 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.mla.config import FENCES, SCALES, TOKENS, CombineConfig, MlaConfig
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+
+
+class _MlaFamily(KernelSpec):
+    """What both kernels of the family share."""
+
+    family: ClassVar[str] = "mla"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+
+@dataclass(frozen=True, eq=False)
+class MlaSpec(_MlaFamily):
+    """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
+    stream."""
+
+    config: MlaConfig
+
+    def compile(self, arch: str) -> Any:
+        return compile_mla(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class CombineSpec(_MlaFamily):
+    """Adding up parts: the function takes what :meth:`CombineKernel.__call__` describes, on torch's current stream."""
+
+    config: CombineConfig
+
+    def compile(self, arch: str) -> Any:
+        return compile_combine(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile."""
+    fp8 = [MlaConfig("sparse", "mla_fp8", scales, fence) for scales in SCALES for fence in FENCES]
+    fp8.append(MlaConfig("paged", "mla_fp8"))
+    fp8 += [dataclasses.replace(config, staggered=True) for config in fp8]
+    fp8 += [MlaConfig("sparse", "mla_fp8", scales, "reader", crossover=True) for scales in SCALES]
+    bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
+    return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]
+
+
+def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream
+
+    from cute_kernels.mla.kernel import MlaKernel
+
+    reason = config.can_implement()
+    if reason is not None:
+        raise ValueError(f"config: {reason} ({config})")
+    results = [_fake_rows(576), *[Int64(0)] * 4, Float32(1.0), Int32(1)]
+    pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
+    chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
+    table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
+    kernel = MlaKernel(config)
+    return cute.compile(
+        kernel.sparse if config.tokens == "sparse" else kernel.paged,
+        *results,
+        *([*chosen, *chosen] if config.tokens == "sparse" else [*pages, *table]),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
+    """As :func:`compile_mla`, of the combining kernel."""
+    import cutlass.cute as cute
+    from cutlass import Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream
+
+    from cute_kernels.mla.combine import CombineKernel
+
+    return cute.compile(
+        CombineKernel(config),
+        _fake_rows(512),
+        *[Int64(0)] * 3,
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def _fake_rows(columns: int) -> Any:
+    """bf16 [batch, q_len, num_heads, columns], contiguous."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor
+
+    shape = (*(cute.sym_int() for _ in range(3)), columns)
+    return make_fake_compact_tensor(cutlass.BFloat16, shape, stride_order=(3, 2, 1, 0), assumed_align=16)

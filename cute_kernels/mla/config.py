@@ -1,0 +1,130 @@
+"""Compile-time choices of the MLA decode kernels, and what follows from them. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+
+HEAD_DIM = 576  # columns of a key
+V_HEAD_DIM = 512  # columns of a value: the first ones of the key
+BLOCK_HEADS = 64  # rows of a CTA: M of a warpgroup's MMA
+BLOCK_TOKENS = 64
+GROUP_TOKENS = 8  # that a gathering warp fetches at a time: rows of a swizzle atom
+WARPGROUP_WARPS = 4
+NUM_WARPGROUPS = 3  # scores and left half of the output; right half; gathering
+NUM_THREADS = NUM_WARPGROUPS * WARPGROUP_WARPS * WARP_THREADS
+GATHER_WARPS = WARPGROUP_WARPS
+WARP_GROUPS = BLOCK_TOKENS // GROUP_TOKENS // GATHER_WARPS  # groups of tokens that a gathering warp fetches of a block
+MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS
+NUM_STAGES = 2
+TILE_BYTES = BLOCK_TOKENS * HEAD_DIM * 2
+QUERY_BYTES = BLOCK_HEADS * HEAD_DIM * 2
+WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
+FACTOR_BYTES = BLOCK_HEADS * 4
+STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
+FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
+# Per thread; in sum at most what three warpgroups are launched with, 3 * 168.
+SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS, CROSSING_REGISTERS = 208, 160, 128, 136
+TOKENS = ("sparse", "paged")
+FORMS = ("mla_fp8", "mla_bf16")
+SCALES = ("fp32", "power_of_2")
+FENCES = ("writer", "reader")
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """One variant of MLA decode.
+
+    tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
+    form: name of the cache's format.
+    scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
+    fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
+        it, after they have heard. Copies that nobody waits for leave it to the latter.
+    staggered: the right half of the output is added to while the next block's softmax goes on, not beside the left
+        half; the halves of a tile are then filled and given back one by one.
+    crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
+        number of blocks of 64 heads of a row must be even.
+    """
+
+    tokens: str = "sparse"
+    form: str = "mla_fp8"
+    scales: str = "fp32"
+    fence: str = "writer"
+    staggered: bool = False
+    crossover: bool = False
+
+    @property
+    def name(self) -> str:
+        """C identifier of the variant."""
+        fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
+        return f"{self.form}_{self.tokens}{fp8}{'_staggered' * self.staggered}{'_crossover' * self.crossover}"
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share the decoding of a row's tokens."""
+        return 2 if self.crossover else 1
+
+    @property
+    def warp_groups(self) -> int:
+        """Groups of tokens that a gathering warp fetches of a block."""
+        return WARP_GROUPS // self.cluster
+
+    @property
+    def num_halves(self) -> int:
+        """In how many pieces a tile is filled and given back: left columns with the RoPE columns, right columns."""
+        return 2 if self.staggered else 1
+
+    @property
+    def empty_arrivals(self) -> int:
+        """How many times a barrier of a tile, or of a half, is arrived at when it is given back."""
+        return MULTIPLYING_WARPS // self.num_halves * self.cluster
+
+    @property
+    def copies(self) -> bool:
+        """Whether tiles are copies of the cache's bytes."""
+        return self.form == "mla_bf16"
+
+    @property
+    def full_arrivals(self) -> int:
+        """How many times a barrier of a tile is arrived at when the tile is full."""
+        return GATHER_WARPS * (WARP_THREADS + 1 if self.copies else 1)
+
+    @property
+    def gather_registers(self) -> int:
+        """Registers of a gathering thread."""
+        return CROSSING_REGISTERS if self.crossover else GATHER_REGISTERS
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        stages = NUM_STAGES * (TILE_BYTES + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
+        return stages + QUERY_BYTES + WEIGHT_BYTES + FACTOR_BYTES
+
+    def can_implement(self) -> str | None:
+        """Why the configuration cannot be compiled, or None."""
+        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES}
+        for name, wanted in choices.items():
+            if getattr(self, name) not in wanted:
+                return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
+        if self.copies and self.fence != "reader":
+            return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
+        if self.copies and (self.staggered or self.crossover):
+            return "staggered or crossover is True; tiles that are copied come in one piece, each to its own CTA"
+        if self.crossover and (self.staggered or self.fence != "reader"):
+            return f"staggered is {self.staggered}, fence is {self.fence!r}; crossover wants False and 'reader'"
+        if self.smem_bytes > MAX_SHARED_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
+        return None
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """The kernel that adds up the parts of split rows."""
+
+    num_threads: int = V_HEAD_DIM // 4  # a vector of 4 columns each
+
+    @property
+    def name(self) -> str:
+        """C identifier of the variant."""
+        return f"mla_combine_{self.num_threads}"

@@ -1,0 +1,51 @@
+"""E4M3 to bf16 by placing bits: two prmt, two shifts, four lop3 for four codes, then packed bf16 products.
+
+A code's sign goes to bit 15, its exponent and mantissa to bits 10 to 4 of a bf16: that is the code's value times
+2**-120, a bf16 subnormal where the code is an E4M3 subnormal, so that one product with 2**120 is exact for all codes.
+(Bit placement with an exponent correction: Marlin's FP8 kernels, Frantar et al. and Neural Magic 2024.) The NaN codes
+0x7f and 0xff read as +-480.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Uint32
+
+from cute_kernels.device import numbers, ptx
+
+PAIRS = (0x1404, 0x3424)  # prmt selectors: bytes 0 and 1, or 2 and 3, each above a zero byte
+SIGNS, SIZES = 0x80008000, 0x07F007F0
+TWO_POWER_120 = 0x7B807B80  # a pair of bf16
+
+
+@dataclass(frozen=True)
+class Dequantizer:
+    """What the four codes of a word and their scale make; ``scales`` as in `SparseConfig`."""
+
+    scales: str
+
+    def factors(self, scale: Any) -> list[Uint32]:
+        """A scale as packed pairs of bf16 that :meth:`word` multiplies with.
+
+        fp32 scales become a sum of two bf16, which is the scale to within 2**-17 of it.
+        """
+        if self.scales == "power_of_2":
+            scaled = numbers.multiply(scale, Float32(2.0**120))
+            return [ptx.pack_bf16x2(scaled, scaled)]
+        high = ptx.pack_bf16x2(scale, scale)
+        rest = scale - ptx.bf16x2_low_to_float(high)
+        return [high, ptx.pack_bf16x2(rest, rest)]
+
+    def word(self, codes: Uint32, factors: list[Uint32]) -> list[Uint32]:
+        """Four codes times their scale: two words of two bf16, in the order of the codes."""
+        return [self._pair(ptx.prmt(codes, Uint32(0), Uint32(selector)), factors) for selector in PAIRS]
+
+    def _pair(self, spread: Uint32, factors: list[Uint32]) -> Uint32:
+        placed = (spread & SIGNS) | ((spread >> 4) & SIZES)
+        if len(factors) == 1:
+            return numbers.multiply_bf16x2(placed, factors[0])
+        value = numbers.multiply_bf16x2(placed, Uint32(TWO_POWER_120))
+        high, low = factors
+        return numbers.fma_bf16x2(value, high, numbers.multiply_bf16x2(value, low))

@@ -1,0 +1,372 @@
+"""The gathering warpgroup: tokens of a cache into tiles of bf16 that wgmma reads.
+
+A warp fetches 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
+onwards of its token's 512 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle atom, at 8
+different pieces: no bank conflicts, and every address is one of three per lane plus a constant. What is loaded for the
+next 8 tokens takes the registers of what has just been decoded: all of a warp's loads are always under way, also while
+it waits for a free tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.ring import advance
+from cute_kernels.mla.config import (
+    BLOCK_TOKENS,
+    FLAG_BYTES,
+    GROUP_TOKENS,
+    HEAD_DIM,
+    NUM_STAGES,
+    TILE_BYTES,
+    V_HEAD_DIM,
+    WARP_GROUPS,
+    MlaConfig,
+)
+from cute_kernels.mla.dequant import Dequantizer
+from cute_kernels.mla.locate import Token, make_locator
+
+SCALES_OFFSET = V_HEAD_DIM  # in a token's bytes
+ROPE_OFFSET = SCALES_OFFSET + 16
+SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
+LATENT_LOADS = V_HEAD_DIM // wgmma_tiles.SLAB_COLUMNS  # of 16 bytes a lane, one for every slab
+ROPE_LOADS = 2
+NUM_SCALES = 4
+COPIES = HEAD_DIM * 2 // 64  # of 16 bytes a lane, of a token of bf16
+SLABS_PER_SCALE = LATENT_LOADS // NUM_SCALES
+GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
+HALF_LOADS = LATENT_LOADS // 2
+LEFT_LOADS = HALF_LOADS + ROPE_LOADS
+LEFT_PIECES = (*range(HALF_LOADS), *range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS))
+
+
+@dataclass(frozen=True)
+class GatherLane:
+    """A gathering lane's constant places."""
+
+    row: Any  # of its token in a block, in the warp's first group
+    source: Any  # bytes into a token
+    even: Any  # byte offsets in a slab: of the first 8 of 16 columns
+    odd: Any  # ... of the other 8
+    rope: Any  # ... of the first RoPE piece
+
+    @staticmethod
+    def of(first_row, lane) -> GatherLane:
+        """first_row: of the warp's first group, in a block."""
+        row, quarter = lane % GROUP_TOKENS, lane // GROUP_TOKENS
+        first = first_row + row
+        places = [wgmma_tiles.piece_offset(first, piece) for piece in (2 * quarter, 2 * quarter + 1, quarter)]
+        return GatherLane(first, 16 * quarter, *places)
+
+
+@cute.jit
+def write_flags(memory, stage, group, valid, lane):
+    """Says which of a group's 8 tokens exist."""
+    flags = cute.arch.vote_ballot_sync(valid != 0)
+    if lane == 0:
+        ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
+
+
+class Dequantizing:
+    """The gathering warpgroup over an FP8 cache."""
+
+    def __init__(self, config: MlaConfig):
+        self.config = config
+        self.locator = make_locator(config.tokens)
+        self.dequantizer = Dequantizer(config.scales)
+
+    @cute.jit
+    def run(self, work, source, memory, warp, lane):
+        """Fills a tile for every block of the CTA's share."""
+        place = GatherLane.of(self.first_row(warp), lane)
+        link = self.link(memory)
+        words = cute.make_rmem_tensor(4 * (LATENT_LOADS + ROPE_LOADS), Uint32)
+        scales = cute.make_rmem_tensor(NUM_SCALES, Uint32)
+        entry = self.locator.load_entry(work, source, work.begin, place.row)
+        token = self.locator.locate(work, source, entry, work.begin, place.row)
+        for i in cutlass.range_constexpr(LATENT_LOADS + ROPE_LOADS):
+            self.load_piece(words, token, place, i)
+        self.load_scales(scales, token)
+        held = token.valid
+        entry = self.locator.load_entry(work, source, *self.step(work.begin, 1, place))
+        stage, phase = Int32(0), Int32(1)
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            for group in cutlass.range_constexpr(self.config.warp_groups):
+                next_block, next_row = self.step(block, group + 1, place)
+                token = self.locator.locate(work, source, entry, next_block, next_row)
+                entry = self.locator.load_entry(work, source, *self.step(block, group + 2, place))
+                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
+                tile = self.tile(memory, link, stage, group)
+                self.write_group(words, scales, token, tile, place)
+                held = token.valid
+            self.announce_tile(memory, stage, warp, lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+
+    def step(self, block, groups: int, place):
+        """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
+        ahead, group = divmod(groups, self.config.warp_groups)
+        return block + ahead, place.row + group * GROUP_TOKENS
+
+    # -- where tiles go: another class may send them further ----------------------------------------------------------
+
+    def first_row(self, warp):
+        """The first row of a block that a warp (0 to 3) fetches."""
+        return warp * (WARP_GROUPS * GROUP_TOKENS)
+
+    def link(self, memory):
+        """What is known of another CTA: nothing."""
+        return
+
+    def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
+        """Says which of a group's 8 tokens exist."""
+        write_flags(memory, stage, group, valid, lane)
+
+    def tile(self, memory, link, stage, group: int):
+        """Where the rows of a warp's group go in every slab."""
+        return memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+
+    def store(self, tile, place, offset: int, values) -> None:
+        """Stores 16 bytes of a tile."""
+        ptx.store_shared(tile + place, offset, values)
+
+    def announce_tile(self, memory, stage, warp, lane) -> None:
+        """Says that the warp's part of a tile is written."""
+        self.announce(memory.full + stage, lane)
+
+    @cute.jit
+    def announce(self, barrier, lane):
+        """Says that the warp's part of a tile, or of a half, is written."""
+        if const_expr(self.config.fence == "writer"):
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def load_piece(self, words, token: Token, place: GatherLane, i: int, slot: int | None = None) -> None:
+        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns, to hold in ``slot`` (i if None)."""
+        first = 4 * (i if slot is None else slot)
+        offset = 64 * i if i < LATENT_LOADS else ROPE_OFFSET + 64 * (i - LATENT_LOADS)
+        for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
+            words[first + j] = word
+
+    def load_scales(self, scales, token: Token) -> None:
+        """Asks for a token's four scales."""
+        for j, word in enumerate(numbers.load_global_if(token.valid, token.address, SCALES_OFFSET)):
+            scales[j] = word
+
+    # -- tiles --------------------------------------------------------------------------------------------------------
+
+    def write_group(self, words, scales, token: Token, tile, place) -> None:
+        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place."""
+        factors = [self.factors(scales, j) for j in range(NUM_SCALES)]
+        self.load_scales(scales, token)
+        for i in range(LATENT_LOADS):
+            self.write_latent(words, i, i, factors[i // SLABS_PER_SCALE], tile, place, token, i)
+        for i in range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS):
+            self.write_rope(words, i, i - LATENT_LOADS, tile, place)
+            self.load_piece(words, token, place, i)
+
+    def factors(self, scales, j: int):
+        """What the codes under a token's ``j``-th scale are multiplied with."""
+        return self.dequantizer.factors(Uint32(scales[j]).bitcast(Float32))
+
+    def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
+        """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
+        values = []
+        for j in range(4):
+            values += self.dequantizer.word(words[4 * slot + j], factors)
+        if piece is not None:
+            self.load_piece(words, token, place, piece, slot)
+        self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
+        self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
+
+    def write_rope(self, words, slot: int, i: int, tile, place) -> None:
+        """Stores 8 RoPE columns as they are."""
+        # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
+        offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
+        self.store(tile, offset, LATENT_LOADS * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
+
+
+class DequantizingHalves(Dequantizing):
+    """As :class:`Dequantizing`, a half of a tile at a time: left columns with the RoPE columns, then right columns.
+
+    A warp holds one half of each of its groups: what it asks for in the place of a left half is the same tokens' right
+    half, and the next block's left half in the place of that.
+    """
+
+    @cute.jit
+    def run(self, work, source, memory, warp, lane):
+        """Fills a tile for every block of the CTA's share."""
+        place = GatherLane.of(self.first_row(warp), lane)
+        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
+        scales = [cute.make_rmem_tensor(NUM_SCALES, Uint32) for _ in range(WARP_GROUPS)]
+        addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
+        valid = cute.make_rmem_tensor(WARP_GROUPS, Int32)
+        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
+        for group in cutlass.range_constexpr(WARP_GROUPS):
+            row = place.row + group * GROUP_TOKENS
+            entry = self.locator.load_entry(work, source, work.begin, row)
+            token = self.locator.locate(work, source, entry, work.begin, row)
+            entries[group] = self.locator.load_entry(work, source, work.begin + 1, row)
+            addresses[group] = token.address
+            valid[group] = token.valid
+            self.load_scales(scales[group], token)
+            for slot in cutlass.range_constexpr(LEFT_LOADS):
+                self.load_piece(words[group], token, place, LEFT_PIECES[slot], slot)
+        stage, phase = Int32(0), Int32(1)
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            tile = memory.tiles + stage * TILE_BYTES
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                write_flags(memory, stage, warp * WARP_GROUPS + group, valid[group], lane)
+                token = Token(Int64(addresses[group]), Int32(valid[group]))
+                self.write_left(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
+            self.announce(memory.full + stage, lane)
+            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                row = place.row + group * GROUP_TOKENS
+                token = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
+                entries[group] = self.locator.load_entry(work, source, block + 2, row)
+                addresses[group] = token.address
+                valid[group] = token.valid
+                self.write_right(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
+            self.announce(memory.full + (NUM_STAGES + stage), lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+
+    def write_left(self, words, scales, token: Token, tile, place) -> None:
+        """Writes the left half and the RoPE columns that the registers hold, and asks for the right half."""
+        factors = [self.factors(scales, j) for j in range(NUM_SCALES // 2)]
+        for slot in range(HALF_LOADS):
+            self.write_latent(
+                words, slot, slot, factors[slot // SLABS_PER_SCALE], tile, place, token, HALF_LOADS + slot
+            )
+        for i in range(ROPE_LOADS):
+            self.write_rope(words, HALF_LOADS + i, i, tile, place)
+
+    def write_right(self, words, scales, token: Token, tile, place) -> None:
+        """Writes the right half that the registers hold, and asks for the left half and the scales of ``token``."""
+        factors = [self.factors(scales, j) for j in range(NUM_SCALES // 2, NUM_SCALES)]
+        self.load_scales(scales, token)
+        for i in range(ROPE_LOADS):
+            self.load_piece(words, token, place, LATENT_LOADS + i, HALF_LOADS + i)
+        for slot in range(HALF_LOADS):
+            self.write_latent(
+                words, slot, HALF_LOADS + slot, factors[slot // SLABS_PER_SCALE], tile, place, token, slot
+            )
+
+
+@dataclass(frozen=True)
+class Link:
+    """The other CTA of a pair; run-time values."""
+
+    rank: Any  # this CTA's, 0 or 1
+    distance: Any  # from an address of this CTA's shared memory to the same place in the other's
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
+
+    address: Any
+    distance: Any
+    barrier: Any
+
+
+class Crossing(Dequantizing):
+    """Half of the tokens of every block, written here and sent to the other CTA of the pair, which sends its half.
+
+    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+    """
+
+    def first_row(self, warp):
+        rank = cute.arch.block_idx_in_cluster()
+        return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
+
+    def link(self, memory) -> Link:
+        rank = cute.arch.block_idx_in_cluster()
+        return Link(rank, numbers.address_in(memory.tiles, 1 - rank) - memory.tiles)
+
+    @cute.jit
+    def publish_flags(self, memory, link, stage, group, valid, lane):
+        flags = Uint32(cute.arch.vote_ballot_sync(valid != 0)) & 0xFF
+        if lane == 0:
+            place = memory.flags + stage * FLAG_BYTES + group * 4
+            ptx.store_shared(place, 0, [flags])
+            barrier = (memory.full + stage).toint() + link.distance
+            numbers.store_async(place + link.distance, [flags], barrier)
+
+    def tile(self, memory, link, stage, group: int) -> SharedTile:
+        address = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+        return SharedTile(address, link.distance, (memory.full + stage).toint() + link.distance)
+
+    def store(self, tile: SharedTile, place, offset: int, values) -> None:
+        ptx.store_shared(tile.address + place, offset, values)
+        numbers.store_async(tile.address + tile.distance + (place + offset), values, tile.barrier)
+
+    @cute.jit
+    def announce_tile(self, memory, stage, warp, lane):
+        """The first warp also says how many bytes are to come from the other CTA."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            if warp == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, (TILE_BYTES + FLAG_BYTES) // 2)
+            else:
+                cute.arch.mbarrier_arrive(memory.full + stage)
+
+
+class Copying:
+    """The gathering warpgroup over a cache of bf16: asynchronous copies, which nobody here waits for."""
+
+    def __init__(self, config: MlaConfig):
+        self.config = config
+        self.locator = make_locator(config.tokens)
+
+    @cute.jit
+    def run(self, work, source, memory, warp, lane):
+        """Fills a tile for every block of the CTA's share."""
+        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
+        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
+        for group in cutlass.range_constexpr(WARP_GROUPS):
+            entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
+        stage, phase = Int32(0), Int32(1)
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            tokens = []
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                row = place.row + group * GROUP_TOKENS
+                tokens.append(self.locator.locate(work, source, Int32(entries[group]), block, row))
+                entries[group] = self.locator.load_entry(work, source, block + 1, row)
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
+                tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+                self.copy_group(tokens[group], tile, place)
+            numbers.arrive_when_copied((memory.full + stage).toint())
+            # The flags are no copies: a thread that has written some arrives for them as well.
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.full + stage)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+
+    def copy_group(self, token: Token, tile, place: GatherLane) -> None:
+        """Asks for 8 rows of the tile, a lane's token 64 bytes apart; tokens that do not exist become zeros."""
+        size = token.valid * wgmma_tiles.PIECE_BYTES
+        for i in range(COPIES):
+            target = (tile + place.rope) ^ (4 * wgmma_tiles.PIECE_BYTES * (i % 2))
+            numbers.copy_async(target + i // 2 * SLAB_BYTES, token.address + (place.source + 64 * i), size)
+
+
+def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
+    """What fills tiles from a cache of the configuration's format."""
+    if config.copies:
+        return Copying(config)
+    if config.crossover:
+        return Crossing(config)
+    return DequantizingHalves(config) if config.staggered else Dequantizing(config)

@@ -1,0 +1,168 @@
+"""Launching the CUDA kernels of the family on tensors that have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cute_kernels.mla.compile import CombineSpec, MlaSpec
+from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.schedule import WorkShape, choose_parts
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+
+if TYPE_CHECKING:
+    from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
+
+MAX_INDEX = 2**31 - 1
+NO_CACHE = (0, 0, 0, 1, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a launch stays the same from call to call.
+
+    Attributes:
+        part_words: fp32 words of all partial results, 0 if rows are not cut.
+    """
+
+    function: Callable[..., Any]
+    combine: Callable[..., Any] | None
+    num_parts: int
+    part_words: int
+
+    def run(
+        self,
+        q: torch.Tensor,
+        softmax_scale: float,
+        tokens: tuple[int, ...],
+        out: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) on the current stream of q's device, which is the current one.
+
+        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind num_parts.
+        """
+        shape = q.shape[:3]
+        if out is None:
+            out = torch.empty((*shape, V_HEAD_DIM), dtype=q.dtype, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        partials = None
+        if self.part_words:
+            partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
+        addresses = lse.data_ptr(), _address(sink), _address(partials)
+        self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, *tokens)
+        if self.combine is not None:
+            self.combine(out, *addresses, self.num_parts)
+        return out, lse
+
+
+def dense(
+    problem: DenseProblem,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out bf16 [batch, q_len, num_heads, 512], lse fp32 [batch, q_len, num_heads]) on the current stream.
+
+    The arguments fit the problem and each other. Raises NotImplementedError for formats without a kernel.
+    """
+    if q.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(q.device):
+            return dense(problem, q, cache, block_table, seq_lens, softmax_scale, out)
+    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem))
+    pages = (*_pages(problem.cache, cache), problem.cache.num_pages)
+    table = block_table.data_ptr(), problem.table_stride, problem.max_pages, seq_lens.data_ptr(), int(problem.causal)
+    return plan.run(q, softmax_scale, (*pages, *table), out)
+
+
+def sparse(
+    problem: SparseProblem,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    out: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`dense`. Raises NotImplementedError for formats without a kernel, and for max_logits."""
+    if q.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(q.device):
+            return sparse(
+                problem, q, cache, indices, softmax_scale, out, topk_length, attn_sink, extra_cache, extra_indices,
+                extra_topk_length, max_logits,
+            )  # fmt: skip
+    if max_logits is not None:
+        raise NotImplementedError("max_logits is not written by any CUDA kernel yet")
+    topk = problem.topk + problem.extra_topk
+    plan = _plan(
+        "sparse",
+        problem.cache,
+        problem.head_dim,
+        problem.device,
+        problem.batch * problem.q_len,
+        problem.num_heads,
+        topk,
+    )
+    main = _chosen(problem.cache, cache, indices, problem.topk, topk_length)
+    extra = NO_CACHE
+    if problem.extra is not None and extra_cache is not None and extra_indices is not None:
+        extra = _chosen(problem.extra, extra_cache, extra_indices, problem.extra_topk, extra_topk_length)
+    return plan.run(q, softmax_scale, (*main, *extra), out, attn_sink)
+
+
+def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
+    """(rows, heads of a row, most tokens of a row) of a dense launch: the heads of all queries are side by side."""
+    return problem.batch, problem.q_len * problem.num_heads, problem.max_pages * problem.cache.page_size
+
+
+def _pages(shape: CacheShape, cache: torch.Tensor) -> tuple[int, int, int, int]:
+    return cache.data_ptr(), shape.page_stride, shape.token_stride, shape.page_size
+
+
+def _chosen(
+    shape: CacheShape, cache: torch.Tensor, indices: torch.Tensor, topk: int, lengths: torch.Tensor | None
+) -> tuple[int, ...]:
+    num_tokens = min(shape.num_pages * shape.page_size, MAX_INDEX)
+    return *_pages(shape, cache), num_tokens, indices.data_ptr(), topk, _address(lengths)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
+) -> Plan:
+    form = cache.form.name
+    config = MlaConfig(tokens, form, fence="writer" if form == "mla_fp8" else "reader")
+    reason = config.can_implement()
+    if reason is None and head_dim != HEAD_DIM:
+        reason = f"head_dim is {head_dim}"
+    if reason is not None:
+        raise NotImplementedError(f"MLA decode over {form} has no CUDA kernel yet: {reason}")
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_parts = choose_parts(WorkShape(rows, num_heads, num_tokens, num_sms))
+    return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
+
+
+def make_plan(config: MlaConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
+    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``."""
+    function = load(MlaSpec(config), arch)
+    if num_parts == 1:
+        return Plan(function, None, 1, 0)
+    words = num_query_rows * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
+    return Plan(function, load(CombineSpec(CombineConfig()), arch), num_parts, words)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,109 @@
+"""From a warpgroup's sums to the output, or to the partial result of a part of a row."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.config import V_HEAD_DIM
+from cute_kernels.mla.softmax import row_of
+from cute_kernels.mla.work import partial_stats, partial_values
+
+HALF = V_HEAD_DIM // 2
+WARP_ROWS = 16
+STAGE_PITCH = HALF * 2 + 16  # bytes between rows of a warp's staging area: four lanes' words meet no bank twice
+STAGE_BYTES = WARP_ROWS * STAGE_PITCH
+
+
+class Writer:
+    """The end of the multiplying warpgroups."""
+
+    @cute.jit
+    def finish_rows(self, work, results, maxima, totals, warp, lane):
+        """Writes the statistics of a thread's two rows; what the sums are to be multiplied with.
+
+        maxima in powers of 2, totals: rmem fp32 [2], the same in the four lanes of a row.
+        """
+        factors = []
+        for i in cutlass.range_constexpr(2):
+            head = warp * WARP_ROWS + lane // 4 + 8 * i
+            exists = (head + work.first_head < work.shape.num_heads) & (lane % 4 == 0)
+            query_row = work.query_row(head)
+            factor = Float32(1.0)
+            if work.shape.num_parts > 1:
+                if exists:
+                    place = partial_stats(results, work.shape, query_row, work.part)
+                    ptx.store_global(place, [maxima[i], totals[i]])
+            else:
+                factor = self.finish_row(results, maxima[i], totals[i], query_row, work.first_head + head, exists)
+            factors.append(factor)
+        return factors
+
+    @cute.jit
+    def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
+        """1 / (sum of the row's weights and its sink's), 0 for a row without keys; writes the log-sum-exp."""
+        denominator = total
+        if exists_sink(results):
+            if exists:
+                sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
+        lse = (maximum + ptx.log2(total)) * ptx.LN_2
+        factor = ptx.reciprocal(denominator)
+        if total == 0.0:
+            lse = Float32.inf
+            factor = Float32(0.0)
+        if exists:
+            ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+        return cute.arch.shuffle_sync(factor, cute.arch.lane_idx() & 28)
+
+    @cute.jit
+    def write(self, work, results, sums, factors, staging, warp, lane, half: cutlass.Constexpr):
+        """Writes a warpgroup's half of the columns; ``staging``: shared memory that nobody needs any more."""
+        if work.shape.num_parts > 1:
+            if work.begin < work.end:
+                self.write_partial(work, results, sums, warp, lane, half)
+        else:
+            area = staging + (half * 4 + warp) * STAGE_BYTES
+            self.stage(sums, factors, area, lane)
+            cute.arch.sync_warp()
+            self.store(work, results, area, warp, lane, half)
+
+    def stage(self, sums, factors, area, lane) -> None:
+        place = area + lane // 4 * STAGE_PITCH + lane % 4 * 4
+        for i in range(0, HALF // 2, 2):
+            below, column = sum_place(i)
+            factor = factors[row_of(i)]
+            word = ptx.pack_bf16x2(sums[i] * factor, sums[i + 1] * factor)
+            ptx.store_shared(place, below * STAGE_PITCH + column * 2, [word])
+
+    @cute.jit
+    def store(self, work, results, area, warp, lane, half: cutlass.Constexpr):
+        """A row of the warp at a time: 512 bytes by 32 lanes."""
+        base = results.out + (half * HALF * 2 + lane * 16)
+        count = cutlass.min(work.shape.num_heads - work.first_head - warp * WARP_ROWS, Int32(WARP_ROWS))
+        for row in cutlass.range_constexpr(WARP_ROWS):
+            if row < count:
+                words = ptx.load_shared_vector(area + lane * 16, row * STAGE_PITCH, 4)
+                place = base + Int64(work.query_row(warp * WARP_ROWS + row)) * (V_HEAD_DIM * 2)
+                ptx.store_global(place, words)
+
+    @cute.jit
+    def write_partial(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
+        """Unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
+        for below in cutlass.range_constexpr(2):
+            head = warp * WARP_ROWS + lane // 4 + 8 * below
+            if work.first_head + head < work.shape.num_heads:
+                place = partial_values(results, work.shape, work.query_row(head), work.part)
+                place = place + (half * HALF * 4 + lane % 4 * 8)
+                for i in cutlass.range_constexpr(0, HALF // 2, 4):
+                    column = sum_place(i)[1]
+                    first = i + 2 * below
+                    ptx.store_global(place + column * 4, [sums[first], sums[first + 1]])
+
+
+def exists_sink(results):
+    """Whether there are sinks."""
+    return results.sinks != 0

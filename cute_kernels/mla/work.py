@@ -1,0 +1,79 @@
+"""What a CTA of MLA decode works on: a row, 64 of its heads, a part of its blocks of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int64
+
+from cute_kernels.mla.config import BLOCK_TOKENS, STATS_BYTES, V_HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Run-time integers of a launch.
+
+    A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the
+    heads of all of its queries side by side, as they lie in memory.
+    """
+
+    rows: Any
+    request_rows: Any  # rows of a request
+    num_heads: Any  # of a row
+    query_heads: Any  # of a query
+    num_parts: Any
+    causal: Any  # 1 if later queries of a row see more tokens, else 0
+
+
+@dataclass(frozen=True)
+class Results:
+    """Addresses of what is written; ``sinks`` is read. 0 where absent."""
+
+    out: Any  # bf16 [rows, num_heads, 512]
+    lse: Any  # fp32 [rows, num_heads]
+    sinks: Any  # fp32 [num_heads]
+    partials: Any  # fp32 [rows * num_heads, num_parts, 512], then (maximum, sum) [rows * num_heads, num_parts, 2]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A CTA's share; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
+
+    shape: Any
+    row: Any
+    first_head: Any
+    part: Any
+    begin: Any
+    end: Any
+    length: Any  # tokens, those of the extra cache not counted
+    main_blocks: Any
+    extra_length: Any
+
+    @staticmethod
+    def share(num_blocks, num_parts, part):
+        """[begin, end) of a part: whole blocks, as equal as can be, empty ones last."""
+        size = (num_blocks + num_parts - 1) // num_parts
+        begin = cutlass.min(part * size, num_blocks)
+        return begin, cutlass.min(begin + size, num_blocks)
+
+    def query_row(self, head):
+        """The number of a head's row among all of the launch."""
+        return self.row * self.shape.num_heads + self.first_head + head
+
+
+def blocks_of(length):
+    """Blocks of tokens that ``length`` indices fill."""
+    return (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+
+
+def partial_values(results: Results, shape: Shape, query_row, part):
+    """Address of a partial result's 512 unnormalised values."""
+    return results.partials + (Int64(query_row) * shape.num_parts + part) * (V_HEAD_DIM * 4)
+
+
+def partial_stats(results: Results, shape: Shape, query_row, part):
+    """Address of a partial result's maximum and sum."""
+    behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * (V_HEAD_DIM * 4)
+    return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * STATS_BYTES

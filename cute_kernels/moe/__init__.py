@@ -1,0 +1,101 @@
+"""Mixtures of experts with INT4 and INT8 weights: grouped products, and a layer of two of them.
+
+Read on in `reference` (what the layers mean), `checks`, `ops`, `launch`; `schedule` and `work` say which part of the
+active experts' weights a CTA takes, `kernel` what a grouped product does otherwise than `cute_kernels.linear.kernel`,
+`routing` and `combine` what is before and after. Weights are `cute_kernels.linear.experts.PackedExperts`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.linear.experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
+from cute_kernels.moe import ops
+from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
+
+__all__ = [
+    "PackedExperts",
+    "fused_moe",
+    "fused_moe_reference",
+    "grouped_linear",
+    "grouped_linear_reference",
+    "interleave_experts",
+    "quantize_experts",
+    "stack_experts",
+]
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: PackedExperts,
+    expert_offsets: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
+
+    The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
+    other offsets. Sums are in fp32, bias and activation too; the result is rounded once. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::grouped_linear``. It has no gradient.
+
+    Args:
+        x: bf16 or fp16 [T, K], in the dtype of the weight's scales and on its device; T may be 0.
+        weight: [E, N, K], up to 512 experts.
+        expert_offsets: int32 [E + 1], rising from 0 to at most the number of places.
+        rows: int32 [places], the row of x for each place; default row p at place p, so there are T places.
+        bias: [E, N] in x's dtype.
+        activation: as in `cute_kernels.linear.linear`.
+        out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        out: contiguous, written and returned.
+
+    Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
+    than said above are undefined behaviour.
+
+    Returns:
+        [places, N], or [places, N / 2] for "swiglu", in ``out_dtype``. Places behind expert_offsets[E] are 0 on the
+        CPU and not written on a GPU.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    return ops.apply_grouped(x, weight, expert_offsets, rows, bias, activation, out_dtype, out)
+
+
+def fused_moe(
+    x: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    activation: str = "silu",
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
+
+    What is between the two products is rounded to x's dtype, sums are in fp32 and added up in the order of j, so a
+    result does not change from run to run. Nothing waits for the device. Works under ``torch.compile(fullgraph=True)``
+    as the operator ``cute_kernels::fused_moe``. It has no gradient.
+
+    Args:
+        x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T may be 0.
+        gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so.
+        down: [E, N, I].
+        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
+        topk_weights: floating [T, topk], used as fp32.
+        activation: "silu", that of the gate.
+        out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        out: contiguous [T, N], written and returned.
+
+    Returns:
+        [T, N] in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
+    """
+    return ops.apply_moe(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out)

@@ -1,0 +1,107 @@
+"""What a token's experts say, added up: one thread for four columns of a token, in the order of its assignments.
+
+Results lie in the order of places, each token's apart. Adding them here, in a fixed order, costs one write and one read
+of them in L2; adding with atomics in the GEMM's epilogue would save that and depend on who comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.moe.config import COMBINE_BATCH, COMBINE_THREADS, COMBINE_VECTOR, CombineConfig
+
+
+class CombineKernel:
+    """One compiled variant; :class:`CombineConfig` says which."""
+
+    def __init__(self, config: CombineConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self, results: cute.Tensor, places: Int64, weights: Int64, out: Int64, tokens: Int32, topk: Int32, stream
+    ):
+        """Launches over (columns, tokens).
+
+        results: fp32 [places, n]. Addresses: places int32 [tokens, topk], the row of ``results`` of each assignment or
+        -1; weights fp32 [tokens, topk]; out [tokens, n] of the configuration's dtype.
+        """
+        shape: Any = results.shape
+        n = shape[1]
+        self.kernel(ptx.address(results), places, weights, out, n, topk).launch(
+            grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
+            block=(COMBINE_THREADS, 1, 1),
+            use_pdl=self.config.use_pdl,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, results: Int64, places: Int64, weights: Int64, out: Int64, n: Int32, topk: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, token, _ = cute.arch.block_idx()
+        column = (block * COMBINE_THREADS + thread) * COMBINE_VECTOR
+        if const_expr(self.config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        sums = cute.make_rmem_tensor(COMBINE_VECTOR, Float32)
+        sums.fill(0.0)
+        first = Int64(token) * topk
+        if column < n:
+            for begin in cutlass.range(0, topk, COMBINE_BATCH, unroll=1):
+                self.add_batch(sums, results, places + (first + begin) * 4, weights + (first + begin) * 4, topk - begin,
+                               column, n)  # fmt: skip
+            self.store(sums, out, Int64(token) * n + column, n - column)
+
+    @cute.jit
+    def add_batch(self, sums, results, places, weights, count, column, n):
+        """Adds up to COMBINE_BATCH rows; all of them are asked for before the first is used."""
+        chosen = cute.make_rmem_tensor(COMBINE_BATCH, Int32)
+        shares = cute.make_rmem_tensor(COMBINE_BATCH, Float32)
+        values = cute.make_rmem_tensor(COMBINE_BATCH * COMBINE_VECTOR, Float32)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            chosen[i] = Int32(-1)
+            shares[i] = Float32(0.0)
+            if i < count:
+                chosen[i] = Int32(ptx.load_global_words(places, 4 * i, 1, constant=False)[0])
+                shares[i] = ptx.load_global_words(weights, 4 * i, 1, constant=False)[0].bitcast(Float32)
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            source = results + (Int64(chosen[i]) * n + column) * 4
+            if (chosen[i] >= 0) & (n % COMBINE_VECTOR == 0):
+                words = ptx.load_global_words(source, 0, COMBINE_VECTOR, constant=False)
+                for j in cutlass.range_constexpr(COMBINE_VECTOR):
+                    values[i * COMBINE_VECTOR + j] = words[j].bitcast(Float32)
+            elif chosen[i] >= 0:
+                for j in cutlass.range_constexpr(COMBINE_VECTOR):
+                    if column + j < n:
+                        word = ptx.load_global_words(source, 4 * j, 1, constant=False)[0]
+                        values[i * COMBINE_VECTOR + j] = word.bitcast(Float32)
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
+            if chosen[i] >= 0:  # else a weight of any kind counts for nothing
+                for j in cutlass.range_constexpr(COMBINE_VECTOR):
+                    sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
+
+    @cute.jit
+    def store(self, sums, out, place, count):
+        """The first ``count`` of four columns, in one access where that is aligned."""
+        if const_expr(self.config.dtype == "fp32"):
+            if (count >= COMBINE_VECTOR) & (place % COMBINE_VECTOR == 0):
+                ptx.store_global(out + place * 4, [sums[j] for j in range(COMBINE_VECTOR)])
+            else:
+                for j in cutlass.range_constexpr(COMBINE_VECTOR):
+                    if j < count:
+                        ptx.store_global(out + (place + j) * 4, [sums[j]])
+        else:
+            pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
+            words = [pack(sums[0], sums[1]), pack(sums[2], sums[3])]
+            if (count >= COMBINE_VECTOR) & (place % COMBINE_VECTOR == 0):
+                ptx.store_global(out + place * 2, words)
+            else:
+                for j in cutlass.range_constexpr(COMBINE_VECTOR):
+                    if j < count:
+                        numbers.store_global_part(out + (place + j) * 2, 0, words[j // 2] >> (16 * (j % 2)), 2)

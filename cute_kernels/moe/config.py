@@ -1,0 +1,69 @@
+"""Every compile-time choice of the small kernels beside the GEMM, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.moe.schedule import MAX_EXPERTS
+from cute_kernels.sm90 import WARP_THREADS
+
+ROUTING_WARPS = 32
+COMBINE_THREADS = 128
+COMBINE_VECTOR = 4  # columns of a thread
+COMBINE_BATCH = 8  # rows that a thread asks for at a time
+OUT_DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """The kernel that sorts assignments by expert: one CTA.
+
+    Attributes:
+        id_bits: of an expert's id, 32 or 64.
+        use_pdl: programmatic dependent launch.
+    """
+
+    id_bits: int = 32
+    use_pdl: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        return ROUTING_WARPS * WARP_THREADS
+
+    @property
+    def smem_bytes(self) -> int:
+        """A count for each warp and expert, and one for each expert."""
+        return 4 * MAX_EXPERTS * (ROUTING_WARPS + 1)
+
+    @property
+    def name(self) -> str:
+        return f"moe_routing_i{self.id_bits}{'_pdl' if self.use_pdl else ''}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return None if self.id_bits in (32, 64) else f"id_bits {self.id_bits!r} is not 32 or 64"
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """The kernel that adds up what a token's experts say.
+
+    Attributes:
+        dtype: of the output, "bf16", "fp16" or "fp32".
+        use_pdl: programmatic dependent launch.
+    """
+
+    dtype: str = "bf16"
+    use_pdl: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        return COMBINE_THREADS
+
+    @property
+    def name(self) -> str:
+        return f"moe_combine_{self.dtype}{'_pdl' if self.use_pdl else ''}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return None if self.dtype in OUT_DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES)}"

@@ -1,0 +1,178 @@
+"""Calling layers of experts, and their registered operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels import arguments
+from cute_kernels.arguments import needs_dispatch
+from cute_kernels.linear import checks as linear_checks
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.reference import out_features
+from cute_kernels.moe import checks
+from cute_kernels.moe.launch import Routing, Weights, launch_grouped, launch_moe
+from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
+
+
+def apply_grouped(
+    x: torch.Tensor,
+    weight: PackedExperts,
+    expert_offsets: torch.Tensor,
+    rows: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `cute_kernels.moe.grouped_linear`."""
+    checks.check_experts("weight", weight)
+    dispatch = needs_dispatch(x=x, codes=weight.codes)
+    n, k = weight.shape
+    checks.check_rows_of(x, k, weight.dtype, weight.device)
+    int32 = (torch.int32,)
+    checks.check_tensor("expert_offsets", expert_offsets, int32, (len(weight) + 1,), x.device, contiguous=True)
+    if rows is not None:
+        checks.check_tensor("rows", rows, int32, (None,), x.device, contiguous=True)
+    if bias is not None:
+        checks.check_tensor("bias", bias, (x.dtype,), (len(weight), n), x.device, contiguous=True)
+    linear_checks.check_activation(activation, n)
+    if out_dtype is None:
+        out_dtype = x.dtype if out is None else out.dtype
+    linear_checks.check_out_dtype(out_dtype)
+    places = x.shape[0] if rows is None else rows.shape[0]
+    if out is not None:
+        columns = out_features(n, activation)
+        checks.check_tensor("out", out, (out_dtype,), (places, columns), x.device, contiguous=True)
+    if not dispatch and (x.is_cpu or arguments.DEBUG):
+        checks.check_routing(expert_offsets, rows, x.shape[0])
+    size = weight.group_size or 0
+    tensors: list[Any] = [x.detach().contiguous(), weight.codes, weight.scales, weight.zeros]
+    tensors += [expert_offsets, rows, bias]
+    numbers: list[Any] = [weight.bits, size, n, k, activation, out_dtype]
+    if not dispatch:
+        work: Any = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
+        return work(*tensors, *numbers, out)
+    result = torch.ops.cute_kernels.grouped_linear(*tensors, *numbers)
+    return result if out is None else out.copy_(result)
+
+
+def apply_moe(
+    x: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    activation: str,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `cute_kernels.moe.fused_moe`."""
+    checks.check_experts("gate_up", gate_up)
+    checks.check_experts("down", down)
+    dispatch = needs_dispatch(x=x, codes=gate_up.codes)
+    checks.check_pair(gate_up, down)
+    checks.check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
+    checks.check_tensor("topk_ids", topk_ids, checks.ID_DTYPES, (x.shape[0], None), x.device)
+    checks.check_tensor("topk_weights", topk_weights, checks.WEIGHT_DTYPES, tuple(topk_ids.shape), x.device)
+    if activation != "silu":
+        raise ValueError(f"activation: got {activation!r}, want 'silu': silu(gate) * up")
+    if out_dtype is None:
+        out_dtype = x.dtype if out is None else out.dtype
+    linear_checks.check_out_dtype(out_dtype)
+    if out is not None:
+        shape = (x.shape[0], down.out_features)
+        checks.check_tensor("out", out, (out_dtype,), shape, x.device, contiguous=True)
+    tensors: list[Any] = [x.detach().contiguous()]
+    for weight in (gate_up, down):
+        tensors += [weight.codes, weight.scales, weight.zeros]
+    tensors += [topk_ids.contiguous(), topk_weights.detach().float().contiguous()]
+    numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
+    if not dispatch:
+        work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
+        return work(*tensors, *numbers, out_dtype, out)
+    result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+# -- the operators ----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "grouped_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor expert_offsets, Tensor? rows, "
+    "Tensor? bias, int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "fused_moe(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor down_codes, Tensor down_scales, "
+    "Tensor? down_zeros, Tensor topk_ids, Tensor topk_weights, int bits, int group_size, int n, int k, int down_bits, "
+    "int down_group_size, int down_n, int down_k, ScalarType out_dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _grouped_on_cpu(
+    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
+) -> torch.Tensor:
+    weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k))
+    options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
+    result = grouped_linear_reference(x, weight, expert_offsets, **options)
+    return result if out is None else out.copy_(result)
+
+
+def _grouped_on_cuda(
+    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
+) -> torch.Tensor:
+    if out is None:
+        places = x.shape[0] if rows is None else rows.shape[0]
+        out = x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
+    with torch.cuda.device(x.device):
+        weights = Weights(codes, scales, zeros, bits, group_size, n, k)
+        return launch_grouped(x, weights, Routing(expert_offsets, rows), bias, activation, out)
+
+
+def _grouped_on_meta(
+    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype
+) -> torch.Tensor:
+    places = x.shape[0] if rows is None else rows.shape[0]
+    return x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
+
+
+def _moe_on_cpu(
+    x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
+    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
+) -> torch.Tensor:  # fmt: skip
+    gate_up = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k))
+    down = PackedExperts(down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k))
+    result = fused_moe_reference(x, gate_up, down, topk_ids, topk_weights, out_dtype=out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _moe_on_cuda(
+    x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
+    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
+) -> torch.Tensor:  # fmt: skip
+    if out is None:
+        out = x.new_empty((x.shape[0], down_n), dtype=out_dtype)
+    if topk_ids.numel() == 0:
+        return out.zero_()
+    with torch.cuda.device(x.device):
+        gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
+        down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
+        return launch_moe(x, gate_up, down, topk_ids, topk_weights, out)
+
+
+def _moe_on_meta(
+    x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
+    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], down_n), dtype=out_dtype)
+
+
+_library.impl("grouped_linear", _grouped_on_cpu, "CPU")
+_library.impl("grouped_linear", _grouped_on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::grouped_linear", _grouped_on_meta, lib=_library)
+_library.impl("fused_moe", _moe_on_cpu, "CPU")
+_library.impl("fused_moe", _moe_on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::fused_moe", _moe_on_meta, lib=_library)

@@ -1,0 +1,185 @@
+"""How a grouped product is laid out, decided by upper bounds alone: which rows go where is known on the device only.
+
+The cut of a launch with so many entries (:mod:`.work`) is that of a dense product whose blocks are those of all
+entries, so :class:`cute_kernels.linear.schedule.Schedule` describes it, and what is proved for that one holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cute_kernels.linear.config import X_PAD, LinearConfig
+from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, Schedule, candidate_configs, in_flight
+from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, WARP_THREADS
+from layouts.weights.hopper import TILE_N
+
+EXPERTS_PER_LANE = 16  # of the warp that counts entries
+MAX_EXPERTS = EXPERTS_PER_LANE * WARP_THREADS
+TABLE_ENTRIES = 63  # of a CTA, in shared memory
+TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
+TABLE_BYTES = (TABLE_ENTRIES + 1) * TABLE_ENTRY_BYTES  # the first word: how many entries the launch has
+MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
+CAPACITIES = (8, 16, 32)  # rows of an entry
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """What decides how a grouped product is computed.
+
+    Attributes:
+        places: rows of the result, at least 1.
+        num_experts: 1 to MAX_EXPERTS.
+        n, k, k_pad, bits, dtype, group_size, zero_point, use_pdl, num_sms: as in
+            `cute_kernels.linear.schedule.Problem`, n and k of one expert.
+    """
+
+    places: int
+    num_experts: int
+    n: int
+    k: int
+    k_pad: int
+    bits: int
+    dtype: str
+    group_size: int
+    zero_point: bool = False
+    use_pdl: bool = True
+    num_sms: int = NUM_SMS
+
+    def dense(self, m: int) -> Problem:
+        """One expert's product with ``m`` rows."""
+        return Problem(
+            m, self.n, self.k, self.k_pad, self.bits, self.dtype, self.group_size, self.zero_point, self.use_pdl,
+            self.num_sms,
+        )  # fmt: skip
+
+    def max_entries(self, capacity: int) -> int:
+        """Entries of up to ``capacity`` rows there may be, however rows fall to experts."""
+        active = min(self.num_experts, self.places)
+        return (self.places + active * (capacity - 1)) // capacity
+
+
+@dataclass(frozen=True)
+class GroupedSchedule:
+    """How the launches of one product are laid out: ``num_groups`` groups of ``num_slices`` CTAs each.
+
+    Attributes:
+        config: the compiled variant; its ``max_tokens`` are the rows that an entry may have.
+        num_tiles: tiles of 64 output features of an expert.
+        units: of the padded K.
+        num_slices: parts of K, one for each CTA of a group.
+        num_groups: parts of all blocks' units.
+        x_slots: sets of activations that a CTA has room for, 1 or 2.
+        max_entries: that one launch computes at most.
+        num_launches: that all entries there may be take.
+    """
+
+    config: LinearConfig
+    num_tiles: int
+    units: int
+    num_slices: int
+    num_groups: int
+    x_slots: int = 1
+    max_entries: int = 1
+    num_launches: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Of an expert."""
+        return -(-self.num_tiles // self.config.n_tiles)
+
+    @property
+    def slice_units(self) -> int:
+        return -(-self.units // self.num_slices)
+
+    @property
+    def max_parts(self) -> int:
+        """Partial results of a block, at most; most are those of the fewest units, one entry's."""
+        base = max(1, self.num_blocks * self.slice_units // self.num_groups)
+        return self.num_slices * min(self.num_groups, (self.slice_units - 1) // base + 2)
+
+    @property
+    def workspace_words(self) -> int:
+        """fp32 words of partial results: a part for each CTA; with slices parts for every block."""
+        parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts
+        return parts * self.config.max_tokens * self.config.block_rows
+
+    def cut(self, entries: int) -> Schedule:
+        """The cut of a launch that finds so many entries, at least 1: a dense one. Groups beyond its have no part."""
+        num_tiles = entries * self.num_blocks * self.config.n_tiles
+        groups = min(self.num_groups, entries * self.num_blocks * self.slice_units)
+        return Schedule(self.config, num_tiles, self.units, self.num_slices, groups)
+
+
+@lru_cache(maxsize=4096)
+def make_schedule(problem: GroupedProblem) -> GroupedSchedule:
+    """The schedule of a product.
+
+    Raises ValueError if K is too long for the shared memory of all SMs together.
+    """
+    options = list(schedules(problem, capacity_of(problem)))
+    if not options:
+        raise ValueError(f"k: got {problem.k}, want rows of activations that fit on {problem.num_sms} SMs")
+    # Each further slice is a partial result of every output; the second slot spares a wait at the end of an entry.
+    return min(options, key=lambda one: (one.num_slices, -one.x_slots, one.config.x_bytes))
+
+
+def capacity_of(problem: GroupedProblem) -> int:
+    """Rows of an entry: enough for nearly all experts if rows fall to them at random.
+
+    An expert with more rows has its weights read again, mostly from memory.
+    """
+    mean = problem.places / problem.num_experts
+    wanted = min(problem.places, mean + 2 * math.sqrt(mean))
+    return next((capacity for capacity in CAPACITIES if wanted <= capacity), CAPACITIES[-1])
+
+
+def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedule]:
+    """All ways that are possible."""
+    for candidate in candidate_configs(problem.dense(capacity)):
+        config = with_table(candidate)
+        if in_flight(config) < IN_FLIGHT_BYTES:
+            continue
+        units = problem.k_pad // config.unit_k
+        for num_slices in range(1, min(units, problem.num_sms) + 1):
+            slice_units = -(-units // num_slices)
+            if -(-units // slice_units) != num_slices:
+                continue  # the last slice would be empty
+            slot_bytes = capacity * (2 * slice_units * config.unit_k + X_PAD)
+            if slot_bytes <= config.x_bytes:
+                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1)
+                slots = 2 if 2 * slot_bytes <= config.x_bytes and may_take_turns(schedule) else 1
+                yield with_launches(replace(schedule, x_slots=slots), problem)
+
+
+def with_table(config: LinearConfig) -> LinearConfig:
+    """A configuration with room for the entries of a CTA beside all else."""
+    while config.smem_bytes + TABLE_BYTES > MAX_SHARED_BYTES:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def may_take_turns(schedule: GroupedSchedule) -> bool:
+    """Whether two slots for activations are enough without asking if one is free.
+
+    The entry before the last has been multiplied when the weights of the last one, between the two, are more than the
+    ring holds: a stage is filled when its last contents have been used.
+    """
+    shortest = schedule.units - (schedule.num_slices - 1) * schedule.slice_units
+    chunks = schedule.num_blocks * -(-shortest // schedule.config.chunk_units)
+    return chunks >= schedule.config.num_stages
+
+
+def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:
+    """With as many groups as there are SMs for, and as many launches as entries want."""
+    bound = problem.max_entries(schedule.config.max_tokens)
+    block_units = schedule.num_blocks * schedule.slice_units
+    schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_units))
+    # A run of 1 / num_groups of all units touches at most 2 entries more than its share.
+    entries = min(bound, (TABLE_ENTRIES - 3) * schedule.num_groups)
+    if schedule.num_slices > 1:
+        of_entry = replace(schedule, max_entries=1).workspace_words
+        entries = min(entries, max(1, MAX_WORKSPACE_WORDS // of_entry))
+    return replace(schedule, max_entries=entries, num_launches=-(-bound // entries))

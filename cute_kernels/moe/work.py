@@ -1,0 +1,141 @@
+"""Which part of the active experts' weights a CTA takes, as the device finds it out from the routing.
+
+The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none. The units of all
+entries, one after the other, are what :class:`cute_kernels.linear.work.Work` cuts into equal runs: an entry's blocks
+of output features are numbered behind those of the entry before it. So every CTA reads equally many bytes whichever
+experts are active, and nothing has to be known on the host but upper bounds. :mod:`.schedule` says the same in plain
+Python.
+
+Partial results are few without slices of K: a CTA leaves at most one, of the block that its run ends in. It has the
+place of the CTA's number in the workspace, however many blocks there are; the parts of a block are then neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.linear.work import RECIPROCAL_BITS, Shape, Work
+from cute_kernels.moe.schedule import TABLE_ENTRY_BYTES
+
+
+@dataclass(frozen=True)
+class GroupedOperands:
+    """Addresses of a launch. bias, zeros, rows and workspace are 0 where there is none."""
+
+    x: Any  # [.., k] of the configuration's dtype
+    codes: Any  # of all experts, one after the other; scales and zeros too
+    scales: Any
+    zeros: Any
+    bias: Any  # [experts, n] of x's dtype
+    residual: Any  # 0
+    out: Any  # [places, columns]
+    workspace: Any  # parts of m * block_rows fp32, EMPTY
+    offsets: Any  # int32 [experts + 1]: the first place of each expert
+    rows: Any  # int32 [places]: the row of x at each place, or 0: its own number
+
+
+@dataclass(frozen=True)
+class GroupedShape(Shape):
+    """Sizes of a launch; run-time integers. ``m`` is the rows that an entry may have; ``base`` and ``rest`` are 0
+    until :meth:`cut`."""
+
+    num_blocks: Any  # of an expert
+    block_reciprocal: Any  # 2**RECIPROCAL_BITS over num_blocks, rounded up
+    num_groups: Any
+    group_reciprocal: Any
+    num_experts: Any
+    x_slots: Any  # sets of activations that shared memory holds, 1 or 2
+    first_entry: Any  # that this launch computes,
+    max_entries: Any  # and how many of those that there are
+
+    @property
+    def base_divisor(self):
+        return cutlass.max(self.base, 1)
+
+    def entry_of(self, block):
+        """The entry of a block, counted over all entries of the launch."""
+        return Int32((Int64(block) * self.block_reciprocal) >> RECIPROCAL_BITS)
+
+    def cut(self, num_entries) -> GroupedShape:
+        """With the units of ``num_entries`` entries dealt out: groups without any if there are too few."""
+        total = num_entries * self.num_blocks * self.slice_units
+        base = Int32((Int64(total) * self.group_reciprocal) >> RECIPROCAL_BITS)
+        return replace(self, base=base, rest=total - base * self.num_groups)
+
+
+@dataclass(frozen=True)
+class GroupedSegment:
+    """A CTA's units of one block of one entry; run-time integers.
+
+    block: among the expert's; begin, end, last: as in :class:`cute_kernels.linear.work.Segment`; flat_block: among
+    those of all entries; entry: among the CTA's; first_row, rows: its places.
+    """
+
+    block: Any
+    begin: Any
+    end: Any
+    last: Any
+    flat_block: Any
+    entry: Any
+    expert: Any
+    first_row: Any
+    rows: Any
+
+
+@dataclass(frozen=True)
+class GroupedWork(Work):
+    """A CTA's part of the units of all entries.
+
+    table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry: the first of them.
+    """
+
+    shape: Any  # GroupedShape
+    table: Any
+    own_entry: Any
+
+    @staticmethod
+    def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
+        """``shape`` is cut already."""
+        work = Work.of(shape, group, slice_index)
+        values = {field.name: getattr(work, field.name) for field in fields(Work)}
+        return GroupedWork(**values, table=table, own_entry=shape.entry_of(work.first_block))
+
+    def segment(self, index) -> GroupedSegment:
+        flat = super().segment(index)
+        entry = self.shape.entry_of(flat.block)
+        own = entry - self.own_entry
+        words = ptx.load_shared_vector(self.table + (own + 1) * TABLE_ENTRY_BYTES, 0, 4)
+        expert, first_row, rows = (Int32(word) for word in words[:3])
+        block = flat.block - entry * self.shape.num_blocks
+        return GroupedSegment(block, flat.begin, flat.end, flat.last, flat.block, own, expert, first_row, rows)
+
+    @property
+    def x_rows(self):
+        return self.shape.m * self.shape.x_slots
+
+    def x_start(self, segment, slot_bytes):
+        return (segment.entry & (self.shape.x_slots - 1)) * slot_bytes
+
+    def tile(self, segment, index: int, n_tiles: int):
+        return segment.expert * self.shape.num_tiles + super().tile(segment, index, n_tiles)
+
+    def rows(self, segment):
+        return segment.rows
+
+    def output_row(self, segment, token):
+        return segment.first_row + token
+
+    def bias_place(self, segment, row):
+        return segment.expert * self.shape.n + row
+
+    def first_part(self, segment):
+        of_slices = segment.flat_block * self.shape.max_parts
+        return cutlass.select_(self.shape.num_slices == 1, self.group_before(segment), of_slices)
+
+    def group_before(self, segment):
+        return self.first_group(segment.flat_block)

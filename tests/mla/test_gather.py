@@ -1,0 +1,199 @@
+"""The gathering warps, lane by lane in NumPy: addresses, decoding, tiles, and that nothing else is read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.mla import dequant, gather, locate
+from cute_kernels.mla.config import (
+    BLOCK_TOKENS,
+    GATHER_WARPS,
+    GROUP_TOKENS,
+    HEAD_DIM,
+    TILE_BYTES,
+    WARP_GROUPS,
+    MlaConfig,
+)
+from layouts import banks
+from layouts.kv.mla import MlaFp8
+from tests.attention.warp import LANES, Float32, Int32, Registers, Uint32, bf16_values
+from tests.mla.test_tiles import place_of
+from tests.mla.warp import MlaWarp
+
+FORM = MlaFp8()
+PAGE_SIZE, NUM_PAGES, PAGE_GAP = 5, 30, 48  # bytes between the end of a page and the next
+
+
+def fp8_tokens(count: int, any_scale: bool, seed: int = 0) -> torch.Tensor:
+    """uint8 [count, 656] with all codes but NaN, scales of any size or powers of 2."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 254, (count, 512), generator=generator, dtype=torch.int32)
+    codes = (codes + (codes >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = 2.0 ** torch.randint(-14, 7, (count, 4), generator=generator)
+    if any_scale:
+        scales = scales * (1 + torch.rand((count, 4), generator=generator))
+    return FORM.pack(codes, scales.float(), torch.randn((count, 64), generator=generator).bfloat16())
+
+
+def paged(tokens: torch.Tensor) -> tuple[np.ndarray, int]:
+    """Pages of tokens, a gap of NaN codes behind each, as bytes; and the bytes from page to page."""
+    pages = tokens.reshape(NUM_PAGES, -1)
+    pages = torch.nn.functional.pad(pages, (0, PAGE_GAP), value=255)
+    return pages.flatten().numpy().copy(), pages.shape[1]
+
+
+def read_tile(shared: np.ndarray) -> np.ndarray:
+    """fp32 [64, 576] of a tile."""
+    words = shared.view(np.uint16)
+    rows, columns = np.indices((BLOCK_TOKENS, HEAD_DIM))
+    places = np.vectorize(place_of)(rows, columns)
+    return bf16_values(words[places // 2])
+
+
+def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
+    chosen = SimpleNamespace(pages=pages, num_tokens=num_tokens)
+    nothing = SimpleNamespace(pages=locate.Pages(0, 0, 0, 1), num_tokens=0)
+    return locate.SparseSource(chosen, nothing)
+
+
+def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: np.ndarray) -> None:
+    """What all gathering warps do for one block whose indices are given; the last loads ask for nothing."""
+    machine.install(monkeypatch, gather, dequant, locate)
+    gatherer: Any = gather.make_gatherer(config)
+    source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
+    work = SimpleNamespace(main_blocks=1)
+    for warp in range(GATHER_WARPS):
+        place = gather.GatherLane.of(warp * WARP_GROUPS * GROUP_TOKENS, LANES)
+        for group in range(WARP_GROUPS):
+            entry = Int32(indices[place.row + group * GROUP_TOKENS])
+            token = gatherer.locator.locate(work, source, entry, Int32(0), place.row)
+            tile = Int32(group * GROUP_TOKENS * 128)
+            if config.copies:
+                gatherer.copy_group(token, tile, place)
+                continue
+            if config.staggered:
+                fill_halves(gatherer, token, tile, place)
+                continue
+            write_all(gatherer, token, tile, place)
+
+
+def write_all(gatherer, token, tile, place) -> None:
+    """One group of one block, whole tokens; what would be asked for next is nothing."""
+    words = Registers(4 * (gather.LATENT_LOADS + gather.ROPE_LOADS), Uint32)
+    scales = Registers(gather.NUM_SCALES, Uint32)
+    for i in range(gather.LATENT_LOADS + gather.ROPE_LOADS):
+        gatherer.load_piece(words, token, place, i)
+    gatherer.load_scales(scales, token)
+    gatherer.write_group(words, scales, locate.Token(token.address, Int32(0)), tile, place)
+
+
+def fill_halves(gatherer, token, tile, place) -> None:
+    """One group of one block in two halves, from the tokens that an earlier block has asked for to the next one's."""
+    words, scales = Registers(4 * gather.LEFT_LOADS, Uint32), Registers(gather.NUM_SCALES, Uint32)
+    gatherer.load_scales(scales, token)
+    for slot, piece in enumerate(gather.LEFT_PIECES):
+        gatherer.load_piece(words, token, place, piece, slot)
+    gatherer.write_left(words, scales, token, tile, place)
+    held = [word.copy() for word in words[: 4 * gather.HALF_LOADS]]
+    gatherer.write_right(words, scales, token, tile, place)
+    # Now the registers hold what they held first; a second round writes the same.
+    assert not all(np.array_equal(a, b) for a, b in zip(held, words, strict=False))
+    gatherer.write_left(words, scales, token, tile, place)
+
+
+def some_indices(seed: int) -> np.ndarray:
+    """64 indices: most exist, some twice, some not."""
+    generator = np.random.default_rng(seed)
+    indices = generator.integers(0, NUM_PAGES * PAGE_SIZE, BLOCK_TOKENS)
+    indices[[3, 17, 40, 63]] = -1, NUM_PAGES * PAGE_SIZE, 2**31 - 1, -(2**31)
+    return indices
+
+
+@pytest.mark.parametrize("staggered", [False, True])
+@pytest.mark.parametrize("scales", ["fp32", "power_of_2"])
+def test_fp8_tile(monkeypatch, scales, staggered):
+    tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32")
+    memory, stride = paged(tokens)
+    machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
+    indices = some_indices(1)
+    fill_tile(
+        monkeypatch,
+        MlaConfig(scales=scales, staggered=staggered),
+        machine,
+        locate.Pages(0, stride, 656, PAGE_SIZE),
+        indices,
+    )
+    exists = (indices >= 0) & (indices < len(tokens))
+    exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
+    found = read_tile(machine.shared_memory).astype(np.float64)
+    if scales == "power_of_2":
+        assert np.array_equal(found, exact)
+    else:
+        # Rounded once, but for 2**-16 of the value: half a unit of bf16's last place is at most 2**-8 of it.
+        assert (np.abs(found - exact) <= np.abs(exact) * (2.0**-8 + 2.0**-16)).all()
+        nearest = torch.from_numpy(exact).bfloat16().double().numpy()
+        assert (found != nearest).mean() < 0.01
+    for store in (access for access in machine.accesses if access.kind == "st"):
+        assert banks.wavefronts(store.addresses, store.width, store.kind) == 4
+    assert all(place % stride + size <= PAGE_SIZE * 656 for place, size in machine.reads)
+
+
+def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
+    tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=False)
+    memory, stride = paged(tokens)
+    machine = MlaWarp(np.full(2 * TILE_BYTES, 0xFF, np.uint8), memory)
+    machine.install(monkeypatch, gather, dequant, locate)
+    gatherer: Any = gather.make_gatherer(MlaConfig(fence="reader", crossover=True))
+    source = sparse_source(locate.Pages(0, stride, 656, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
+    indices = some_indices(3)
+    for rank in range(2):
+        monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
+        for warp in range(GATHER_WARPS):
+            place = gather.GatherLane.of(gatherer.first_row(warp), LANES)
+            token = gatherer.locator.locate(
+                SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
+            )
+            tile = gather.SharedTile(Int32(rank * TILE_BYTES), (1 - 2 * rank) * TILE_BYTES, 1 - rank)
+            write_all(gatherer, token, tile, place)
+    exists = (indices >= 0) & (indices < len(tokens))
+    wanted = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
+    for rank in range(2):
+        assert np.array_equal(read_tile(machine.shared_memory[rank * TILE_BYTES :][:TILE_BYTES]), wanted)
+        assert machine.sent[rank] == TILE_BYTES // 2
+
+
+def test_bf16_tile(monkeypatch):
+    tokens = torch.randn((NUM_PAGES * PAGE_SIZE, HEAD_DIM), generator=torch.Generator().manual_seed(0)).bfloat16()
+    memory, stride = paged(tokens.view(torch.uint8))
+    machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
+    indices = some_indices(2)
+    config = MlaConfig(form="mla_bf16", fence="reader")
+    fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, 2 * HEAD_DIM, PAGE_SIZE), indices)
+    exists = (indices >= 0) & (indices < len(tokens))
+    wanted = tokens[np.where(exists, indices, 0)].float().numpy() * exists[:, None]
+    assert np.array_equal(read_tile(machine.shared_memory), wanted)
+
+
+def test_every_code_times_every_scale(monkeypatch):
+    """All codes, subnormal ones included, with powers of 2 from the quantiser's smallest to the largest folded one."""
+    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, dequant)
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], np.uint8)
+    wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy().reshape(-1, 4)
+    for scales in ("fp32", "power_of_2"):
+        dequantizer = dequant.Dequantizer(scales)
+        for exponent in range(-14, 8):
+            factors = dequantizer.factors(Float32(2.0**exponent))
+            for first in range(0, 64, 32):
+                words = Uint32(codes.view(np.uint32)[first : first + 32])
+                decoded: Any = dequantizer.word(words, factors)
+                halves = np.stack(decoded, axis=1)
+                found = bf16_values(np.ascontiguousarray(halves).view(np.uint16).reshape(32, 4))
+                assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)

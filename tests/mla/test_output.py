@@ -1,0 +1,96 @@
+"""What the multiplying warps store, lane by lane in NumPy: weights for the other warpgroup, rows of the output."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.device import wgmma_tiles
+from cute_kernels.mla import kernel, output, softmax
+from cute_kernels.mla.config import BLOCK_TOKENS, QUERY_BYTES, WEIGHT_BYTES, MlaConfig
+from layouts import banks
+from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
+from tests.mla.test_tiles import place_of
+from tests.mla.warp import MlaWarp
+
+
+def accumulators(values: np.ndarray, warp: int) -> list:
+    """A warp's part of a 64 x n matrix as the accumulators of its lanes."""
+    found = []
+    for i in range(values.shape[1] // 2):
+        below, column = wgmma_tiles.sum_place(i)
+        found.append(Float32(values[16 * warp + LANES // 4 + below, column + 2 * (LANES % 4)]))
+    return found
+
+
+def assert_no_conflicts(machine: MlaWarp) -> None:
+    for access in machine.accesses:
+        assert banks.wavefronts(access.addresses, access.width, access.kind) == max(1, access.width // 4)
+
+
+def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
+    machine = MlaWarp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, kernel, softmax)
+    weights = np.random.default_rng(0).random((64, BLOCK_TOKENS)).astype(np.float32)
+    for warp in range(4):
+        scores = accumulators(weights, warp)
+        packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
+        memory = SimpleNamespace(weights=0)
+        kernel.MlaKernel(MlaConfig()).publish_weights(packed, memory, Int32(warp), Int32(LANES))
+    words = machine.shared_memory.view(np.uint16)
+    for row, column in np.ndindex(weights.shape):
+        assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])
+    assert_no_conflicts(machine)
+
+
+def test_output_is_staged_by_rows(monkeypatch):
+    machine = MlaWarp(np.zeros(QUERY_BYTES, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, output)
+    sums = np.random.default_rng(1).standard_normal((64, output.HALF)).astype(np.float32)
+    for half in range(2):
+        for warp in range(4):
+            factors = [Float32(2.0), Float32(0.5)]
+            area = (half * 4 + warp) * output.STAGE_BYTES
+            output.Writer().stage(accumulators(sums, warp), factors, Int32(area), Int32(LANES))
+            rows = machine.shared_memory[area : area + output.STAGE_BYTES].reshape(16, output.STAGE_PITCH)
+            found = bf16_values(rows[:, : 2 * output.HALF].copy().view(np.uint16))
+            wanted = sums[16 * warp : 16 * warp + 16] * np.repeat([2.0, 0.5], 8)[:, None]
+            assert np.array_equal(found, bf16_values(bf16_bits(wanted.astype(np.float32))))
+    assert_no_conflicts(machine)
+
+
+def test_softmax_over_blocks(monkeypatch):
+    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does."""
+    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, softmax)
+    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
+    generator = np.random.default_rng(2)
+    blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8)]
+    blocks[0][5], blocks[1][5] = -np.inf, -np.inf
+    scale = Float32(0.3)
+    maxima, totals = [Float32(softmax.LOWEST)] * 2, [Float32(0.0)] * 2
+    sums = np.zeros(32), np.zeros(32)
+    for block in blocks:
+        scores = accumulators(block.astype(np.float32), 0)
+        factors = softmax.raise_maxima(scores, maxima, scale)
+        packed = [None] * (softmax.NUM_SCORES // 2)
+        softmax.exponentiate(scores, maxima, totals, factors, scale, packed)
+        for row in range(2):
+            own = sum(scores[i] for i in range(softmax.NUM_SCORES) if softmax.row_of(i) == row)
+            sums[row][:] = sums[row] * factors[row] + own
+            assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**softmax.RESCALE_SLACK * 1.01
+    every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
+    wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
+    for row in range(2):
+        total = totals[row].reshape(8, 4).sum(1)
+        found = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
+        assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
+        assert np.allclose(totals[row], sums[row], rtol=1e-5)
+
+
+def _row_max(value):
+    return Float32(np.repeat(np.asarray(value).reshape(8, 4).max(1), 4))

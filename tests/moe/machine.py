@@ -1,0 +1,306 @@
+"""A small GPU of Python threads: runs the code of kernels as it stands, a thread for each of theirs.
+
+Scalars are Python integers and NumPy floats, shared and global memory are bytes, and what threads do together (warp
+exchanges, barriers, bulk copies counted by an mbarrier) is done by them together, in whatever order they come. So what
+is run are the kernels' own addresses, loops and waits; the tensor cores are not there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+TIMEOUT = 60.0  # of a wait, seconds: longer is a deadlock
+
+
+class Word(int):
+    """A 32-bit word."""
+
+    def bitcast(self, _: Any) -> np.float32:
+        return np.uint32(self).view(np.float32)
+
+
+class Pointer(int):
+    """An address in shared memory, or the number of an mbarrier."""
+
+    def __add__(self, other: int) -> Pointer:
+        return Pointer(int(self) + int(other))
+
+    def toint(self) -> int:
+        return int(self)
+
+
+def int32(value: Any) -> int:
+    return (int(value) + 2**31) % 2**32 - 2**31
+
+
+def uint32(value: Any) -> Word:
+    return Word(int(value) % 2**32)
+
+
+class Registers(list):
+    def fill(self, value: float) -> None:
+        self[:] = [np.float32(value)] * len(self)
+
+
+class Barrier:
+    """An mbarrier: a phase ends with its last arrival and its last byte."""
+
+    def __init__(self, count: int):
+        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+
+    def settle(self) -> None:
+        assert self.pending >= 0, "more arrivals than were said"
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase + 1
+
+
+class Cta:
+    """What the threads of a CTA share."""
+
+    def __init__(self, block: tuple[int, int, int], num_threads: int, shared_bytes: int = 1 << 18):
+        self.block = block
+        self.shared = np.full(shared_bytes, 0xFF, np.uint8)  # NaN, whatever it is read as
+        self.barriers: dict[int, Barrier] = {}
+        self.condition = threading.Condition()
+        self.all = threading.Barrier(num_threads)
+        self.warps = [threading.Barrier(32) for _ in range(num_threads // 32)]
+        self.exchange = [[0] * 32 for _ in self.warps]
+        self.used = 0
+
+
+class Machine:
+    """Memory, and the modules that kernels see in place of the DSL's."""
+
+    def __init__(self, global_bytes: int = 1 << 22):
+        self.memory = np.zeros(global_bytes, np.uint8)
+        self.top = 256
+        self.here = threading.local()
+        self.errors: list[BaseException] = []
+        self.copies: list[tuple[tuple[int, int, int], int, int]] = []  # CTA, source, bytes
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def put(self, tensor: torch.Tensor | None) -> int:
+        """Copies a tensor to global memory; its address, 0 for none."""
+        if tensor is None:
+            return 0
+        address, size = self.top, tensor.nbytes
+        self.memory[address : address + size] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        self.top = -(-(address + size) // 256) * 256
+        assert self.top <= self.memory.size
+        return address
+
+    def get(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        size = int(np.prod(shape)) * dtype.itemsize
+        return torch.from_numpy(self.memory[address : address + size].copy()).view(dtype).view(shape)
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def run(self, work: Callable[[], None], blocks: list[tuple[int, int, int]], num_threads: int) -> None:
+        """Runs a kernel: all CTAs at the same time."""
+        threads = []
+        self.deadline = time.monotonic() + TIMEOUT
+        for block in blocks:
+            cta = Cta(block, num_threads)
+            for number in range(num_threads):
+                threads.append(threading.Thread(target=self._thread, args=(work, cta, number), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT)
+        if self.errors:
+            raise next((e for e in self.errors if not isinstance(e, threading.BrokenBarrierError)), self.errors[0])
+        assert not any(thread.is_alive() for thread in threads), "a thread does not end"
+
+    def _thread(self, work: Callable[[], None], cta: Cta, number: int) -> None:
+        self.here.cta, self.here.thread, self.here.allocated = cta, number, 0
+        try:
+            work()
+        except BaseException as error:
+            self.errors.append(error)
+            for barrier in (cta.all, *cta.warps):
+                barrier.abort()
+
+    @property
+    def cta(self) -> Cta:
+        return self.here.cta
+
+    @property
+    def lane(self) -> int:
+        return self.here.thread % 32
+
+    def _wait(self, barrier: threading.Barrier) -> None:
+        barrier.wait(TIMEOUT)
+
+    def sync_warp(self) -> None:
+        self._wait(self.cta.warps[self.here.thread // 32])
+
+    def exchanged(self, value: int) -> list[int]:
+        """The values of all lanes."""
+        warp = self.here.thread // 32
+        self.cta.exchange[warp][self.lane] = value
+        self.sync_warp()
+        values = list(self.cta.exchange[warp])
+        self.sync_warp()
+        return values
+
+    # -- mbarriers ----------------------------------------------------------------------------------------------------
+
+    def mbarrier_init(self, barrier: int, count: int) -> None:
+        self.cta.barriers[int(barrier)] = Barrier(count)
+
+    def mbarrier_change(self, barrier: int, arrivals: int, num_bytes: int) -> None:
+        with self.cta.condition:
+            found = self.cta.barriers[int(barrier)]
+            found.pending -= arrivals
+            found.bytes += num_bytes
+            found.settle()
+            self.cta.condition.notify_all()
+
+    def mbarrier_wait(self, barrier: int, parity: int) -> None:
+        found = self.cta.barriers[int(barrier)]
+        with self.cta.condition:
+            passed = self.cta.condition.wait_for(lambda: self.errors or (found.phase - 1) % 2 == parity, TIMEOUT)
+        assert passed and not self.errors, f"deadlock: barrier {barrier} of CTA {self.cta.block}"
+
+    # -- instructions, under the names of `cute_kernels.device.ptx` ---------------------------------------------------
+
+    def ptx(self) -> SimpleNamespace:
+        def words(memory: np.ndarray, address: int, count: int) -> list[Word]:
+            assert address >= 0 and address % (4 * count) == 0, "misaligned access"
+            return [Word(word) for word in memory[address : address + 4 * count].view(np.uint32)]
+
+        def store(memory: np.ndarray, address: int, values: list) -> None:
+            assert address >= 0 and address % (4 * len(values)) == 0, "misaligned access"
+            for i, value in enumerate(values):
+                bits = value.view(np.uint32) if isinstance(value, np.floating) else np.uint32(int(value) % 2**32)
+                memory[address + 4 * i : address + 4 * i + 4].view(np.uint32)[0] = bits
+
+        def load_relaxed(address: int, count: int) -> list[Word]:
+            time.sleep(0.01)  # whoever polls leaves the interpreter to others
+            assert not self.errors, "another thread has failed"
+            assert time.monotonic() < self.deadline, f"deadlock: CTA {self.cta.block} polls"
+            return words(self.memory, address, count)
+
+        def bulk_copy(destination: int, source: int, size: int, barrier: int) -> None:
+            assert destination % 16 == source % 16 == size % 16 == 0 and size > 0, "misaligned copy"
+            assert source >= 256
+            self.cta.shared[destination : destination + size] = self.memory[source : source + size]
+            self.copies.append((self.cta.block, source, size))
+            self.mbarrier_change(barrier, 0, -size)
+
+        def bits(value: Any, dtype: torch.dtype) -> int:
+            return int(torch.tensor(float(value)).to(dtype).view(torch.int16)) & 0xFFFF
+
+        return SimpleNamespace(
+            address=lambda tensor: tensor.address,
+            load_shared=lambda address, offset: words(self.cta.shared, address + offset, 1)[0],
+            load_shared_vector=lambda address, offset, n: words(self.cta.shared, address + offset, n),
+            store_shared=lambda address, offset, values: store(self.cta.shared, address + offset, values),
+            store_shared_zero16=lambda address, offset: store(self.cta.shared, address + offset, [0] * 4),
+            load_global_words=lambda address, offset, n, constant=True: words(self.memory, address + offset, n),
+            load_relaxed=load_relaxed,
+            store_global=lambda address, values: store(self.memory, address, values),
+            bulk_copy_to_shared=bulk_copy,
+            pack_bf16x2=lambda a, b: Word(bits(a, torch.bfloat16) | bits(b, torch.bfloat16) << 16),
+            pack_f16x2=lambda a, b: Word(bits(a, torch.float16) | bits(b, torch.float16) << 16),
+            bf16x2_low_to_float=lambda word: np.uint32((int(word) << 16) % 2**32).view(np.float32),
+            fma=lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
+            exp2=lambda x: np.float32(2.0 ** float(x)),
+            reciprocal=lambda x: np.float32(1.0 / float(x)),
+            LOG2_E=1.4426950408889634,
+        )
+
+    def numbers(self) -> SimpleNamespace:
+        def load(address: int, offset: int, size: int) -> Word:
+            place = address + offset
+            return Word(int.from_bytes(self.memory[place : place + size].tobytes(), "little"))
+
+        def store(address: int, offset: int, value: int, size: int) -> None:
+            content = (int(value) % 256**size).to_bytes(size, "little")
+            self.memory[address + offset : address + offset + size] = np.frombuffer(content, np.uint8)
+
+        return SimpleNamespace(load_global_part=load, store_global_part=store)
+
+    def cute(self) -> SimpleNamespace:
+        def shuffle_up(value: int, offset: int, mask_and_clamp: int = 0) -> int:
+            values = self.exchanged(value)
+            return values[self.lane - offset] if self.lane >= offset else value
+
+        arch = SimpleNamespace(
+            block_idx=lambda: self.cta.block,
+            thread_idx=lambda: (self.here.thread, 0, 0),
+            warp_idx=lambda: self.here.thread // 32,
+            lane_idx=lambda: self.lane,
+            make_warp_uniform=lambda value: value,
+            sync_threads=lambda: self._wait(self.cta.all),
+            sync_warp=self.sync_warp,
+            shuffle_sync_up=shuffle_up,
+            shuffle_sync=lambda value, lane: self.exchanged(value)[lane],
+            match_sync=lambda mask, value: sum(1 << i for i, v in enumerate(self.exchanged(value)) if v == value),
+            popc=lambda value: int(value).bit_count(),
+            mbarrier_init=self.mbarrier_init,
+            mbarrier_init_fence=lambda: None,
+            mbarrier_arrive=lambda barrier: self.mbarrier_change(barrier, 1, 0),
+            mbarrier_arrive_and_expect_tx=lambda barrier, size: self.mbarrier_change(barrier, 1, int(size)),
+            mbarrier_wait=self.mbarrier_wait,
+            griddepcontrol_wait=lambda: None,
+            griddepcontrol_launch_dependents=lambda: None,
+        )
+        return SimpleNamespace(
+            arch=arch, ceil_div=lambda a, b: -(-a // b), make_rmem_tensor=lambda count, _: Registers([0] * count)
+        )
+
+    def cutlass(self) -> SimpleNamespace:
+        machine = self
+
+        class Allocator:
+            def allocate(self, size: int, byte_alignment: int) -> Pointer:
+                start = -(-machine.here.allocated // byte_alignment) * byte_alignment
+                machine.here.allocated = start + size
+                return Pointer(start)
+
+            def allocate_array(self, _: Any, count: int) -> Pointer:
+                return Pointer(self.allocate(8 * count, 8) // 8)
+
+        return SimpleNamespace(
+            range=lambda *bounds, unroll=1: range(*bounds),
+            range_constexpr=range,
+            min=min,
+            max=max,
+            select_=lambda condition, a, b: a if condition else b,
+            Int64=int,
+            utils=SimpleNamespace(SmemAllocator=Allocator),
+        )
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """Puts the machine in the place of what kernels of these modules see."""
+        names = {
+            "ptx": self.ptx(),
+            "numbers": self.numbers(),
+            "cute": self.cute(),
+            "cutlass": self.cutlass(),
+            "Int32": int32,
+            "Int64": int,
+            "Uint32": uint32,
+            "Float32": np.float32,
+            "const_expr": bool,
+        }
+        for module in modules:
+            for name, value in names.items():
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
+
+
+def unwrapped(kind: type, *names: str) -> type:
+    """A kernel class whose methods are plain Python."""
+    methods = {name: getattr(kind, name).__wrapped__ for name in names}
+    return type(f"Plain{kind.__name__}", (kind,), methods)

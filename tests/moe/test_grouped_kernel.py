@@ -1,0 +1,249 @@
+"""The grouped kernel's own code, thread by thread: copies, waits, entries, partial results. Only the products are not
+its own: a thread of each multiplying warp decodes what lies in shared memory, where the tensor cores would read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.device import ring
+from cute_kernels.linear import epilogue, work
+from cute_kernels.linear import kernel as linear_kernel
+from cute_kernels.linear.config import BF16, FP32, SCALE_BYTES, LinearConfig
+from cute_kernels.linear.experts import PackedExperts, stack_experts
+from cute_kernels.linear.plan import ACTIVATIONS
+from cute_kernels.moe import kernel as moe_kernel
+from cute_kernels.moe import work as moe_work
+from cute_kernels.moe.reference import grouped_linear_reference
+from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule, make_schedule, with_launches
+from cute_kernels.runtime.workspace import EMPTY
+from layouts.transform import unpack
+from layouts.weights import hopper
+from tests.linear.cases import known
+from tests.moe.machine import Machine, unwrapped
+
+MODULES = (ring, work, linear_kernel, epilogue, moe_kernel, moe_work)
+CONFIG = LinearConfig(4, "bf16", 64, unit_k=64, k_warps=1, chunk_units=2, num_stages=3, epilogue_warps=1, use_pdl=True)
+
+
+def multiply(self, operands, memory, work, warp, lane) -> None:
+    """Stands for `LinearKernel.multiply`: waits and tells as it does; the first warp computes all rows."""
+    config = self.config
+    arch = moe_kernel.cute.arch
+    if lane:
+        return
+    shared = self.machine.cta.shared
+    stage, phase, buffer, drained = 0, 0, 0, 1
+    for index in range(work.num_segments):
+        segment = work.segment(index)
+        start = memory.x + work.x_start(segment, memory.x_slot_bytes)
+        sums = np.zeros((config.max_tokens, config.block_rows), np.float64)
+        for unit in range(segment.begin, segment.end, config.chunk_units):
+            arch.mbarrier_wait(memory.full + stage, phase)
+            for i in range(min(segment.end - unit, config.chunk_units)) if warp == 0 else ():
+                x = np.stack(
+                    [
+                        values(shared, start + token * memory.x_pitch + (unit + i) * 2 * config.unit_k, config.unit_k)
+                        for token in range(config.max_tokens)
+                    ]
+                )
+                for tile in range(config.n_tiles):
+                    w = weights(shared, memory.ring + stage * config.stage_bytes, tile, i, config)
+                    with np.errstate(invalid="ignore"):
+                        sums[:, 64 * tile : 64 * tile + 64] += x @ w.T
+            arch.mbarrier_arrive(memory.empty + stage)
+            stage, phase = ring.advance(stage, phase, config.num_stages)
+        arch.mbarrier_wait(memory.drained + buffer, drained)
+        if warp == 0:
+            place = memory.staging + buffer * config.buffer_bytes
+            for token in range(config.max_tokens):
+                first = (place + token * config.staging_pitch) // 4
+                shared.view(np.float32)[first : first + config.block_rows] = sums[token]
+        arch.mbarrier_arrive(memory.staged + buffer)
+        buffer, drained = ring.advance(buffer, drained, config.num_buffers)
+
+
+def values(shared: np.ndarray, address: int, count: int) -> np.ndarray:
+    halves = shared[address : address + 2 * count].view(np.uint16).astype(np.uint32)
+    return (halves << 16).view(np.float32).astype(np.float64)
+
+
+def weights(shared: np.ndarray, stage: int, tile: int, unit: int, config: LinearConfig) -> np.ndarray:
+    """A unit's weights of a tile's rows, from the codes and scales in a stage."""
+    place = stage + (tile * config.chunk_units + unit) * config.unit_bytes
+    blob = torch.from_numpy(shared[place : place + config.unit_bytes].copy()).view(1, config.unit_tiles, 2048)
+    codes = unpack(hopper.restore(blob, config.bits), config.bits).numpy().astype(np.float64) - 8
+    place = stage + config.scale_offset + (tile * config.chunk_units + unit) * config.unit_scale_bytes
+    scales = values(shared, place, config.unit_scale_bytes // 2).reshape(-1, SCALE_BYTES // 2)
+    return codes * np.repeat(scales.T, config.group_size, axis=1)
+
+
+def make_kernel(machine: Machine, config: LinearConfig) -> Any:
+    kind = unwrapped(moe_kernel.GroupedKernel, "make_table", "copy_activations", "source_row")
+    base = linear_kernel.LinearKernel
+    for name in ("take_roles", "clear_tail", "copy_weights"):
+        setattr(kind, name, getattr(base, name).__wrapped__)
+    kind.multiply = multiply  # type: ignore[attr-defined]
+    kernel = kind(config)
+    kernel.machine = machine
+    names = (
+        "run",
+        "release",
+        "store_partials",
+        "finish",
+        "gather",
+        "wait_for",
+        "load_extras",
+        "store",
+        "store_elements",
+    )
+    kernel.epilogue = unwrapped(epilogue.Epilogue, *names)(config)
+    return kernel
+
+
+def launch(
+    schedule: GroupedSchedule,
+    weight: PackedExperts,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    rows: torch.Tensor | None,
+    monkeypatch,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, Machine, int]:
+    """(results, of which those that are not written are -7; the machine; address of the codes)."""
+    machine = Machine()
+    machine.install(monkeypatch, *MODULES)
+    config = schedule.config
+    n, places = weight.shape[0], (x if rows is None else rows).shape[0]
+    shape = (places, n // 2 if activation == "swiglu" else n)
+    codes, scales, zeros = (machine.put(tensor) for tensor in (weight.codes, weight.scales, weight.zeros))
+    out = machine.put(torch.full(shape, -7.0, dtype=out_dtype))
+    workspace = machine.put(torch.full((schedule.workspace_words,), EMPTY, dtype=torch.int32))
+    addresses = [codes, scales, zeros, machine.put(bias), out, workspace, machine.put(offsets), machine.put(rows)]
+    given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
+    kernel = make_kernel(machine, config)
+    blocks = [(s, group, 0) for group in range(schedule.num_groups) for s in range(schedule.num_slices)]
+    waiting: list[tuple] = []
+
+    def start(**options):
+        operands, sizes = waiting.pop()
+        body = moe_kernel.GroupedKernel.kernel.__wrapped__
+        machine.run(lambda: body(kernel, operands, sizes), blocks, config.num_threads)
+
+    kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
+    for number in range(schedule.num_launches):
+        moe_kernel.GroupedKernel.__call__.__wrapped__(
+            kernel, given, *addresses, n, schedule.num_tiles, schedule.units, schedule.num_slices,
+            schedule.num_groups, len(weight), schedule.x_slots, number * schedule.max_entries, schedule.max_entries,
+            schedule.max_parts, ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+        )  # fmt: skip
+    words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
+    assert torch.all(words == EMPTY), "partial results are left"
+    return machine.get(out, shape, out_dtype), machine, codes
+
+
+def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
+    """A small schedule as one would be for many rows: groups, slots and launches are those of `with_launches`."""
+    config = replace(CONFIG, **{name: fields.pop(name) for name in ("n_tiles", "num_buffers") if name in fields})
+    places, experts = fields.pop("places"), fields.pop("experts")
+    problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, 4, "bf16", 64, num_sms=num_sms)
+    units = problem.k_pad // config.unit_k
+    base = GroupedSchedule(config, -(-n // 64), units, fields.pop("num_slices", 1), 1, **fields)
+    return with_launches(base, problem)
+
+
+CASES = {
+    "entries of one and of many rows": ((3, 0, 1, 17, 0, 8), 160, 192, 3, {}),
+    "two tiles, two slots": ((2, 9, 1, 1), 200, 320, 4, {"n_tiles": 2, "x_slots": 2, "num_buffers": 2}),
+    "tails of N and K": ((1, 2, 0, 3), 130, 200, 3, {}),
+    "more CTAs than units": ((0, 1, 0), 64, 64, 4, {}),
+    "one expert has all": ((0, 0, 20, 0), 96, 128, 3, {}),
+    "no rows at all": ((0, 0, 0), 64, 128, 2, {}),
+    "slices of K": ((3, 9, 1), 130, 320, 4, {"num_slices": 2, "n_tiles": 2}),
+    "slices of K, of which the last is short": ((1, 2, 1, 1, 1), 70, 320, 6, {"num_slices": 3, "num_buffers": 1}),
+    "more experts than lanes": (tuple(i % 3 == 0 for i in range(40)), 64, 64, 3, {}),
+}
+
+
+@pytest.mark.parametrize("counts, n, k, num_sms, fields", CASES.values(), ids=list(CASES))
+def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_sms, fields, monkeypatch):
+    counts = [int(count) for count in counts]
+    experts = [known(n, k, group_size=64, seed=seed).pack() for seed in range(len(counts))]
+    weight = stack_experts(experts)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(7, k, generator=generator).to(torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    places = sum(counts) + 2  # of which two are nobody's
+    rows = torch.randint(0, 7, (places,), generator=generator).int()
+    schedule = layout(n, k, num_sms, places=places, experts=len(counts), **fields)
+    found, machine, codes = launch(schedule, weight, x, offsets, rows, monkeypatch)
+    torch.testing.assert_close(found[:-2], exact(x[rows.long()], weight, counts)[:-2], rtol=2e-5, atol=1e-6)
+    assert torch.all(found[-2:] == -7.0)
+    check_equal_bytes(machine, codes, weight, counts, schedule)
+
+
+def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Tensor:
+    """Products with weights that are not rounded."""
+    parts = x.double().split([*counts, x.shape[0] - sum(counts)])
+    dense = [*weight.dequantize(torch.float64), torch.zeros(weight.shape, dtype=torch.float64)]
+    return torch.cat([part @ w.T for part, w in zip(parts, dense, strict=True)]).float()
+
+
+def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, counts, schedule) -> None:
+    """Every entry's codes are copied once, and every group copies as much as the others, but for a unit."""
+    config, of_expert = schedule.config, weight.codes[0].numel()
+    copied, own = Counter(), Counter()
+    for block, source, size in machine.copies:
+        if codes <= source < codes + weight.codes.numel():
+            own[block] += size
+            copied.update(range((source - codes) // 2048, (source - codes + size) // 2048))
+    tiles = of_expert // 2048
+    for expert, count in enumerate(counts):
+        times = {copied[tile] for tile in range(expert * tiles, (expert + 1) * tiles)}
+        entries = -(-count // config.max_tokens)
+        assert times <= {entries, 2 * entries} and entries in times  # the last tile of an odd number may come twice
+    each = [sum(size for block, size in own.items() if block[1] == group) for group in range(schedule.num_groups)]
+    if schedule.num_slices == 1 and schedule.num_launches == 1:
+        assert max(each) - min(each) <= config.n_tiles * config.unit_bytes
+
+
+def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
+    n, k = 132, 128
+    weight = stack_experts([known(n, k, group_size=64, seed=seed).pack() for seed in range(3)])
+    x = torch.randn(12, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    bias = torch.randn(3, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    offsets = torch.tensor([0, 2, 2, 12], dtype=torch.int32)
+    options: dict[str, Any] = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}
+    schedule = layout(n, k, 3, places=12, experts=3)
+    found, _, _ = launch(schedule, weight, x, offsets, None, monkeypatch, **options)
+    torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
+
+
+def test_several_launches_compute_all_entries(monkeypatch):
+    n, k, counts = 64, 128, [3, 20, 0, 1]
+    weight = stack_experts([known(n, k, group_size=64, seed=seed).pack() for seed in range(4)])
+    x = torch.randn(24, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    schedule = replace(layout(n, k, 3, places=24, experts=4), max_entries=2, num_launches=3)
+    found, _, _ = launch(schedule, weight, x, offsets, None, monkeypatch)
+    torch.testing.assert_close(found, exact(x, weight, counts), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("places, experts, n, k", [(8, 256, 4096, 7168), (256, 8, 28672, 4096), (64, 128, 768, 2048)])
+def test_every_product_has_a_schedule(places, experts, n, k):
+    schedule = make_schedule(GroupedProblem(places, experts, n, k, k, 4, "bf16", 128))
+    assert schedule.num_launches * schedule.max_entries >= GroupedProblem(
+        places, experts, n, k, k, 4, "bf16", 128
+    ).max_entries(schedule.config.max_tokens)
