@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, UNIT_K, ZERO_BYTES
+from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, ZERO_BYTES
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
@@ -14,6 +14,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
+TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 COPY_REGISTERS = 24  # of the threads that copy
@@ -40,11 +41,6 @@ class WgmmaConfig:
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
         splits_k: whether K may be cut into parts.
-        weight_warps: that ask for weights. One asks for a tile in some hundred clocks, more than short units leave.
-        stagger: stages by which the second warpgroup begins later than the first, so that one stores its results
-            while the other multiplies.
-        token_band: token tiles that are computed side by side, see `tiles.Items`.
-        cluster: CTAs of neighbouring output features that share activations: each brings a part to all of them.
     """
 
     bits: int
@@ -58,10 +54,6 @@ class WgmmaConfig:
     group_steps: int = 2
     num_stages: int = 5
     splits_k: bool = False
-    cluster: int = 1
-    weight_warps: int = 1
-    stagger: int = 0
-    token_band: int = 8
 
     @property
     def tile_k(self) -> int:
@@ -137,11 +129,6 @@ class WgmmaConfig:
         return self.code_stage_bytes + self.scale_stage_bytes + self.zero_stage_bytes
 
     @property
-    def weight_tile_bytes(self) -> int:
-        """Codes, scales and zero points of a tile of a stage."""
-        return self.weight_stage_bytes // self.block_tiles
-
-    @property
     def stage_bytes(self) -> int:
         return self.x_stage_bytes + self.weight_stage_bytes
 
@@ -175,9 +162,8 @@ class WgmmaConfig:
         """A C identifier that tells configurations apart."""
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         shape = f"m{self.tokens}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
-        order = f"w{self.weight_warps}" + f"d{self.stagger}" * (self.stagger > 0) + f"b{self.token_band}"
         split = "_split" if self.splits_k else ""
-        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}{order}{split}"
+        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -191,11 +177,8 @@ class WgmmaConfig:
             "tokens": TOKENS,
             "m_tiles": (1, 2),
             "warpgroups": tuple(MATH_REGISTERS),
-            "unit_k": UNIT_K,
+            "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
-            "cluster": (1, 2),
-            "weight_warps": tuple(range(1, min(self.block_tiles, WARPGROUP_WARPS - 1) + 1)),
-            "stagger": tuple(range(self.num_stages)) if self.warpgroups == 2 else (0,),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -208,8 +191,6 @@ class WgmmaConfig:
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
-        if self.token_band < 1:
-            return f"token_band {self.token_band} is not at least 1"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -19,7 +19,7 @@ class Shape:
     num_tiles: Any  # tiles of 64 output features
     units: Any  # of the padded K
     scale_groups: Any  # of the padded K, 1 where scales are per output feature
-    whole: Any  # tiles that are computed whole, those of a cluster as one
+    whole: Any  # tiles that are computed whole
     splits: Any  # parts that the K of the tiles after them is cut into
     split_units: Any  # of a part; the last may have fewer
     activation: Any
@@ -30,7 +30,7 @@ class Shape:
 class Item:
     """A tile of the output, or a part of K of one; run-time integers."""
 
-    block: Any  # of output features, this CTA's
+    block: Any  # of output features
     token_tile: Any
     begin: Any  # units
     end: Any
@@ -48,8 +48,7 @@ class Items:
     neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
     CTAs wait for each other.
 
-    CTAs of a cluster take neighbouring blocks of the same tokens, so a cluster counts as one with a wider block. Tiles
-    are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
+    Tiles are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
     reads few activations and each weight once per band.
     """
 
@@ -57,11 +56,9 @@ class Items:
     first: Any
     stride: Any
     count: Any  # over all CTAs
-    blocks: Any  # of a cluster's width
+    blocks: Any  # of output features
     token_tiles: Any
     band: Any
-    cluster: int
-    rank: Any  # of the CTA in its cluster
 
     def item(self, index) -> Item:
         shape = self.shape
@@ -77,11 +74,11 @@ class Items:
         block = rest // width
         begin = split * shape.split_units
         return Item(
-            block=block * self.cluster + self.rank,
+            block=block,
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
             end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
-            number=number * self.cluster + self.rank,
+            number=number,
         )
