@@ -20,7 +20,7 @@ from cute_kernels.runtime.workspace import POOL
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
-FEW_ROWS = 16  # up to which a product is bound by the memory, and mma.sync is enough
+FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
@@ -70,7 +70,16 @@ class Plan:
 
 @lru_cache(maxsize=4096)
 def plan_of(
-    m: int, n: int, k: int, k_pad: int, bits: int, dtype: torch.dtype, group_size: int, zero_point: bool, device: int
+    m: int,
+    n: int,
+    k: int,
+    k_pad: int,
+    bits: int,
+    dtype: torch.dtype,
+    group_size: int,
+    zero_point: bool,
+    device: int,
+    batch_invariant: bool = False,
 ) -> Plan | TilePlan:
     """The plan of a product of any number of rows on a CUDA device."""
     problem = Problem(
@@ -83,8 +92,9 @@ def plan_of(
         group_size=group_size,
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        batch_invariant=batch_invariant,
     )
-    if m > FEW_ROWS:
+    if m > FEW_ROWS or batch_invariant:
         return make_tile_plan(make_tile_schedule(problem), device)
     return make_plan(make_schedule(problem), m, device)
 

@@ -54,11 +54,12 @@ def test_the_cache_knows_the_modules_that_kernels_are_made_of():
 
 WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, num_stages=5),
-    WgmmaConfig(4, "bf16", 32, True, num_stages=5, cluster=2),
+    WgmmaConfig(4, "bf16", 32, True, num_stages=5),
     WgmmaConfig(4, "fp16", 128, True, tokens=128, m_tiles=2, num_stages=6),
     WgmmaConfig(8, "bf16", 64, True, tokens=128, m_tiles=2, num_stages=5),
     WgmmaConfig(4, "bf16", 0, True, tokens=64, m_tiles=2, unit_k=128, num_stages=4, splits_k=True),
     WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True),
+    WgmmaConfig(4, "bf16", 128, True, tokens=32, m_tiles=2, warpgroups=3, unit_k=128, num_stages=6, splits_k=True),
 ]
 
 

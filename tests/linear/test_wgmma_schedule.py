@@ -11,13 +11,17 @@ import pytest
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import (
+    TileSchedule,
     candidate_configs,
     efficiency,
     estimate_us,
     make_tile_schedule,
     schedule_of,
     tile_schedules,
+    unit_clocks,
+    with_ring,
 )
+from tests.linear import measured
 
 SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096), (100, 128), (64, 64), (1000, 2048)]
 
@@ -36,6 +40,55 @@ def test_smaller_tiles_fill_the_last_wave_better():
     assert [(item.num_items, item.num_ctas) for item in items if item] == [(9, 4), (18, 4)]
 
 
+def test_only_the_last_round_is_cut():
+    """448 tiles of 128 x 256 on 132 SMs: three rounds, and 52 tiles in halves for half a round."""
+    case = problem(256, 57344, 8192)
+    schedule = make_tile_schedule(case)
+    assert (schedule.config.tokens, schedule.config.block_rows) == (256, 128)
+    assert (schedule.whole, schedule.num_tiles_cut, schedule.splits) == (396, 52, 2)
+    uncut = schedule_of(case, schedule.config)
+    assert uncut and estimate_us(case, schedule) < 0.9 * estimate_us(case, uncut)
+    assert schedule.workspace_words == 52 * 128 * 256
+
+
+@pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
+def test_the_model_finds_what_was_fastest(n, k, m):
+    """Its choice of tile, and what it takes for the fastest of those measured, are within 5 % of the fastest."""
+    case, times = problem(m, n, k), measured.MICROSECONDS[n, k, m]
+    expected = {variant: estimate_us(case, measured_schedule(case, *variant)) for variant in times}
+    assert times[min(times, key=expected.__getitem__)] <= 1.05 * min(times.values())
+    chosen = make_tile_schedule(case).config
+    of_tile = [us for (*tile, _), us in times.items() if tile == [chosen.tokens, chosen.block_rows]]
+    assert min(of_tile) <= 1.05 * min(times.values())
+    assert min(of_tile) <= 1.05 * measured.CUBLAS[n, k, m]
+
+
+def measured_schedule(case: Problem, tokens: int, rows: int, splits: int) -> TileSchedule:
+    warpgroups = 2 if rows % 192 else 3
+    config = WgmmaConfig(4, "bf16", 128, tokens=tokens, warpgroups=warpgroups, m_tiles=rows // 64 // warpgroups)
+    large = tokens * config.m_tiles == 256
+    schedule = schedule_of(case, with_ring(replace(config, unit_k=64 if large else 128, splits_k=True)), splits)
+    assert schedule is not None
+    return schedule
+
+
+@pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
+def test_expected_times_are_near_the_measured_ones(n, k, m):
+    """With many rows the GPU lowers its clock, which the model does not know."""
+    case, times = problem(m, n, k), measured.MICROSECONDS[n, k, m]
+    tolerance = 0.13 if m <= 256 else 0.2
+    for variant, us in times.items():
+        assert estimate_us(case, measured_schedule(case, *variant)) == pytest.approx(us, rel=tolerance), variant
+
+
+def test_rows_that_are_not_there_are_counted():
+    """Of a box of 256 rows TMA fills in the missing half, which takes longer than the products: measured with 128."""
+    case = problem(128, 57344, 8192)
+    large, small = (measured_schedule(case, tokens, 128, 2) for tokens in (256, 128))
+    assert unit_clocks(case, large) > 1.2 * unit_clocks(replace(case, m=256), large)
+    assert unit_clocks(case, small) == unit_clocks(replace(case, m=256), replace(small, token_tiles=2))
+
+
 @pytest.mark.parametrize("n, k", SHAPES)
 @pytest.mark.parametrize("m", [17, 64, 128, 256, 1000, 8192])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -43,10 +96,21 @@ def test_something_is_chosen_and_can_be_compiled(m, n, k, bits):
     case = problem(m, n, k, bits=bits)
     schedule = make_tile_schedule(case)
     assert schedule.config.can_implement() is None
-    assert schedule.num_ctas <= case.num_sms and schedule.num_ctas % schedule.config.cluster == 0
+    assert schedule.num_ctas <= case.num_sms
     assert schedule.units * schedule.config.unit_k == case.k_pad
     assert (schedule.splits - 1) * schedule.split_units < schedule.units <= schedule.splits * schedule.split_units
     assert estimate_us(case, schedule) == min(estimate_us(case, other) for other in tile_schedules(case))
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_batch_invariant_products_never_cut_k(n, k, bits):
+    """Few rows of a small layer then take narrower tiles than otherwise."""
+    chosen = [make_tile_schedule(problem(m, n, k, bits=bits, batch_invariant=True)) for m in (1, 8, 64, 300, 8192)]
+    assert all((schedule.splits, schedule.workspace_words) == (1, 0) for schedule in chosen)
+    assert all(schedule.config.can_implement() is None for schedule in chosen)
+    if (n, k) == (8192, 8192):
+        assert chosen[0].config.block_rows == 64 and chosen[0].num_items == 128
 
 
 @pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256])
@@ -58,39 +122,44 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
         assert len(candidate_configs(case)) >= 1
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("whole", [0, 1, 7])
 @pytest.mark.parametrize(
     "m, n, splits, num_ctas", [(300, 700, 1, 132), (5000, 700, 1, 8), (70, 4096, 5, 12), (64, 64, 3, 2)]
 )
-def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, cluster, monkeypatch):
+def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
 
-    monkeypatch.setattr(tiles, "cutlass", SimpleNamespace(min=min))
+    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
+    monkeypatch.setattr(tiles, "cutlass", choose)
     monkeypatch.setattr(tiles, "Int32", int)
-    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64, cluster=cluster), splits)
+    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64), splits)
     assert schedule is not None
-    shape = SimpleNamespace(splits=splits, split_units=schedule.split_units, units=schedule.units)
+    whole = min(whole, schedule.num_tiles_cut)
+    schedule = replace(schedule, whole=whole)
+    names = ("whole", "splits", "split_units", "units")
+    shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names})
     done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
-    blocks = schedule.blocks // cluster
-    total = blocks * schedule.token_tiles * splits
+    parts: dict[tuple[int, int], int] = {}
     for cta in range(num_ctas):
         items = tiles.Items(
             shape=shape,  # pyright: ignore[reportArgumentType]
-            first=cta // cluster,
-            stride=num_ctas // cluster,
-            count=total,
-            blocks=blocks,
+            first=cta,
+            stride=num_ctas,
+            count=schedule.num_items,
+            blocks=schedule.blocks,
             token_tiles=schedule.token_tiles,
             band=min(8, schedule.token_tiles),
-            cluster=cluster,
-            rank=cta % cluster,
         )
         for index in range(items.first, items.count, items.stride):
             item = items.item(index)
             assert item.begin < item.end
             done[item.block, item.token_tile, item.begin : item.end] += 1
+            assert (item.splits == splits) if index >= whole else (item.begin, item.end) == (0, schedule.units)
             if item.split:  # what it waits for comes from the items just before
                 before = items.item(index - 1)
                 assert (before.block, before.token_tile, before.end) == (item.block, item.token_tile, item.begin)
+            if item.splits > 1:  # parts of the workspace are each tile's own
+                assert parts.setdefault((item.block, item.token_tile), item.number) == item.number
+    assert sorted(parts.values()) == list(range(schedule.num_tiles_cut if splits > 1 else 0))
     assert (done == 1).all()

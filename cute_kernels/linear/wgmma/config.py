@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, UNIT_K, ZERO_BYTES
+from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, ZERO_BYTES
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N, tile_k
 
@@ -14,7 +14,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
-MAX_SPLIT_SUMS = 64  # of a thread where parts of K are combined: more leave no registers to do it with
+TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 COPY_REGISTERS = 24  # of the threads that copy
@@ -41,7 +41,6 @@ class WgmmaConfig:
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
         splits_k: whether K may be cut into parts.
-        cluster: CTAs of neighbouring output features that share activations: each brings a part to all of them.
     """
 
     bits: int
@@ -55,7 +54,6 @@ class WgmmaConfig:
     group_steps: int = 2
     num_stages: int = 5
     splits_k: bool = False
-    cluster: int = 1
 
     @property
     def tile_k(self) -> int:
@@ -83,7 +81,7 @@ class WgmmaConfig:
 
     @property
     def num_threads(self) -> int:
-        """Multiplying warpgroups, and one of which two warps copy: registers are given to whole warpgroups."""
+        """Multiplying warpgroups, and one of copying warps: registers are given to whole warpgroups."""
         return (self.warpgroups + 1) * WARPGROUP_THREADS
 
     @property
@@ -165,7 +163,7 @@ class WgmmaConfig:
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         shape = f"m{self.tokens}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = "_split" if self.splits_k else ""
-        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}{split}"
+        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -179,9 +177,8 @@ class WgmmaConfig:
             "tokens": TOKENS,
             "m_tiles": (1, 2),
             "warpgroups": tuple(MATH_REGISTERS),
-            "unit_k": UNIT_K,
+            "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
-            "cluster": (1, 2),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -194,8 +191,6 @@ class WgmmaConfig:
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
-        if self.splits_k and self.thread_sums > MAX_SPLIT_SUMS:
-            return f"{self.thread_sums} sums of a thread cannot be combined, {MAX_SPLIT_SUMS} can"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -32,6 +32,7 @@ from cute_kernels.linear.wgmma.config import (
     BOX_K,
     COPY_REGISTERS,
     MATH_REGISTERS,
+    TOKEN_BAND,
     WARPGROUP_WARPS,
     WgmmaConfig,
 )
@@ -44,7 +45,6 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-TOKEN_BAND = 8  # token tiles that are computed side by side
 
 
 @dataclass(frozen=True)
@@ -92,38 +92,37 @@ class WgmmaKernel:
         n: Int32,
         num_tiles: Int32,
         units: Int32,
+        whole: Int32,
         splits: Int32,
         num_ctas: Int32,
         activation: Int32,
         out_kind: Int32,
         stream,
     ):
-        """Launches ``num_ctas`` CTAs, a multiple of the cluster's size.
+        """Launches ``num_ctas`` CTAs.
 
         x: [m, k], k a multiple of 8, 16-byte aligned. Addresses: codes uint8 [num_tiles, units * unit_tiles, 2048],
         scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
-        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles of the output, splits - 1,
-        block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; splits: parts of K, none of
-        them empty, 1 unless the configuration splits K. activation, out_kind: see `cute_kernels.linear.epilogue`.
+        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles that are cut, splits - 1,
+        block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; whole: tiles that are not
+        cut; splits: parts of K of the others, none of them empty, 1 unless the configuration splits K. activation,
+        out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         layout = self.x_layout()
         box = cute.slice_(layout, (None, None, 0))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        if const_expr(config.cluster > 1):
-            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        copy_x, x_view = cpasync.make_tiled_tma_atom(op, x, box, (config.tokens, BOX_K), num_multicast=config.cluster)
+        copy_x, x_view = cpasync.make_tiled_tma_atom(op, x, box, (config.tokens, BOX_K))
         scale_groups = Int32(1)
         if const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
         split_units = cute.ceil_div(units, splits)
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, splits, split_units, activation, out_kind)
+        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind)
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
-            cluster=(config.cluster, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -147,11 +146,7 @@ class WgmmaKernel:
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        if const_expr(config.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         if warp < config.math_warps:
             cute.arch.setmaxregister_increase(MATH_REGISTERS[config.warpgroups])
             self.multiply(operands, shape, memory, items, warp, lane)
@@ -159,12 +154,8 @@ class WgmmaKernel:
             cute.arch.setmaxregister_decrease(COPY_REGISTERS)
             if warp == config.math_warps:
                 self.copy_activations(shape, memory, items, copy_x, x_view)
-            elif warp == config.math_warps + 1:
-                self.copy_weights(operands, shape, memory, items, lane)
-        if const_expr(config.cluster > 1):
-            # A CTA's memory stays until the others have had their last word to it.
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
+            if warp == config.math_warps + 1:
+                self.copy_weights(operands, shape, memory, items)
 
     def allocate(self) -> Memory:
         config = self.config
@@ -196,45 +187,39 @@ class WgmmaKernel:
     def init_barriers(self, memory: Memory):
         config = self.config
         for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 2)  # weights, activations
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.cluster)
+            cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
+            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
         cute.arch.mbarrier_init_fence()
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config = self.config
-        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.cluster)
+        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
         return Items(
             shape=shape,
-            first=cta // config.cluster,
-            stride=num_ctas // config.cluster,
-            count=blocks * token_tiles * shape.splits,
+            first=cta,
+            stride=num_ctas,
+            count=shape.whole + (blocks * token_tiles - shape.whole) * shape.splits,
             blocks=blocks,
             token_tiles=token_tiles,
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
-            cluster=config.cluster,
-            rank=cta % config.cluster,
         )
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def copy_activations(self, shape, memory, items, copy_x, x_view):
-        """Brings the activations of every unit, a box of 64 inputs at a time; one warp.
-
-        In a cluster each CTA brings a part of the tokens to all. So its stages are free when they are free everywhere.
-        """
+        """Brings the activations of every unit, a box of 64 inputs at a time; one warp."""
         config = self.config
         boxes = config.unit_k // BOX_K
         places = cute.local_tile(x_view, (config.tokens, BOX_K), (None, None))
         target, source = cpasync.tma_partition(
             copy_x,
-            items.rank,
-            cute.make_layout(config.cluster),
+            0,
+            cute.make_layout(1),
             cute.group_modes(memory.x, 0, 2),
             cute.group_modes(places, 0, 2),
         )
-        mask = cutlass.Int16((1 << config.cluster) - 1)
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
@@ -246,27 +231,24 @@ class WgmmaKernel:
                 for box in cutlass.range_constexpr(boxes):
                     chosen = source[None, item.token_tile, unit * boxes + box]
                     place = target[None, stage * boxes + box]
-                    if const_expr(config.cluster > 1):
-                        cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=mask)
-                    else:
-                        cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
+                    cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit
-    def copy_weights(self, operands, shape, memory, items, lane):
-        """Brings the codes, scales and zero points of every unit; one lane."""
+    def copy_weights(self, operands, shape, memory, items):
+        """Brings the codes, scales and zero points of every unit; one warp."""
         config = self.config
         stage, phase = Int32(0), Int32(1)
-        if lane == 0:
-            for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-                item = items.item(index)
-                for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
+        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+            item = items.item(index)
+            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
                     self.copy_unit(operands, shape, memory, item.block, unit, stage)
-                    stage, phase = advance(stage, phase, config.num_stages)
+                stage, phase = advance(stage, phase, config.num_stages)
 
     def copy_unit(self, operands, shape, memory, block, unit, stage):
-        """Asks for a unit of a block: of each tile one run of codes, one of scales, one of zero points."""
+        """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
@@ -326,8 +308,7 @@ class WgmmaKernel:
             row_warp=warp % WARPGROUP_WARPS,
             lane=lane,
         )
-        # Lanes that tell a CTA of the cluster that a stage is free.
-        teller = lane < config.cluster
+        teller = lane == 0  # that a stage is free
         stage, phase = Int32(0), Int32(0)
         last = Int32(0)
         tile_sums = config.tokens // 2
@@ -339,16 +320,15 @@ class WgmmaKernel:
             channel = self.load_channel(operands, shape, first_tile, place)
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
-                self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin), lane)
+                self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin))
                 last = stage
                 stage, phase = advance(stage, phase, config.num_stages)
             finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
-            self.release(memory, last, teller, lane)
+            self.release(memory, last, teller)
             self.put_sums(sums, finished, channel)
-            number = item.block * items.token_tiles + item.token_tile
             if const_expr(config.splits_k):
-                self.epilogue.combine(operands, shape, store, item, number, sums)
-            if item.split == shape.splits - 1:
+                self.epilogue.combine(operands, store, item, sums)
+            if item.split == item.splits - 1:
                 for i in cutlass.range_constexpr(config.m_tiles):
                     corner = Corner((first_tile + i) * TILE_N, item.token_tile * config.tokens)
                     self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
@@ -360,15 +340,12 @@ class WgmmaKernel:
             sums[i] = value * channel[i // tile_sums][0][i // 2 % 2] if channel else value
 
     @cute.jit
-    def release(self, memory, stage, teller, lane):
-        """Says that this warp has done with a stage, to every CTA that brings a part of it."""
+    def release(self, memory, stage, teller):
+        """Says that this warp has done with a stage."""
         if teller:
-            if const_expr(self.config.cluster > 1):
-                cute.arch.mbarrier_arrive(memory.empty + stage, lane)
-            else:
-                cute.arch.mbarrier_arrive(memory.empty + stage)
+            cute.arch.mbarrier_arrive(memory.empty + stage)
 
-    def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller, lane):
+    def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller):
         """Adds W X^T of a unit to ``sums``, whose last MMAs it leaves running; gives back the stage before.
 
         sums: [tile of the warpgroup][tokens / 2]. last: the stage before; teller: whether this lane gives it back.
@@ -405,7 +382,7 @@ class WgmmaKernel:
             # The group before is done: its operands' registers are free for the next one's.
             wgmma.wait(1)
             if part == 0:
-                self.release(memory, last, teller, lane)
+                self.release(memory, last, teller)
         for i in range(config.m_tiles):
             for j in range(tile_sums):
                 sums[i * tile_sums + j] = totals[i][j]

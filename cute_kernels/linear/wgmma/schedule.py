@@ -1,9 +1,9 @@
 """Which configuration serves a product of many rows, and into how many items it is cut. Plain Python, no GPU.
 
-Every CTA takes an equal number of items, but for the last wave: tiles of the output, or parts of K of them. What an
-item takes is the slowest of four: the tensor cores, the issue slots of decoding, the memory's rate for weights, that
-of L2 for all that a CTA reads. Small tiles waste the tensor cores and L2, large ones the last wave; see `efficiency`.
-The rates are those of an H200 (docs/design/weight_only_linear.md).
+Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K. What an item takes is the
+slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of rows that x does not have.
+Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an H200's, fitted to measured
+times (tests/linear/measured.py, docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations
@@ -11,45 +11,54 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma.config import MAX_SPLIT_SUMS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, TOKEN_BAND, WgmmaConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
-CLOCKS_PER_US = 1700.0
+CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
-L2_BYTES_PER_CLOCK = 5.5e6 / CLOCKS_PER_US
-FRAGMENT_SLOTS = {4: 24, 8: 34}  # issue slots of a scheduler per k16 step of a tile: decoding, scales, loop
-START_CLOCKS = 3000  # until the first MMAs
-ITEM_CLOCKS = 2000  # that an item's results take, while nothing is multiplied
-COMBINE_CLOCKS = 1500  # to exchange parts of K,
-COMBINE_PART_CLOCKS = 700  # and for each of them
+DECODE_CLOCKS = {4: 29.5, 8: 35}  # per k16 step of a tile, however few tokens,
+DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
+UNIT_CLOCKS = 90  # and for each unit
+MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
+FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros
+START_CLOCKS = 7300  # of the launch, and until the first MMAs
+ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
+COMBINE_CLOCKS = 2100  # to exchange parts of K,
+COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 MAX_SPLITS = 16
 MAX_STAGES = 8
 
-# (tokens, m_tiles, warpgroups, unit_k, group_steps, cluster)
+# (tokens, m_tiles, warpgroups, unit_k) of what was the fastest somewhere; the first and the last ship in more formats.
 SHAPES = (
-    (256, 1, 2, 64, 2, 2),
-    (256, 1, 2, 64, 2, 1),
-    (128, 2, 2, 64, 2, 1),
-    (128, 1, 2, 128, 2, 1),
-    (64, 2, 2, 128, 2, 1),
-    (32, 2, 2, 128, 2, 1),
-    (16, 2, 2, 128, 2, 1),
+    (256, 1, 2, 64),
+    (128, 1, 2, 128),
+    (64, 1, 2, 128),
+    (32, 1, 2, 128),
+    (32, 2, 2, 128),
+    (32, 2, 3, 128),
+    (16, 1, 2, 128),
+    (16, 2, 3, 128),
+    (16, 2, 2, 128),
 )
+# Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
+NARROW_SHAPES = ((64, 1, 1, 128), (16, 1, 1, 128))
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How one launch is laid out: tiles of the output, each cut into ``splits`` parts of K.
+    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K.
 
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features.
         token_tiles: tiles of rows of x.
         units: of the padded K.
-        splits: parts of K of a tile, none of them empty.
-        num_ctas: that run, a multiple of the cluster's size.
+        splits: parts of K of a tile that is cut, none of them empty.
+        num_ctas: that run.
+        whole: tiles that are not cut.
     """
 
     config: WgmmaConfig
@@ -58,16 +67,21 @@ class TileSchedule:
     units: int
     splits: int
     num_ctas: int
+    whole: int = 0
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features, in whole clusters."""
-        per_cluster = self.config.block_tiles * self.config.cluster
-        return -(-self.num_tiles // per_cluster) * self.config.cluster
+        """Blocks of output features."""
+        return -(-self.num_tiles // self.config.block_tiles)
+
+    @property
+    def num_tiles_cut(self) -> int:
+        return self.blocks * self.token_tiles - self.whole
 
     @property
     def num_items(self) -> int:
-        return self.blocks * self.token_tiles * self.splits
+        """Tiles and parts of tiles."""
+        return self.whole + self.num_tiles_cut * self.splits
 
     @property
     def split_units(self) -> int:
@@ -76,8 +90,7 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
-        parts = self.blocks * self.token_tiles * (self.splits - 1)
-        return parts * self.config.block_rows * self.config.tokens
+        return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
 def efficiency(items: int, ctas: int) -> float:
@@ -93,46 +106,66 @@ def make_tile_schedule(problem: Problem) -> TileSchedule:
 
 
 def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
-    """Every shape of tiles, in every number of parts of K."""
+    """Every shape of tiles, in every number of parts of K.
+
+    Each sum of a tile runs over K step by step, whatever the tile's shape. So rows do not depend on each other if K is
+    in one part: that is all that being batch-invariant takes.
+    """
     for config in candidate_configs(problem):
-        for splits in range(1, (MAX_SPLITS if config.splits_k else 1) + 1):
+        for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
             schedule = schedule_of(problem, config, splits)
             if schedule is not None:
                 yield schedule
 
 
 def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration; None if a part of K would be empty."""
+    """The schedule of a given configuration; None if a part of K would be empty or nothing is left to be cut.
+
+    Whole rounds of all CTAs are of whole tiles.
+    """
     units = problem.k_pad // config.unit_k
     if -(-units // -(-units // splits)) != splits:
         return None
-    clusters = problem.num_sms // config.cluster
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
-    return replace(schedule, num_ctas=min(clusters * config.cluster, schedule.num_items))
+    if splits > 1:
+        schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
+        if not schedule.num_tiles_cut:
+            return None
+    return replace(schedule, num_ctas=min(problem.num_sms, schedule.num_items))
 
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
-    config = schedule.config
-    fragments = config.block_tiles * config.unit_steps  # of a unit
-    tensor = fragments * config.tokens / 2
-    decoding = fragments * FRAGMENT_SLOTS[config.bits]
-    resident = min(schedule.num_ctas, schedule.num_items)
-    # Token tiles that run side by side read a weight from memory once.
-    memory = config.weight_stage_bytes * resident / MEMORY_BYTES_PER_CLOCK / min(schedule.token_tiles, 8)
-    read = config.weight_stage_bytes + config.x_stage_bytes / config.cluster
-    unit = max(tensor, decoding, memory, read * resident / L2_BYTES_PER_CLOCK)
-    item = schedule.split_units * unit + ITEM_CLOCKS
+    config, resident = schedule.config, schedule.num_ctas
+    unit = unit_clocks(problem, schedule)
+    clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
+    part = schedule.split_units * unit + ITEM_CLOCKS
     if schedule.splits > 1:
-        item += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * (schedule.splits - 1)
-    waves = -(-schedule.num_items // schedule.num_ctas)
-    return (START_CLOCKS + waves * item) / CLOCKS_PER_US
+        part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
+    clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+    return (START_CLOCKS + clocks) / CLOCKS_PER_US
+
+
+def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
+    """Clocks of a unit of a CTA's tile, the mean over token tiles."""
+    config = schedule.config
+    fragments = config.block_tiles * config.unit_steps
+    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
+    decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
+    # Token tiles that run side by side read a weight from memory once.
+    sharing = min(schedule.token_tiles, TOKEN_BAND)
+    memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / sharing
+    unit = max(tensor, decoding, memory)
+    missing = config.tokens * schedule.token_tiles - problem.m  # rows of the last token tile
+    filling = missing * FILL_CLOCKS * (config.unit_k // BOX_K)
+    return unit + max(filling - unit, 0) / schedule.token_tiles
 
 
 def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     configs = []
-    for tokens, m_tiles, warpgroups, unit_k, group_steps, cluster in SHAPES:
+    shapes = SHAPES + NARROW_SHAPES if problem.batch_invariant else SHAPES
+    for tokens, m_tiles, warpgroups, unit_k in shapes:
         config = WgmmaConfig(
             bits=problem.bits,
             dtype=problem.dtype,
@@ -142,15 +175,28 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             m_tiles=m_tiles,
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
-            group_steps=group_steps,
-            splits_k=m_tiles * tokens // 2 <= MAX_SPLIT_SUMS,
-            cluster=cluster,
+            splits_k=True,
         )
         config = with_ring(config)
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
     return configs
+
+
+def shipped_configs() -> list[WgmmaConfig]:
+    """Configurations that ship: every tile in the most common formats, one for few and one for many rows in others.
+
+    8-bit codes come without zero points.
+    """
+    configs: dict[WgmmaConfig, None] = {}
+    formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
+    codes = ((4, False), (4, True), (8, False))
+    for (bits, zero_point), (dtype, group_size) in product(codes, formats):
+        found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
+        every = (dtype, group_size, zero_point) == ("bf16", 128, False)
+        configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+    return list(configs)
 
 
 def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
