@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma.config import MAX_SPLIT_SUMS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 CLOCKS_PER_US = 1700.0
@@ -41,15 +41,16 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How one launch is laid out: tiles of the output, each cut into ``splits`` parts of K.
+    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K.
 
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features.
         token_tiles: tiles of rows of x.
         units: of the padded K.
-        splits: parts of K of a tile, none of them empty.
+        splits: parts of K of a tile that is cut, none of them empty.
         num_ctas: that run, a multiple of the cluster's size.
+        whole: tiles that are not cut. Here and on the device the tiles of a cluster's CTAs count as one.
     """
 
     config: WgmmaConfig
@@ -58,6 +59,7 @@ class TileSchedule:
     units: int
     splits: int
     num_ctas: int
+    whole: int = 0
 
     @property
     def blocks(self) -> int:
@@ -66,8 +68,13 @@ class TileSchedule:
         return -(-self.num_tiles // per_cluster) * self.config.cluster
 
     @property
+    def num_tiles_cut(self) -> int:
+        return self.blocks // self.config.cluster * self.token_tiles - self.whole
+
+    @property
     def num_items(self) -> int:
-        return self.blocks * self.token_tiles * self.splits
+        """Tiles and parts of tiles, those of all CTAs of a cluster."""
+        return (self.whole + self.num_tiles_cut * self.splits) * self.config.cluster
 
     @property
     def split_units(self) -> int:
@@ -76,7 +83,7 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
-        parts = self.blocks * self.token_tiles * (self.splits - 1)
+        parts = self.num_tiles_cut * self.config.cluster * (self.splits - 1)
         return parts * self.config.block_rows * self.config.tokens
 
 
@@ -102,12 +109,19 @@ def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
 
 
 def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
-    """The schedule of a given configuration; None if a part of K would be empty."""
+    """The schedule of a given configuration; None if a part of K would be empty or nothing is left to be cut.
+
+    Whole rounds of all CTAs are of whole tiles.
+    """
     units = problem.k_pad // config.unit_k
     if -(-units // -(-units // splits)) != splits:
         return None
     clusters = problem.num_sms // config.cluster
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
+    if splits > 1:
+        schedule = replace(schedule, whole=schedule.num_tiles_cut // clusters * clusters)
+        if not schedule.num_tiles_cut:
+            return None
     return replace(schedule, num_ctas=min(clusters * config.cluster, schedule.num_items))
 
 
@@ -143,7 +157,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
             group_steps=group_steps,
-            splits_k=m_tiles * tokens // 2 <= MAX_SPLIT_SUMS,
+            splits_k=True,
             cluster=cluster,
         )
         config = with_ring(config)
