@@ -92,8 +92,8 @@ class Machine:
         sums = machine.Registers(config.m_tiles * config.tokens // 2, machine.Float32)
         shape = SimpleNamespace(m=config.tokens, num_tiles=config.block_tiles)
         place = subject.lane_places(shape, warp, machine.LANES)
-        first_tile = warp // 4 * config.m_tiles
-        channel = subject.load_channel(self.operands, shape, first_tile, place)
+        first_tile, item = warp // 4 * config.m_tiles, SimpleNamespace(block=0)
+        channel = subject.load_channel(self.operands, shape, item, first_tile, place)
         subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, None)
         if channel:
             for i in range(len(sums)):

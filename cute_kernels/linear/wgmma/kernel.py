@@ -58,6 +58,7 @@ class Memory:
     staging: Any
     full: Any
     empty: Any
+    table: Any
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Lane:
 
 class WgmmaKernel:
     """One compiled variant; :class:`WgmmaConfig` says which."""
+
+    table_bytes = 0  # of shared memory for a table of tiles, which grouped products have
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -153,6 +156,15 @@ class WgmmaKernel:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+        self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+        if const_expr(config.cluster > 1):
+            # A CTA's memory stays until the others have had their last word to it.
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
+        config = self.config
         if warp < config.math_warps:
             cute.arch.setmaxregister_increase(MATH_REGISTERS[config.warpgroups])
             self.multiply(operands, shape, memory, items, warp, lane)
@@ -164,10 +176,6 @@ class WgmmaKernel:
                 for i in cutlass.range_constexpr(config.weight_warps):
                     if warp == config.math_warps + 1 + i:
                         self.copy_weights(operands, shape, memory, items, i)
-        if const_expr(config.cluster > 1):
-            # A CTA's memory stays until the others have had their last word to it.
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
     def allocate(self) -> Memory:
         config = self.config
@@ -185,6 +193,9 @@ class WgmmaKernel:
             zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
         staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
+        table = Int32(0)
+        if const_expr(self.table_bytes):
+            table = smem.allocate(self.table_bytes, byte_alignment=16).toint()
         return Memory(
             x=x,
             x_address=x.iterator.toint(),
@@ -194,6 +205,7 @@ class WgmmaKernel:
             staging=staging.toint(),
             full=full,
             empty=full + stages,
+            table=table,
         )
 
     def init_barriers(self, memory: Memory):
@@ -265,10 +277,10 @@ class WgmmaKernel:
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 with cute.arch.elect_one():
-                    self.copy_unit(operands, shape, memory, item.block, unit, stage, number)
+                    self.copy_unit(operands, shape, memory, item, unit, stage, number)
                 stage, phase = advance(stage, phase, config.num_stages)
 
-    def copy_unit(self, operands, shape, memory, block, unit, stage, number: int):
+    def copy_unit(self, operands, shape, memory, item, unit, stage, number: int):
         """Asks for a share of a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
@@ -279,8 +291,7 @@ class WgmmaKernel:
         group_bytes = config.unit_groups * SCALE_BYTES
         zero_bytes = config.unit_groups * ZERO_BYTES
         for i in share:
-            # Of the last block, tiles behind the last one are that one again.
-            tile = cutlass.min(block * config.block_tiles + i, shape.num_tiles - 1)
+            tile = self.weight_tile(shape, item, i)
             ptx.bulk_copy_to_shared(
                 memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
                 operands.codes + (Int64(tile) * shape.units + unit) * tile_bytes,
@@ -302,6 +313,11 @@ class WgmmaKernel:
                         Int32(zero_bytes),
                         address,
                     )
+
+    def weight_tile(self, shape, item, index):
+        """Number, in the blob, of the ``index``-th tile of an item's block of output features."""
+        # Of the last block, tiles behind the last one are that one again.
+        return cutlass.min(item.block * self.config.block_tiles + index, shape.num_tiles - 1)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -340,9 +356,9 @@ class WgmmaKernel:
             self.stay_behind(memory, items, group)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
-            first_tile = item.block * config.block_tiles + group * config.m_tiles
+            first_tile = group * config.m_tiles
             sums.fill(0.0)
-            channel = self.load_channel(operands, shape, first_tile, place)
+            channel = self.load_channel(operands, shape, item, first_tile, place)
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
                 self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin), lane)
@@ -355,8 +371,13 @@ class WgmmaKernel:
                 self.epilogue.combine(operands, store, item, sums)
             if item.split == item.splits - 1:
                 for i in cutlass.range_constexpr(config.m_tiles):
-                    corner = Corner((first_tile + i) * TILE_N, item.token_tile * config.tokens)
+                    corner = self.corner(shape, item, first_tile + i)
                     self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+
+    def corner(self, shape, item, index) -> Corner:
+        """Where the ``index``-th tile of an item's block belongs in the output."""
+        row = (item.block * self.config.block_tiles + index) * TILE_N
+        return Corner(row, item.token_tile * self.config.tokens, shape.m, row)
 
     @cute.jit
     def stay_behind(self, memory, items, group):
@@ -450,13 +471,13 @@ class WgmmaKernel:
             groups.append((pairs, self.decoder.offsets(points)))
         return groups
 
-    def load_channel(self, operands, shape, first_tile, place: Lane) -> list[Any]:
+    def load_channel(self, operands, shape, item, first_tile, place: Lane) -> list[Any]:
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder = self.config, self.decoder
         channel = []
         if not config.group_size:
             for i in range(config.m_tiles):
-                tile = cutlass.min(first_tile + i, shape.num_tiles - 1)
+                tile = self.weight_tile(shape, item, first_tile + i)
                 row = Int64(tile) * TILE_N + place.row % TILE_N
                 words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
                 points = [Uint32(decoder.symmetric_zero)] * 2

@@ -1,0 +1,121 @@
+"""Which tile serves a grouped product of many rows an expert. Plain Python, no GPU.
+
+How many rows each expert gets is known on the device only, so the host weighs tiles by how many of them an expert takes
+on average if rows fall to experts at random: small tiles waste the tensor cores, large ones their last rows. The time
+of a tile is that of `cute_kernels.linear.wgmma.schedule`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import MAX_STAGES
+from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
+from cute_kernels.sm90 import MAX_SHARED_BYTES
+from layouts.weights.hopper import TILE_N
+
+ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
+TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the end of the places
+MANY_ROWS = CAPACITIES[1]  # of an expert: more than that are not bound by the memory
+CLOCKS_PER_US = 1650.0
+MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
+L2_BYTES_PER_CLOCK = 7.2e6 / CLOCKS_PER_US
+MMA_CLOCKS = 14  # per k16 step of a tile of 64 output features, beside those of its products
+DECODE_CLOCKS = {4: 39, 8: 46}  # the same for decoding, however few tokens,
+DECODE_TOKEN_CLOCKS = 0.15  # and for each of them
+ITEM_CLOCKS = 2000  # that an item's results take, while nothing is multiplied
+SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
+
+# (tokens, m_tiles, unit_k, weight_warps)
+SHAPES = ((256, 1, 64, 1), (128, 1, 128, 2), (64, 1, 128, 2), (64, 2, 128, 2), (32, 2, 128, 2), (16, 2, 128, 2))
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """How a launch is laid out.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features of an expert.
+        units: of the padded K.
+        num_ctas: as many as there are SMs; those without an item end at once.
+    """
+
+    config: WgmmaConfig
+    num_tiles: int
+    units: int
+    num_ctas: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of output features of an expert."""
+        return -(-self.num_tiles // self.config.block_tiles)
+
+
+def has_many_rows(problem: GroupedProblem) -> bool:
+    """Whether experts usually have too many rows for the memory-bound kernel, `cute_kernels.moe.schedule`."""
+    return usual_rows(problem) > MANY_ROWS
+
+
+@lru_cache(maxsize=4096)
+def make_tiles(problem: GroupedProblem) -> GroupedTiles:
+    """The fastest layout by the model."""
+    return min(layouts(problem), key=lambda layout: estimate_clocks(problem, layout))
+
+
+def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
+    """All tiles there are."""
+    num_tiles = -(-problem.n // TILE_N)
+    configs = candidate_configs(problem)
+    return [GroupedTiles(config, num_tiles, problem.k_pad // config.unit_k, problem.num_sms) for config in configs]
+
+
+def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
+    """Configurations that are possible, with as many stages as there is room for beside the table of tiles."""
+    configs = []
+    for tokens, m_tiles, unit_k, weight_warps in SHAPES:
+        config = WgmmaConfig(
+            bits=problem.bits,
+            dtype=problem.dtype,
+            group_size=problem.group_size,
+            zero_point=problem.zero_point,
+            tokens=tokens,
+            m_tiles=m_tiles,
+            unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
+            num_stages=2,
+            weight_warps=weight_warps,
+        )
+        room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
+        config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
+        if config.can_implement() is None and room >= 0:
+            configs.append(config)
+    return configs
+
+
+def usual_tiles(problem: GroupedProblem, tokens: int) -> float:
+    """Tiles of ``tokens`` rows that an expert takes, the mean over experts whose rows are normally distributed."""
+    mean = problem.places / problem.num_experts
+    deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
+    last = math.ceil((mean + 6 * deviation) / tokens)
+    # A tile more for each multiple of ``tokens`` that the rows exceed.
+    return sum(0.5 * math.erfc((i * tokens + 0.5 - mean) / deviation / math.sqrt(2)) for i in range(last))
+
+
+def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
+    """Clocks that the model expects, without the launch itself."""
+    config = layout.config
+    tiles = usual_tiles(problem, config.tokens)
+    fragments = config.block_tiles * config.unit_steps  # of a unit
+    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
+    decoding = fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
+    # Tiles of an expert that run side by side read a weight from memory once.
+    shared = min(max(tiles, 1.0), config.token_band)
+    memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
+    traffic = config.stage_bytes * layout.num_ctas / L2_BYTES_PER_CLOCK
+    item = layout.units * max(tensor, decoding, memory, traffic) + ITEM_CLOCKS
+    items = problem.num_experts * tiles * layout.blocks
+    # What is left over at the end is half a round on average, at least one item.
+    return max(items / layout.num_ctas + 0.5, 1.0) * item
