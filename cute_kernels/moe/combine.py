@@ -24,16 +24,22 @@ class CombineKernel:
 
     @cute.jit
     def __call__(
-        self, results: cute.Tensor, places: Int64, weights: Int64, out: Int64, tokens: Int32, topk: Int32, stream
+        self,
+        out: cute.Tensor,
+        results: Int64,
+        places: Int64,
+        weights: Int64,
+        topk: Int32,
+        stream,
     ):
         """Launches over (columns, tokens).
 
-        results: [places, n] of the configuration's source. Addresses: places int32 [tokens, topk], the row of ``results`` of each assignment or
-        -1; weights fp32 [tokens, topk]; out [tokens, n] of the configuration's dtype.
+        out: [tokens, n] of the configuration's dtype. Addresses: results [places, n] of its source, on 16 bytes; places
+        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights fp32 [tokens, topk].
         """
-        shape: Any = results.shape
-        n = shape[1]
-        self.kernel(ptx.address(results), places, weights, out, n, topk).launch(
+        shape: Any = out.shape
+        tokens, n = shape
+        self.kernel(results, places, weights, ptx.address(out), n, topk).launch(
             grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
             block=(COMBINE_THREADS, 1, 1),
             use_pdl=self.config.use_pdl,
@@ -113,7 +119,7 @@ class CombineKernel:
     def store(self, sums, out, place, count):
         """The first ``count`` of four columns, in one access where that is aligned."""
         if const_expr(self.config.dtype == "fp32"):
-            if (count >= COMBINE_VECTOR) & (place % COMBINE_VECTOR == 0):
+            if (count >= COMBINE_VECTOR) & ((out + place * 4) % 16 == 0):
                 ptx.store_global(out + place * 4, [sums[j] for j in range(COMBINE_VECTOR)])
             else:
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
@@ -122,7 +128,7 @@ class CombineKernel:
         else:
             pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
             words = [pack(sums[0], sums[1]), pack(sums[2], sums[3])]
-            if (count >= COMBINE_VECTOR) & (place % COMBINE_VECTOR == 0):
+            if (count >= COMBINE_VECTOR) & ((out + place * 2) % 8 == 0):
                 ptx.store_global(out + place * 2, words)
             else:
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):

@@ -130,7 +130,7 @@ def shipped_specs() -> list[KernelSpec]:
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
-    return [*small, GatherSpec(GatherConfig()), *specs]
+    return [*small, *(GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
 
 
 def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
@@ -204,7 +204,12 @@ def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:
     _check(config)
     return cute.compile(
         GatherKernel(config),
-        make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),), assumed_align=4),
+        make_fake_compact_tensor(
+            {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype],
+            (cute.sym_int(), cute.sym_int(divisibility=8)),
+            stride_order=(1, 0),
+            assumed_align=16,
+        ),
         *[cutlass.Int64(0)] * 3,
         cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -242,13 +247,13 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     from cute_kernels.moe.combine import CombineKernel
 
     _check(config)
-    sources = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     shape = (cute.sym_int(), cute.sym_int())
     return cute.compile(
         CombineKernel(config),
-        make_fake_compact_tensor(sources[config.source], shape, stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=dtype.width // 8),
         *[cutlass.Int64(0)] * 3,
-        *[cutlass.Int32(1)] * 2,
+        cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

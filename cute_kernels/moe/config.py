@@ -81,10 +81,12 @@ class GatherConfig:
     """The kernel that lays rows of x in the order of their places.
 
     Attributes:
+        dtype: of x, "bf16" or "fp16".
         batch: pieces of 16 bytes that a thread asks for before it stores the first.
         use_pdl: programmatic dependent launch.
     """
 
+    dtype: str = "bf16"
     batch: int = 4
     use_pdl: bool = True
 
@@ -94,8 +96,10 @@ class GatherConfig:
 
     @property
     def name(self) -> str:
-        return f"moe_gather_b{self.batch}{'_pdl' if self.use_pdl else ''}"
+        return f"moe_gather_{self.dtype}_b{self.batch}{'_pdl' if self.use_pdl else ''}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
+        if self.dtype not in OUT_DTYPES[:2]:
+            return f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES[:2])}"
         return None if self.batch in (1, 2, 4, 8) else f"batch {self.batch!r} is not 1, 2, 4 or 8"

@@ -27,28 +27,29 @@ class GatherKernel:
     @cute.jit
     def __call__(
         self,
-        rows: cute.Tensor,
+        x: cute.Tensor,
         end: Int64,
-        x: Int64,
+        rows: Int64,
         out: Int64,
-        row_pieces: Int32,
+        places: Int32,
         stream,
     ):
         """Launches over the places.
 
-        rows: int32 [places], the row of x at each. Addresses: end, of the int32 that says how many places have one; x
-        [.., k] and out [places, k], rows of row_pieces times 16 bytes, on 16 bytes.
+        x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. Addresses: end, of the int32 that says how many
+        places have a row; rows, int32 [places]; out [places, k] as x.
         """
-        shape: Any = rows.shape
-        self.kernel(ptx.address(rows), end, x, out, row_pieces).launch(
-            grid=(shape[0], 1, 1),
+        shape: Any = x.shape
+        row_pieces = shape[1] // (PIECE_BYTES // 2)
+        self.kernel(ptx.address(x), end, rows, out, row_pieces).launch(
+            grid=(places, 1, 1),
             block=(self.config.num_threads, 1, 1),
             use_pdl=self.config.use_pdl,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, rows: Int64, end: Int64, x: Int64, out: Int64, row_pieces: Int32):
+    def kernel(self, x: Int64, end: Int64, rows: Int64, out: Int64, row_pieces: Int32):
         thread, _, _ = cute.arch.thread_idx()
         place, _, _ = cute.arch.block_idx()
         if const_expr(self.config.use_pdl):

@@ -1,4 +1,4 @@
-"""What of a grouped product's launches stays the same from call to call."""
+"""What of the launches of a product, or of a layer, stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.moe.compile import CombineSpec, GroupedSpec, RoutingSpec
-from cute_kernels.moe.config import CombineConfig, RoutingConfig
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule, make_schedule
+from cute_kernels.moe.wgmma.schedule import GroupedTiles, has_many_rows, make_tiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
@@ -20,12 +21,13 @@ from cute_kernels.runtime.workspace import POOL
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """Everything about a grouped product that does not change between calls of the same shapes and formats."""
+    """A product of few rows an expert: everything that does not change between calls of the same shapes and formats."""
 
     function: Callable[..., Any]
     schedule: GroupedSchedule
     num_experts: int
     device_index: int
+    gathers: bool = True  # rows of x, by index
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """Launches on the current stream of the plan's device, which is the current one.
@@ -69,6 +71,36 @@ class GroupedPlan:
             )
 
 
+@dataclass(frozen=True)
+class TilesPlan:
+    """A product of many rows an expert, which takes the rows of x in the order of the places."""
+
+    function: Callable[..., Any]
+    tiles: GroupedTiles
+    num_experts: int
+    gathers: bool = False
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
+        """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
+        tiles = self.tiles
+        n, activation, out_kind = numbers
+        self.function(
+            x,
+            *addresses,
+            routing[0],
+            n,
+            tiles.num_tiles,
+            tiles.units,
+            self.num_experts,
+            tiles.num_ctas,
+            activation,
+            out_kind,
+        )
+
+
+ProductPlan = GroupedPlan | TilesPlan
+
+
 @lru_cache(maxsize=4096)
 def plan_of(
     places: int,
@@ -81,7 +113,7 @@ def plan_of(
     group_size: int,
     zero_point: bool,
     device: int,
-) -> GroupedPlan:
+) -> ProductPlan:
     """The plan of a grouped product on a CUDA device."""
     problem = GroupedProblem(
         places=places,
@@ -95,13 +127,20 @@ def plan_of(
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
+    if has_many_rows(problem):
+        return make_tiles_plan(make_tiles(problem), num_experts, device)
     return make_plan(make_schedule(problem), num_experts, device)
 
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
-    """The plan of a given schedule."""
+    """The plan of a given schedule of few rows an expert."""
     function = load(GroupedSpec(schedule.config), arch_of(device_index))
     return GroupedPlan(function, schedule, num_experts, device_index)
+
+
+def make_tiles_plan(tiles: GroupedTiles, num_experts: int, device_index: int) -> TilesPlan:
+    """The plan of given tiles of many rows an expert."""
+    return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, num_experts)
 
 
 @lru_cache(maxsize=64)
@@ -111,6 +150,12 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def combine_function(dtype: str, device_index: int) -> Callable[..., Any]:
+def combine_function(dtype: str, source: str, device_index: int) -> Callable[..., Any]:
     """The kernel that adds up results."""
-    return load(CombineSpec(CombineConfig(dtype)), arch_of(device_index))
+    return load(CombineSpec(CombineConfig(dtype, source)), arch_of(device_index))
+
+
+@lru_cache(maxsize=64)
+def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
+    """The kernel that lays rows in the order of their places."""
+    return load(GatherSpec(GatherConfig(dtype)), arch_of(device_index))

@@ -21,6 +21,7 @@ from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES
 from cute_kernels.sm90 import WARP_THREADS
 
+
 @dataclass(frozen=True)
 class GroupedShape(Shape):
     """Sizes of a launch; run-time integers. ``m`` is the rows of x; nothing is cut along K."""
