@@ -26,7 +26,7 @@ PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different
 PACKED_VECTOR = 8  # results of 16 bytes
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
-COMBINE_BATCH = 4  # vectors of another part that a thread asks for at a time
+COMBINE_BATCH = 8  # vectors of another part that a thread asks for at a time, at most
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+        self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
@@ -97,24 +98,25 @@ class TileEpilogue:
                     ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
             else:
                 for _ in cutlass.range(item.splits - 1, unroll=1):
-                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, COMBINE_BATCH):
+                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, self.combine_batch):
                         self.add_part(place, sums, first)
                     place = place + part_bytes
 
     @cute.jit
     def add_part(self, place, sums, first: int):
-        """Adds COMBINE_BATCH vectors of another part to the sums, once they have come, and puts EMPTY back."""
-        words = cute.make_rmem_tensor(4 * COMBINE_BATCH, Uint32)
+        """Adds some vectors of another part to the sums, once they have come, and puts EMPTY back."""
+        batch = self.combine_batch
+        words = cute.make_rmem_tensor(4 * batch, Uint32)
         missing = Int32(1)
         while missing != 0:
             missing = Int32(0)
-            for i in cutlass.range_constexpr(COMBINE_BATCH):
+            for i in cutlass.range_constexpr(batch):
                 loaded = ptx.load_relaxed(place, 4, offset=(first + i) * VECTOR_STRIDE)
                 for j in cutlass.range_constexpr(4):
                     words[4 * i + j] = loaded[j]
-            for i in cutlass.range_constexpr(4 * COMBINE_BATCH):
+            for i in cutlass.range_constexpr(4 * batch):
                 missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
-        for i in cutlass.range_constexpr(COMBINE_BATCH):
+        for i in cutlass.range_constexpr(batch):
             for j in cutlass.range_constexpr(4):
                 place_of = 4 * (first + i) + j
                 sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)

@@ -44,8 +44,9 @@ class Items:
     """The items of one CTA: every ``stride``-th; run-time integers.
 
     The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
-    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023). The parts of a tile follow one another, so neighbouring CTAs have them at the same time, and whoever waits for
-    parts waits for items before its own: no two CTAs wait for each other.
+    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023). The parts of a tile follow one another, so
+    neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
+    CTAs wait for each other.
 
     CTAs of a cluster take neighbouring blocks of the same tokens, so a cluster counts as one with a wider block. Tiles
     are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
