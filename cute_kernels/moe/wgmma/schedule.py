@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import MAX_STAGES
+from cute_kernels.linear.wgmma.schedule import (
+    DECODE_CLOCKS,
+    DECODE_TOKEN_CLOCKS,
+    ITEM_CLOCKS,
+    L2_BYTES_PER_CLOCK,
+    MAX_STAGES,
+    MEMORY_BYTES_PER_CLOCK,
+    MMA_CLOCKS,
+)
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts.weights.hopper import TILE_N
@@ -20,13 +28,6 @@ from layouts.weights.hopper import TILE_N
 ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
 TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the end of the places
 MANY_ROWS = CAPACITIES[1]  # of an expert: more than that are not bound by the memory
-CLOCKS_PER_US = 1650.0
-MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
-L2_BYTES_PER_CLOCK = 7.2e6 / CLOCKS_PER_US
-MMA_CLOCKS = 14  # per k16 step of a tile of 64 output features, beside those of its products
-DECODE_CLOCKS = {4: 39, 8: 46}  # the same for decoding, however few tokens,
-DECODE_TOKEN_CLOCKS = 0.15  # and for each of them
-ITEM_CLOCKS = 2000  # that an item's results take, while nothing is multiplied
 SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
 
 # (tokens, m_tiles, unit_k, weight_warps)
