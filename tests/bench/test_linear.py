@@ -1,4 +1,4 @@
-"""The benchmark of linear layers: its shapes and bytes, the kernels it needs, its check, its bars, tables and figure."""
+"""The benchmark of linear layers: its shapes and bytes, the kernels it needs, its check, bars, tables and figure."""
 
 from __future__ import annotations
 

@@ -136,9 +136,8 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     decoding = fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
     resident = schedule.num_ctas
     # Token tiles that run side by side read a weight from memory once.
-    memory = (
-        config.weight_stage_bytes * resident / MEMORY_BYTES_PER_CLOCK / min(schedule.token_tiles, config.token_band)
-    )
+    sharing = min(schedule.token_tiles, config.token_band)
+    memory = config.weight_stage_bytes * resident / MEMORY_BYTES_PER_CLOCK / sharing
     read = config.weight_stage_bytes + config.x_stage_bytes / config.cluster
     unit = max(tensor, decoding, memory, read * resident / L2_BYTES_PER_CLOCK)
     clusters = schedule.num_ctas // config.cluster
