@@ -34,6 +34,7 @@ def linear(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
@@ -51,6 +52,9 @@ def linear(
         activation: None, "silu", "gelu" (the exact one, with erf) or "swiglu": silu(gate) * up, where the weight's even
             rows make gate and its odd rows make up, so the result has N / 2 columns.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        batch_invariant: whether a row's result may not depend, in its last bits, on how many rows are computed with it.
+            On CUDA, K is then summed in one part whatever the number of rows, which costs time where they are few. A
+            result never depends on timing, with or without it.
         out: contiguous, written and returned.
 
     Returns:
@@ -75,5 +79,6 @@ def linear(
         residual=residual,
         activation=activation,
         out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
         out=out,
     )

@@ -44,6 +44,11 @@ def check_out_dtype(out_dtype: Any) -> None:
         raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want True or False")
+
+
 def check_result(
     name: str, tensor: torch.Tensor, x: torch.Tensor, n: int, activation: str | None, out_dtype: torch.dtype
 ) -> None:

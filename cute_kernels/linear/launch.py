@@ -24,6 +24,7 @@ def launch(
     k: int,
     activation: str | None,
     out_dtype: torch.dtype,
+    batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """activation(x W^T + bias) + residual, [M, N] or [M, N / 2], on the current stream.
@@ -33,20 +34,22 @@ def launch(
         codes, scales, zeros: as in `cute_kernels.linear.PackedWeight`; n and k its shape.
         bias: [N] in x's dtype. residual: contiguous [M, columns of the result] in out_dtype.
         group_size: 0 for one scale per row.
+        batch_invariant: whether no row may depend on how many others there are.
         out: contiguous, in out_dtype, or None.
     """
     index = x.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return launch(
-                x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out
+                x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype,
+                batch_invariant, out,
             )  # fmt: skip
     columns = n // 2 if activation == "swiglu" else n
     if out is None:
         out = torch.empty((x.shape[0], columns), dtype=out_dtype, device=x.device)
     x = _aligned(x)
     k_pad = codes.shape[1] * tile_k(bits)
-    plan = plan_of(x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index)
+    plan = plan_of(x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index, batch_invariant)
     addresses = (
         codes.data_ptr(),
         scales.data_ptr(),

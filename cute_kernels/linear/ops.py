@@ -26,6 +26,7 @@ def apply(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one."""
@@ -36,6 +37,7 @@ def apply(
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype
     checks.check_out_dtype(out_dtype)
+    checks.check_flag("batch_invariant", batch_invariant)
     if bias is not None:
         checks.check_bias(bias, x, n)
     columns = out_features(n, activation)
@@ -52,12 +54,13 @@ def apply(
     size = group_size or 0
     if dispatch:
         result = torch.ops.cute_kernels.weight_only_linear(
-            rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype
+            rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, batch_invariant
         )
     else:
         work = _on_cuda if rows.is_cuda else _on_cpu
         target = out if out is None or out.dim() == 2 else out.view(-1, columns)
-        result = work(rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, target)
+        given = (codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, batch_invariant)
+        result = work(rows, *given, target)
         if out is not None:
             return out
     if x.dim() != 2:
@@ -77,13 +80,27 @@ def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 _library.define(
     "weight_only_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? residual, "
-    "int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype) -> Tensor",
+    "int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype, "
+    "bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _on_cpu(
-    x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out=None
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    residual,
+    bits,
+    group_size,
+    n,
+    k,
+    activation,
+    out_dtype,
+    batch_invariant=False,
+    out=None,
 ) -> torch.Tensor:
     weight = PackedWeight(codes, scales, zeros, bits=bits, group_size=group_size or None, shape=(n, k))
     result = linear_reference(x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
@@ -91,15 +108,43 @@ def _on_cpu(
 
 
 def _on_cuda(
-    x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out=None
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    residual,
+    bits,
+    group_size,
+    n,
+    k,
+    activation,
+    out_dtype,
+    batch_invariant=False,
+    out=None,
 ) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
-    return launch(x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out)
+    return launch(
+        x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, batch_invariant, out
+    )  # fmt: skip
 
 
 def _on_meta(
-    x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, out=None
+    x,
+    codes,
+    scales,
+    zeros,
+    bias,
+    residual,
+    bits,
+    group_size,
+    n,
+    k,
+    activation,
+    out_dtype,
+    batch_invariant=False,
+    out=None,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], out_features(n, activation)), dtype=out_dtype)
 

@@ -70,7 +70,16 @@ class Plan:
 
 @lru_cache(maxsize=4096)
 def plan_of(
-    m: int, n: int, k: int, k_pad: int, bits: int, dtype: torch.dtype, group_size: int, zero_point: bool, device: int
+    m: int,
+    n: int,
+    k: int,
+    k_pad: int,
+    bits: int,
+    dtype: torch.dtype,
+    group_size: int,
+    zero_point: bool,
+    device: int,
+    batch_invariant: bool = False,
 ) -> Plan | TilePlan:
     """The plan of a product of any number of rows on a CUDA device."""
     problem = Problem(
@@ -83,8 +92,9 @@ def plan_of(
         group_size=group_size,
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        batch_invariant=batch_invariant,
     )
-    if m > FEW_ROWS:
+    if m > FEW_ROWS or batch_invariant:
         return make_tile_plan(make_tile_schedule(problem), device)
     return make_plan(make_schedule(problem), m, device)
 

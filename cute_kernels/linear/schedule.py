@@ -40,6 +40,7 @@ class Problem:
         n, k: of the weight, without padding.
         k_pad: K as packed.
         bits, dtype, group_size (0: per output feature), zero_point: as in :class:`LinearConfig`.
+        batch_invariant: whether a row's result must not depend on how many others there are.
     """
 
     m: int
@@ -52,6 +53,7 @@ class Problem:
     zero_point: bool = False
     use_pdl: bool = False
     num_sms: int = NUM_SMS
+    batch_invariant: bool = False
 
     @property
     def num_tiles(self) -> int:

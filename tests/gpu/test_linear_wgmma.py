@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.gpu
 SUMS = 3e-5
 FORMAT_ROWS = (17, 100)
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
+INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 
@@ -42,6 +44,8 @@ def specs() -> list[WgmmaSpec]:
     configs = [make_tile_schedule(one).config for one in found]
     for m in (40, 300):
         configs += [schedule.config for schedule in tile_schedules(problem(m, 1000, 2048))]
+    for m in INVARIANT_ROWS:
+        configs += [make_tile_schedule(replace(problem(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
     return [WgmmaSpec(config) for config in dict.fromkeys(configs)]
 
 
@@ -62,6 +66,19 @@ def test_products_are_those_of_fp64(bits, dtype, group, zero):
         exact = exact_product(x, reference)
         assert_near(run(weight, x, out_dtype=torch.float32), exact, SUMS)
         assert_near(run(weight, x), exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_rows_do_not_depend_on_each_other(n, k):
+    """With ``batch_invariant``, to the last bit."""
+    reference = known(n, k, group_size=128)
+    weight = reference.pack().to(CUDA)
+    x = activations(INVARIANT_ROWS[-1], k, torch.bfloat16)
+    everything = run(weight, x, out_dtype=torch.float32, batch_invariant=True)
+    assert_near(everything, exact_product(x, reference), SUMS)
+    for m in INVARIANT_ROWS:
+        some = run(weight, x[:m].contiguous(), out_dtype=torch.float32, batch_invariant=True)
+        assert torch.equal(some, everything[:m])
 
 
 @pytest.mark.parametrize("n, k", [*SHAPES, LONG])

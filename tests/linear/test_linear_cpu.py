@@ -51,6 +51,15 @@ def test_any_leading_shape(shape):
     assert got.numel() == 0 or relative_error(got, x.double() @ case.dense.T) < TOLERANCE[BF16]
 
 
+def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
+    packed, x = known(70, 64).pack(), numbers(5, 64)
+    want = linear(x, packed)
+    assert torch.equal(linear(x, packed, batch_invariant=True), want)
+    fields = (packed.codes, packed.scales, None, None, None, 4, 32, 70, 64, None, BF16)
+    assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields, True), want)
+    assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields), want)
+
+
 def test_strides_do_not_matter():
     packed, x = known(70, 64).pack(), numbers(64, 6, 4).permute(2, 1, 0)
     assert torch.equal(linear(x, packed), linear(x.contiguous(), packed))
@@ -126,6 +135,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"residual: got shape \[5, 70\], want \[5, 35\]",
     ),
     "activation": ({"activation": "relu"}, "activation: got 'relu', want None, 'silu', 'gelu', 'swiglu'"),
+    "batch_invariant": ({"batch_invariant": 1}, "batch_invariant: got 1, want True or False"),
     "out_dtype": ({"out_dtype": torch.int8}, "out_dtype: got torch.int8, want None or one of"),
     "out of another shape": ({"out": numbers(5, 71)}, r"out: got shape \[5, 71\], want \[5, 70\]"),
     "out of another dtype": ({"out": numbers(5, 70), "out_dtype": FP32}, "out: got dtype torch.bfloat16, want"),

@@ -95,7 +95,7 @@ class Machine:
         place = subject.lane_places(shape, warp, machine.LANES)
         first_tile, item = warp // 4 * config.m_tiles, SimpleNamespace(block=0)
         channel = subject.load_channel(self.operands, shape, item, first_tile, place)
-        subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, None)
+        subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, None, config.tokens)
         if channel:
             for i in range(len(sums)):
                 sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]

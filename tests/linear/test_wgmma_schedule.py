@@ -80,6 +80,17 @@ def test_something_is_chosen_and_can_be_compiled(m, n, k, bits):
     assert estimate_us(case, schedule) == min(estimate_us(case, other) for other in tile_schedules(case))
 
 
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_batch_invariant_products_never_cut_k(n, k, bits):
+    """Few rows of a small layer then take narrower tiles than otherwise."""
+    chosen = [make_tile_schedule(problem(m, n, k, bits=bits, batch_invariant=True)) for m in (1, 8, 64, 300, 8192)]
+    assert all((schedule.splits, schedule.workspace_words) == (1, 0) for schedule in chosen)
+    assert all(schedule.config.can_implement() is None for schedule in chosen)
+    if (n, k) == (8192, 8192):
+        assert chosen[0].config.block_rows == 64 and chosen[0].num_items == 128
+
+
 @pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256])
 @pytest.mark.parametrize("bits, dtype, zero_point", [(4, "bf16", False), (8, "fp16", True), (8, "bf16", True)])
 def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, group_size, zero_point):

@@ -101,8 +101,10 @@ def test_the_usual_number_of_tiles_is_that_of_random_routing():
     for places, experts, tokens in ((16384, 8, 256), (1024, 8, 64), (4096, 256, 16), (512, 8, 64)):
         ids = torch.randint(0, experts, (200, places), generator=generator)
         rows = torch.stack([torch.bincount(each, minlength=experts) for each in ids]).double()
-        mean = float((rows / tokens).ceil().mean())
-        assert usual_tiles(problem(places, experts), tokens) == pytest.approx(mean, rel=0.03)
+        tiles, halves = usual_tiles(problem(places, experts), tokens)
+        assert tiles == pytest.approx(float((rows / tokens).ceil().mean()), rel=0.03)
+        left = rows % tokens
+        assert halves == pytest.approx(float(((left > 0) & (left <= tokens // 2)).double().mean()), abs=0.03)
 
 
 def test_more_rows_an_expert_mean_wider_tiles():

@@ -359,11 +359,8 @@ class WgmmaKernel:
             first_tile = group * config.m_tiles
             sums.fill(0.0)
             channel = self.load_channel(operands, shape, item, first_tile, place)
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
-                self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin), lane)
-                last = stage
-                stage, phase = advance(stage, phase, config.num_stages)
+            ring = (stage, phase, last)
+            stage, phase, last = self.multiply_item(sums, memory, item, place, channel, ring, teller, lane)
             finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
             self.release(memory, last, teller, lane)
             self.put_sums(sums, finished, channel)
@@ -378,6 +375,23 @@ class WgmmaKernel:
         """Where the ``index``-th tile of an item's block belongs in the output."""
         row = (item.block * self.config.block_tiles + index) * TILE_N
         return Corner(row, item.token_tile * self.config.tokens, shape.m, row)
+
+    @cute.jit
+    def multiply_item(self, sums, memory, item, place: Lane, channel, ring, teller, lane):
+        """Adds the products of an item; ring and result: (stage, phase, the stage before)."""
+        return self.multiply_units(sums, memory, item, place, channel, ring, teller, lane, self.config.tokens)
+
+    @cute.jit
+    def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, lane, tokens: int):
+        """As :meth:`multiply_item`, of the first ``tokens`` tokens of the tile."""
+        stage, phase, last = ring
+        for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            teller_now = teller & (unit > item.begin)
+            self.multiply_unit(sums, memory, stage, place, channel, last, teller_now, lane, tokens)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
 
     @cute.jit
     def stay_behind(self, memory, items, group):
@@ -401,7 +415,7 @@ class WgmmaKernel:
             else:
                 cute.arch.mbarrier_arrive(memory.empty + stage)
 
-    def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller, lane):
+    def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller, lane, tokens: int):
         """Adds W X^T of a unit to ``sums``, whose last MMAs it leaves running; gives back the stage before.
 
         sums: [tile of the warpgroup][tokens / 2]. last: the stage before; teller: whether this lane gives it back.
@@ -418,7 +432,7 @@ class WgmmaKernel:
         groups = [self.load_groups(memory, stage, place, i) for i in range(config.m_tiles)]
         x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
         tile_sums = config.tokens // 2
-        totals = [[sums[i * tile_sums + j] for j in range(tile_sums)] for i in range(config.m_tiles)]
+        totals = [[sums[i * tile_sums + j] for j in range(tokens // 2)] for i in range(config.m_tiles)]
         for part in range(config.unit_steps // config.group_steps):
             steps = range(part * config.group_steps, (part + 1) * config.group_steps)
             operands = [
@@ -440,7 +454,7 @@ class WgmmaKernel:
             if part == 0:
                 self.release(memory, last, teller, lane)
         for i in range(config.m_tiles):
-            for j in range(tile_sums):
+            for j in range(tokens // 2):
                 sums[i * tile_sums + j] = totals[i][j]
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:

@@ -40,6 +40,8 @@ SHAPES = (
     (32, 2, 2, 128, 2),
     (16, 2, 2, 128, 2),
 )
+# Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
+NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,13 @@ def make_tile_schedule(problem: Problem) -> TileSchedule:
 
 
 def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
-    """Every shape of tiles, in every number of parts of K."""
+    """Every shape of tiles, in every number of parts of K.
+
+    Each sum of a tile runs over K step by step, whatever the tile's shape. So rows do not depend on each other if K is
+    in one part: that is all that being batch-invariant takes.
+    """
     for config in candidate_configs(problem):
-        for splits in range(1, (MAX_SPLITS if config.splits_k else 1) + 1):
+        for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
             schedule = schedule_of(problem, config, splits)
             if schedule is not None:
                 yield schedule
@@ -152,7 +158,8 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
 def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     configs = []
-    for tokens, m_tiles, warpgroups, unit_k, weight_warps in SHAPES:
+    shapes = SHAPES + NARROW_SHAPES if problem.batch_invariant else SHAPES
+    for tokens, m_tiles, warpgroups, unit_k, weight_warps in shapes:
         config = WgmmaConfig(
             bits=problem.bits,
             dtype=problem.dtype,

@@ -140,6 +140,18 @@ class GroupedWgmmaKernel(WgmmaKernel):
                 stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit
+    def multiply_item(self, sums, memory, item, place, channel, ring, teller, lane):
+        """As the dense kernel's; an expert's last tile may have rows for half of the columns only."""
+        stage, phase, last = ring
+        half = self.config.tokens // 2
+        if item.end_token - item.token <= half:
+            stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, lane, half)
+        else:
+            full = self.config.tokens
+            stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, lane, full)
+        return stage, phase, last
+
+    @cute.jit
     def stay_behind(self, memory, items, group):
         """As the dense kernel's; a CTA may have no items at all, which the host cannot know."""
         if (group > 0) & (items.first < items.count) & (items.shape.units > self.config.stagger):

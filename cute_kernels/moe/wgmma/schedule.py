@@ -96,27 +96,42 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     return configs
 
 
-def usual_tiles(problem: GroupedProblem, tokens: int) -> float:
-    """Tiles of ``tokens`` rows that an expert takes, the mean over experts whose rows are normally distributed."""
+def usual_tiles(problem: GroupedProblem, tokens: int) -> tuple[float, float]:
+    """Tiles of ``tokens`` rows that an expert takes, and how many of them have rows for one half only.
+
+    Means over experts whose rows are normally distributed, as they nearly are if rows fall to experts at random.
+    """
     mean = problem.places / problem.num_experts
     deviation = math.sqrt(max(mean * (1 - 1 / problem.num_experts), 1e-6))
-    last = math.ceil((mean + 6 * deviation) / tokens)
-    # A tile more for each multiple of ``tokens`` that the rows exceed.
-    return sum(0.5 * math.erfc((i * tokens + 0.5 - mean) / deviation / math.sqrt(2)) for i in range(last))
+
+    def with_more_than(rows: int) -> float:
+        """Share of the experts."""
+        return 0.5 * math.erfc((rows + 0.5 - mean) / deviation / math.sqrt(2))
+
+    starts = range(0, math.ceil((mean + 6 * deviation) / tokens) * tokens, tokens)
+    tiles = sum(with_more_than(start) for start in starts)
+    return tiles, tiles - sum(with_more_than(start + tokens // 2) for start in starts)
 
 
-def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
-    """Clocks that the model expects, without the launch itself."""
+def unit_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
+    """Clocks of a unit of a tile of which ``tokens`` are computed, in an expert of so many tiles."""
     config = layout.config
-    tiles = usual_tiles(problem, config.tokens)
-    fragments = config.block_tiles * config.unit_steps  # of a unit
-    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
-    decoding = fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
+    fragments = config.block_tiles * config.unit_steps
+    tensor = fragments * (tokens / 2 + MMA_CLOCKS)
+    decoding = fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * tokens)
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), config.token_band)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
     traffic = config.stage_bytes * layout.num_ctas / L2_BYTES_PER_CLOCK
-    item = layout.units * max(tensor, decoding, memory, traffic) + ITEM_CLOCKS
-    items = problem.num_experts * tiles * layout.blocks
-    # What is left over at the end is half a round on average, at least one item.
-    return max(items / layout.num_ctas + 0.5, 1.0) * item
+    return max(tensor, decoding, memory, traffic)
+
+
+def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
+    """Clocks that the model expects, without the launch itself."""
+    tokens = layout.config.tokens
+    tiles, halves = usual_tiles(problem, tokens)
+    whole, half = (layout.units * unit_clocks(layout, count, tiles) + ITEM_CLOCKS for count in (tokens, tokens // 2))
+    all_clocks = problem.num_experts * layout.blocks * (halves * half + (tiles - halves) * whole)
+    # What is left over at the end is half a round on average, and there is at least one item.
+    longest = whole if tiles > halves else half
+    return max(all_clocks / layout.num_ctas + longest / 2, longest)
