@@ -135,9 +135,12 @@ class WgmmaKernel:
     def x_layout(self):
         """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
         config = self.config
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
-        boxes = config.num_stages * config.unit_k // BOX_K
-        return cute.tile_to_shape(atom, (config.tokens, BOX_K, boxes), order=(0, 1, 2))
+        return self.boxes_layout(config.tokens, config.num_stages * config.unit_k // BOX_K)
+
+    def boxes_layout(self, rows: int, count: int):
+        """[rows, BOX_K, count], swizzled; one box behind the other."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[self.config.dtype])
+        return cute.tile_to_shape(atom, (rows, BOX_K, count), order=(0, 1, 2))
 
     @cute.kernel
     def kernel(self, operands, shape, copy_x, x_view):

@@ -56,10 +56,9 @@ class GroupedWgmmaKernel(WgmmaKernel):
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
-        box = cute.slice_(self.x_layout(), (None, None, 0))
-        copy_x, x_view = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), x, box, (config.tokens, BOX_K), num_multicast=1
-        )
+        half = (config.tokens // 2, BOX_K)
+        box = cute.slice_(self.boxes_layout(config.tokens // 2, 1), (None, None, 0))
+        copy_x, x_view = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, half)
         scale_groups = Int32(1)
         if cutlass.const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
@@ -118,25 +117,30 @@ class GroupedWgmmaKernel(WgmmaKernel):
 
     @cute.jit
     def copy_activations(self, shape, memory: Memory, items, copy_x, x_view):
-        """Brings the activations of every unit, a box of 64 inputs at a time; one warp."""
+        """Brings the activations of every unit, a box of 64 inputs of half a tile's rows at a time; one warp."""
         config = self.config
-        boxes = config.unit_k // BOX_K
+        boxes, half = config.unit_k // BOX_K, config.tokens // 2
+        targets = cute.local_tile(memory.x, (half, BOX_K), (None, 0, None))
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
             rows = cute.domain_offset((item.token, 0), x_view)
-            places = cute.local_tile(rows, (config.tokens, BOX_K), (None, None))
+            places = cute.local_tile(rows, (half, BOX_K), (None, None))
             target, source = cpasync.tma_partition(
-                copy_x, 0, cute.make_layout(1), cute.group_modes(memory.x, 0, 2), cute.group_modes(places, 0, 2)
+                copy_x, 0, cute.make_layout(1), cute.group_modes(targets, 0, 2), cute.group_modes(places, 0, 2)
             )
+            whole = item.end_token - item.token > half
+            size = cutlass.select_(whole, Int32(config.x_stage_bytes), Int32(config.x_stage_bytes // 2))
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.x_stage_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
                 for box in cutlass.range_constexpr(boxes):
-                    chosen = source[None, 0, unit * boxes + box]
-                    cute.copy(copy_x, chosen, target[None, stage * boxes + box], tma_bar_ptr=barrier)
+                    column, place = unit * boxes + box, stage * boxes + box
+                    cute.copy(copy_x, source[None, 0, column], target[None, 0, place], tma_bar_ptr=barrier)
+                    if whole:
+                        cute.copy(copy_x, source[None, 1, column], target[None, 1, place], tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit

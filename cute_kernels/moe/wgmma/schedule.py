@@ -122,7 +122,8 @@ def unit_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), config.token_band)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
-    traffic = config.stage_bytes * layout.num_ctas / L2_BYTES_PER_CLOCK
+    read = config.weight_stage_bytes + config.x_stage_bytes * tokens / config.tokens
+    traffic = read * layout.num_ctas / L2_BYTES_PER_CLOCK
     return max(tensor, decoding, memory, traffic)
 
 
