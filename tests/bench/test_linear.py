@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 from bench import linear, linear_peers
 from bench.__main__ import main
 from bench.bars import judge
+from bench.floor import Floor
 from bench.linear import Layer, LinearShape
 from bench.linear_peers import CUBLAS, LinearPeer
 from bench.suites import WrongOutput
+from bench.timing import Protocol, Timing
 from cute_kernels.linear import linear as product
 from cute_kernels.linear.compile import shipped_specs
 
@@ -80,6 +83,29 @@ def test_peers_that_are_absent_or_fail_say_why():
 def test_many_rows_need_only_kernels_that_ship():
     shipped = set(shipped_specs())
     assert [spec for spec in linear.specs(rows=[16, 64, 512, 8192]) if spec not in shipped] == []
+
+
+def test_a_row_holds_what_was_measured(monkeypatch):
+    """With clocks that stand still: the peers that agree are timed beside ours, one that is wrong is named."""
+
+    def time_each(calls, _flush, protocol):
+        for call in calls.values():
+            call()
+        return {name: Timing(10.0 + len(name), 9.0, 11.0, protocol.samples) for name in calls}
+
+    def wrong(_weights):
+        return lambda x: torch.zeros((x.shape[0], 64), dtype=x.dtype)
+
+    monkeypatch.setattr(linear, "time_cold_in_turn", time_each)
+    bench = SimpleNamespace(flush=None, protocol=Protocol(), floor=lambda num_bytes: Floor(num_bytes, 5.0, "reader"))
+    weights = linear.make_weights(64, 256, 8, "cpu")
+    layer = Layer.of(weights, [linear_peers.PEERS[0], LinearPeer("wrong", (8,), lambda: None, wrong)])
+    shape = LinearShape(64, 256, 33, 8)
+    found = linear.measure(bench, shape, layer, weights.dense.float())  # pyright: ignore[reportArgumentType]
+    assert found["us"]["median_us"] == 10.0 and found["floor_ratio"] == 2.0
+    assert found["peers"][CUBLAS] == {"us": 10.0 + len(CUBLAS)}
+    assert "disagrees" in found["peers"]["wrong"]["why_not"] and found["error"] < linear.TOLERANCE
+    assert found["tflops"] == pytest.approx(2 * 33 * 64 * 256 / 10e-6 * 1e-12)
 
 
 def row(shape: LinearShape, us: float, floor: float = 10.0, **peers: float | None) -> dict:
