@@ -21,13 +21,20 @@ from cute_kernels.runtime.workspace import POOL
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """A product of few rows an expert: everything that does not change between calls of the same shapes and formats."""
+    """A product of few rows an expert: everything that does not change between calls of the same shapes and formats.
+
+    Attributes:
+        num_words: of workspace.
+        launches: for each launch what stands between n and the activation among the function's arguments.
+        gathers: whether rows of x are taken by index.
+    """
 
     function: Callable[..., Any]
     schedule: GroupedSchedule
-    num_experts: int
     device_index: int
-    gathers: bool = True  # rows of x, by index
+    num_words: int
+    launches: tuple[tuple[int, ...], ...]
+    gathers: bool = True
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """Launches on the current stream of the plan's device, which is the current one.
@@ -36,7 +43,7 @@ class GroupedPlan:
         of offsets and rows. numbers: n, activation, kind of the output.
         """
         index = self.device_index
-        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.schedule.workspace_words)
+        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
         self.launch(x, addresses, workspace, routing, numbers)
 
     def launch(
@@ -48,27 +55,9 @@ class GroupedPlan:
         numbers: tuple[int, ...],
     ) -> None:
         """:meth:`run` with a workspace of the caller's."""
-        schedule = self.schedule
         n, activation, out_kind = numbers
-        for number in range(schedule.num_launches):
-            self.function(
-                x,
-                *addresses,
-                workspace,
-                *routing,
-                n,
-                schedule.num_tiles,
-                schedule.units,
-                schedule.num_slices,
-                schedule.num_groups,
-                self.num_experts,
-                schedule.x_slots,
-                number * schedule.max_entries,
-                schedule.max_entries,
-                schedule.max_parts,
-                activation,
-                out_kind,
-            )
+        for sizes in self.launches:
+            self.function(x, *addresses, workspace, *routing, n, *sizes, activation, out_kind)
 
 
 @dataclass(frozen=True)
@@ -77,25 +66,13 @@ class TilesPlan:
 
     function: Callable[..., Any]
     tiles: GroupedTiles
-    num_experts: int
+    sizes: tuple[int, ...]  # between n and the activation among the function's arguments
     gathers: bool = False
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
-        tiles = self.tiles
         n, activation, out_kind = numbers
-        self.function(
-            x,
-            *addresses,
-            routing[0],
-            n,
-            tiles.num_tiles,
-            tiles.units,
-            self.num_experts,
-            tiles.num_ctas,
-            activation,
-            out_kind,
-        )
+        self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
 
 
 ProductPlan = GroupedPlan | TilesPlan
@@ -134,13 +111,23 @@ def plan_of(
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
     """The plan of a given schedule of few rows an expert."""
-    function = load(GroupedSpec(schedule.config), arch_of(device_index))
-    return GroupedPlan(function, schedule, num_experts, device_index)
+    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups, num_experts, schedule.x_slots
+    return GroupedPlan(
+        function=load(GroupedSpec(schedule.config), arch_of(device_index)),
+        schedule=schedule,
+        device_index=device_index,
+        num_words=schedule.workspace_words,
+        launches=tuple(
+            (*sizes, number * schedule.max_entries, schedule.max_entries, schedule.max_parts)
+            for number in range(schedule.num_launches)
+        ),
+    )
 
 
 def make_tiles_plan(tiles: GroupedTiles, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
-    return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, num_experts)
+    sizes = tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas
+    return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, sizes)
 
 
 @lru_cache(maxsize=64)
