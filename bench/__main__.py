@@ -54,6 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     linear.add_argument("--samples", type=int, default=15, help="timed calls per figure")
     linear.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     linear.set_defaults(run=_linear)
+
+    moe = commands.add_parser("moe", help="layers of experts beside torch's grouped products and the floor")
+    moe.add_argument("--tokens", nargs="+", type=int, metavar="T")
+    moe.add_argument("--quick", action="store_true", help="fewer tokens and floor kernels")
+    moe.add_argument("--no-peers", action="store_true")
+    moe.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    moe.set_defaults(run=_moe)
+
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
     accuracy.add_argument("--minutes", type=float, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
@@ -127,6 +136,17 @@ def _linear(options: argparse.Namespace) -> int:
     peers = linear_peers.PEERS[:1] if options.no_peers else linear_peers.PEERS
     linear.run(bench, rows=rows, all_bits=options.bits, peers=peers)
     return _finish(bench.recorder, linear.text)
+
+
+def _moe(options: argparse.Namespace) -> int:
+    bench = _gpu_bench("moe", options, options.quick)
+    if bench is None:
+        return 2
+    from bench import moe, moe_peers
+
+    tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
+    moe.run(bench, tokens=tokens, peers=() if options.no_peers else moe_peers.PEERS)
+    return _finish(bench.recorder, moe.text)
 
 
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:

@@ -29,6 +29,10 @@ LINEAR_FEW_ROWS, LINEAR_FLOOR_RATIO = 16, 1.20
 LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
 LINEAR_PEER_RATIO = 1.03  # the noise of a run
 LINEAR_MANY_ROWS, LINEAR_TFLOPS = 1024, 820
+MOE_FEW_TOKENS, MOE_FLOOR_RATIO = 128, 1.20
+MOE_MANY_TOKENS, MOE_RIVAL = 2048, "torch grouped bf16"
+MOE_RATES = {("Mixtral-8x7B", 8192): 620}  # TFLOPS of the first product
+MOE_HOST_MICROSECONDS = 25.0
 LINEAR_LARGE = ((8192, 28672), (57344, 8192))
 
 
@@ -67,6 +71,24 @@ def judge(record: Record) -> list[Verdict]:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
     verdicts += [verdict for row in record.get("append", []) for verdict in _judge_append(row)]
     verdicts += [verdict for row in record.get("linear", []) for verdict in _judge_linear(row)]
+    verdicts += [verdict for row in record.get("moe", []) for verdict in _judge_moe(row)]
+    for name, us in record.get("moe_host_us", {}).items():
+        verdicts.append(Verdict(f"moe: host cost of a layer, {name}", us, MOE_HOST_MICROSECONDS, "us"))
+    return verdicts
+
+
+def _judge_moe(row: Record) -> list[Verdict]:
+    """The first product: few tokens against the floor, many against the peer and by their rate."""
+    tokens, model, first = row["shape"]["tokens"], row["shape"]["model"]["name"], row["first"]
+    name, verdicts = f"moe: {row['name']}, first product", []
+    if tokens <= MOE_FEW_TOKENS:
+        verdicts.append(Verdict(f"{name}: ratio to the floor", first["floor_ratio"], MOE_FLOOR_RATIO, ""))
+    rival = row["peers"].get(MOE_RIVAL, {}).get("first_us")
+    if tokens >= MOE_MANY_TOKENS and rival:
+        verdicts.append(Verdict(f"{name}: time over {MOE_RIVAL}'s", first["us"] / rival, 1.0, ""))
+    if (model, tokens) in MOE_RATES:
+        rate = MOE_RATES[model, tokens]
+        verdicts.append(Verdict(f"{name}: rate", first["tflops"], rate, "TFLOPS", at_most=False))
     return verdicts
 
 

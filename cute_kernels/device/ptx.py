@@ -355,6 +355,13 @@ def store_shared(address: Int32, offset: int, values: Sequence, *, loc=None, ip=
 
 
 @dsl_user_op
+def store_shared_half(address: Int32, offset: int, word: Uint32, *, loc=None, ip=None) -> None:
+    """The lower 16 bits of a word to shared memory."""
+    asm = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; st.shared.b16 [$0 + {offset}], low; }}"
+    _effect([Int32(address), Uint32(word)], asm, "r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_shared_zero16(address: Int32, offset: int, *, loc=None, ip=None) -> None:
     """16 zero bytes to shared memory."""
     zero = Uint32(0)

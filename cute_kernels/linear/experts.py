@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,6 +71,13 @@ class PackedExperts:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+    @cached_property
+    def form(self) -> tuple[Hashable, ...]:
+        """All that a plan for these weights relies on but where they are."""
+        zeros = self.zeros is not None
+        sizes = len(self), self.shape, self.codes.shape[2], self.bits, self.group_size or 0
+        return *sizes, zeros, self.dtype, self.codes.get_device()
 
     @property
     def out_features(self) -> int:

@@ -24,16 +24,22 @@ class CombineKernel:
 
     @cute.jit
     def __call__(
-        self, results: cute.Tensor, places: Int64, weights: Int64, out: Int64, tokens: Int32, topk: Int32, stream
+        self,
+        out: cute.Tensor,
+        results: Int64,
+        places: Int64,
+        weights: Int64,
+        topk: Int32,
+        stream,
     ):
         """Launches over (columns, tokens).
 
-        results: fp32 [places, n]. Addresses: places int32 [tokens, topk], the row of ``results`` of each assignment or
-        -1; weights fp32 [tokens, topk]; out [tokens, n] of the configuration's dtype.
+        out: [tokens, n] of the configuration's dtype. Addresses: results [places, n] of its source, on 16 bytes; places
+        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights fp32 [tokens, topk].
         """
-        shape: Any = results.shape
-        n = shape[1]
-        self.kernel(ptx.address(results), places, weights, out, n, topk).launch(
+        shape: Any = out.shape
+        tokens, n = shape
+        self.kernel(results, places, weights, ptx.address(out), n, topk).launch(
             grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
             block=(COMBINE_THREADS, 1, 1),
             use_pdl=self.config.use_pdl,
@@ -71,26 +77,49 @@ class CombineKernel:
                 chosen[i] = Int32(ptx.load_global_words(places, 4 * i, 1, constant=False)[0])
                 shares[i] = ptx.load_global_words(weights, 4 * i, 1, constant=False)[0].bitcast(Float32)
         for i in cutlass.range_constexpr(COMBINE_BATCH):
-            source = results + (Int64(chosen[i]) * n + column) * 4
+            source = results + (Int64(chosen[i]) * n + column) * self.source_bytes
             if (chosen[i] >= 0) & (n % COMBINE_VECTOR == 0):
-                words = ptx.load_global_words(source, 0, COMBINE_VECTOR, constant=False)
+                loaded = self.load_vector(source)
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
-                    values[i * COMBINE_VECTOR + j] = words[j].bitcast(Float32)
+                    values[i * COMBINE_VECTOR + j] = loaded[j]
             elif chosen[i] >= 0:
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
                     if column + j < n:
-                        word = ptx.load_global_words(source, 4 * j, 1, constant=False)[0]
-                        values[i * COMBINE_VECTOR + j] = word.bitcast(Float32)
+                        values[i * COMBINE_VECTOR + j] = self.load_one(source, j)
         for i in cutlass.range_constexpr(COMBINE_BATCH):
             if chosen[i] >= 0:  # else a weight of any kind counts for nothing
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
 
+    @property
+    def source_bytes(self) -> int:
+        return 4 if self.config.source == "fp32" else 2
+
+    def load_vector(self, source) -> list[Any]:
+        """Four neighbouring results, in one access."""
+        words = ptx.load_global_words(source, 0, COMBINE_VECTOR * self.source_bytes // 4, constant=False)
+        if self.config.source == "fp32":
+            return [word.bitcast(Float32) for word in words]
+        low, high = self.unpack()
+        return [unpack(word) for word in words for unpack in (low, high)]
+
+    def load_one(self, source, index: int):
+        if self.config.source == "fp32":
+            return ptx.load_global_words(source, 4 * index, 1, constant=False)[0].bitcast(Float32)
+        # Written by the kernel before this one, which this one has waited for.
+        return self.unpack()[0](ptx.load_relaxed_part(source + 2 * index, 2))
+
+    def unpack(self):
+        """What takes the two halves of a word apart."""
+        if self.config.source == "bf16":
+            return ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float
+        return ptx.half2_low_to_float, ptx.half2_high_to_float
+
     @cute.jit
     def store(self, sums, out, place, count):
         """The first ``count`` of four columns, in one access where that is aligned."""
         if const_expr(self.config.dtype == "fp32"):
-            if (count >= COMBINE_VECTOR) & (place % COMBINE_VECTOR == 0):
+            if (count >= COMBINE_VECTOR) & ((out + place * 4) % 16 == 0):
                 ptx.store_global(out + place * 4, [sums[j] for j in range(COMBINE_VECTOR)])
             else:
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
@@ -99,7 +128,7 @@ class CombineKernel:
         else:
             pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
             words = [pack(sums[0], sums[1]), pack(sums[2], sums[3])]
-            if (count >= COMBINE_VECTOR) & (place % COMBINE_VECTOR == 0):
+            if (count >= COMBINE_VECTOR) & ((out + place * 2) % 8 == 0):
                 ptx.store_global(out + place * 2, words)
             else:
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):

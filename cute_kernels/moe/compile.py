@@ -8,13 +8,17 @@ from typing import Any, ClassVar
 
 from cute_kernels.linear import compile as linear
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.moe.config import CombineConfig, RoutingConfig
+from cute_kernels.linear.wgmma import compile as linear_wgmma
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, make_schedule
+from cute_kernels.moe.wgmma.schedule import has_many_rows, make_tiles
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
-NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product, after x
+NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product of few rows, after x,
+NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
-TOKENS = (1, 8, 32, 128)
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
 
 def _modules(*names: str) -> tuple[Path, ...]:
@@ -37,6 +41,43 @@ class GroupedSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_grouped(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedWgmmaSpec(KernelSpec):
+    """One grouped GEMM kernel for many rows an expert: takes what `GroupedWgmmaKernel.__call__` describes."""
+
+    config: WgmmaConfig
+    family: ClassVar[str] = "moe"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return f"grouped_{self.config.name}"
+
+    def source_roots(self) -> tuple[Path, ...]:
+        own = _modules("compile", "schedule", "wgmma/kernel", "wgmma/tiles")
+        return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
+
+    def compile(self, arch: str) -> Any:
+        return compile_grouped_wgmma(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class GatherSpec(KernelSpec):
+    """The kernel that lays rows in the order of their places: takes what `GatherKernel.__call__` describes."""
+
+    config: GatherConfig
+    family: ClassVar[str] = "moe"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return _modules("compile", "config", "gather")
+
+    def compile(self, arch: str) -> Any:
+        return compile_gather(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +121,23 @@ class CombineSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile: 4 bits in groups of 128, bf16; others compile on demand."""
-    configs: dict[LinearConfig, None] = {}
+    specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:
         for tokens in TOKENS:
             for n, k in ((2 * inner, hidden), (hidden, inner)):
                 problem = GroupedProblem(tokens * topk, experts, n, k, k, 4, "bf16", 128)
-                configs[make_schedule(problem).config] = None
+                specs[grouped_spec(problem)] = None
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
-    return [*small, *(GroupedSpec(config) for config in configs)]
+    small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
+    return [*small, *(GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
+
+
+def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
+    """The kernel that a product is served by."""
+    if has_many_rows(problem):
+        return GroupedWgmmaSpec(make_tiles(problem).config)
+    return GroupedSpec(make_schedule(problem).config)
 
 
 def _check(config: Any) -> None:
@@ -116,6 +165,53 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
         make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16),
         *[cutlass.Int64(0)] * NUM_ADDRESSES,
         *[cutlass.Int32(1)] * NUM_INTEGERS,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
+    """As `compile_grouped`."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.moe.wgmma.kernel import GroupedWgmmaKernel
+
+    _check(config)
+    if config.splits_k:
+        raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+    shape = (cute.sym_int(), cute.sym_int(divisibility=8))
+    return cute.compile(
+        GroupedWgmmaKernel(config),
+        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16),
+        *[cutlass.Int64(0)] * NUM_TILE_ADDRESSES,
+        *[cutlass.Int32(1)] * NUM_TILE_INTEGERS,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:
+    """As `compile_grouped`."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.moe.gather import GatherKernel
+
+    _check(config)
+    return cute.compile(
+        GatherKernel(config),
+        make_fake_compact_tensor(
+            {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype],
+            (cute.sym_int(), cute.sym_int(divisibility=8)),
+            stride_order=(1, 0),
+            assumed_align=16,
+        ),
+        *[cutlass.Int64(0)] * 3,
+        cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )
@@ -151,12 +247,13 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     from cute_kernels.moe.combine import CombineKernel
 
     _check(config)
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     shape = (cute.sym_int(), cute.sym_int())
     return cute.compile(
         CombineKernel(config),
-        make_fake_compact_tensor(cutlass.Float32, shape, stride_order=(1, 0), assumed_align=16),
+        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=dtype.width // 8),
         *[cutlass.Int64(0)] * 3,
-        *[cutlass.Int32(1)] * 2,
+        cutlass.Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )

@@ -9,6 +9,7 @@ from cute_kernels.sm90 import WARP_THREADS
 
 ROUTING_WARPS = 32
 COMBINE_THREADS = 128
+GATHER_THREADS = 128
 COMBINE_VECTOR = 4  # columns of a thread
 COMBINE_BATCH = 8  # rows that a thread asks for at a time
 OUT_DTYPES = ("bf16", "fp16", "fp32")
@@ -50,10 +51,12 @@ class CombineConfig:
 
     Attributes:
         dtype: of the output, "bf16", "fp16" or "fp32".
+        source: of the results that are added up.
         use_pdl: programmatic dependent launch.
     """
 
     dtype: str = "bf16"
+    source: str = "fp32"
     use_pdl: bool = True
 
     @property
@@ -62,8 +65,41 @@ class CombineConfig:
 
     @property
     def name(self) -> str:
-        return f"moe_combine_{self.dtype}{'_pdl' if self.use_pdl else ''}"
+        source = "" if self.source == "fp32" else f"_of_{self.source}"
+        return f"moe_combine_{self.dtype}{source}{'_pdl' if self.use_pdl else ''}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
-        return None if self.dtype in OUT_DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES)}"
+        for name in ("dtype", "source"):
+            if getattr(self, name) not in OUT_DTYPES:
+                return f"{name} {getattr(self, name)!r} is not one of {', '.join(OUT_DTYPES)}"
+        return None
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """The kernel that lays rows of x in the order of their places.
+
+    Attributes:
+        dtype: of x, "bf16" or "fp16".
+        batch: pieces of 16 bytes that a thread asks for before it stores the first.
+        use_pdl: programmatic dependent launch.
+    """
+
+    dtype: str = "bf16"
+    batch: int = 4
+    use_pdl: bool = True
+
+    @property
+    def num_threads(self) -> int:
+        return GATHER_THREADS
+
+    @property
+    def name(self) -> str:
+        return f"moe_gather_{self.dtype}_b{self.batch}{'_pdl' if self.use_pdl else ''}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.dtype not in OUT_DTYPES[:2]:
+            return f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES[:2])}"
+        return None if self.batch in (1, 2, 4, 8) else f"batch {self.batch!r} is not 1, 2, 4 or 8"

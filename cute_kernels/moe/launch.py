@@ -1,4 +1,4 @@
-"""Launching the CUDA kernels of the family. Nothing here waits for the device."""
+"""Launching the products of experts and what is around them. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.launch import _address, _aligned
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
-from cute_kernels.moe.plan import combine_function, plan_of, routing_function
+from cute_kernels.moe.plan import combine_function, gather_function, plan_of, routing_function
 from layouts.weights.hopper import tile_k
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -25,6 +26,25 @@ class Weights:
     group_size: int
     n: int
     k: int
+
+    @staticmethod
+    def of(weight: PackedExperts) -> Weights:
+        n, k = weight.shape
+        return Weights(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group_size or 0, n, k)
+
+    @property
+    def num_experts(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def k_pad(self) -> int:
+        """K as packed."""
+        return self.codes.shape[2] * tile_k(self.bits)
+
+
+def addresses_of(weight: Weights | PackedExperts) -> tuple[int, int, int]:
+    """Of codes, scales and zeros, 0 for none."""
+    return weight.codes.data_ptr(), weight.scales.data_ptr(), _address(weight.zeros)
 
 
 @dataclass(frozen=True)
@@ -47,16 +67,16 @@ def launch_grouped(
     """Writes the product at every place that an expert has to ``out`` [places, columns], contiguous, and returns it."""
     if out.shape[0] == 0:
         return out
-    index = x.get_device()
-    k_pad = weights.codes.shape[2] * tile_k(weights.bits)
     plan = plan_of(
-        out.shape[0], weights.codes.shape[0], weights.n, weights.k, k_pad, weights.bits, x.dtype, weights.group_size,
-        weights.zeros is not None, index,
+        out.shape[0], weights.num_experts, weights.n, weights.k, weights.k_pad, weights.bits, x.dtype,
+        weights.group_size, weights.zeros is not None, x.get_device(),
     )  # fmt: skip
-    tensors = weights.codes.data_ptr(), weights.scales.data_ptr(), _address(weights.zeros), _address(bias)
+    x = _aligned(x)
+    if routing.rows is not None and not plan.gathers:
+        x = launch_gather(x, routing.offsets, routing.rows)
     plan.run(
-        _aligned(x),
-        (*tensors, out.data_ptr()),
+        x,
+        (*addresses_of(weights), _address(bias), out.data_ptr()),
         (routing.offsets.data_ptr(), _address(routing.rows)),
         (weights.n, ACTIVATIONS[activation], OUT_KINDS[out.dtype]),
     )
@@ -73,27 +93,16 @@ def launch_routing(topk_ids: torch.Tensor, num_experts: int) -> Routing:
     return Routing(offsets, rows, places.view(topk_ids.shape))
 
 
-def launch_combine(results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Adds up fp32 results [places, n] of each token, with fp32 weights [tokens, topk], in ``out`` [tokens, n]."""
-    function = combine_function(DTYPE_NAMES[out.dtype], results.get_device())
-    function(results, places.data_ptr(), weights.data_ptr(), out.data_ptr(), *places.shape)
-
-
-def launch_moe(
-    x: torch.Tensor,
-    gate_up: Weights,
-    down: Weights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The four launches of a layer: routing, two products, sum. At least one token, one assignment each."""
-    routing = launch_routing(topk_ids, gate_up.codes.shape[0])
-    places = topk_ids.numel()
-    hidden = torch.empty((places, gate_up.n // 2), dtype=x.dtype, device=x.device)
-    launch_grouped(x, gate_up, routing, None, "swiglu", hidden)
-    results = torch.empty((places, down.n), dtype=torch.float32, device=x.device)
-    launch_grouped(hidden, down, Routing(routing.offsets, None), None, None, results)
-    assert routing.places is not None
-    launch_combine(results, routing.places, topk_weights, out)
+def launch_gather(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows], for places below offsets[-1]. x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes."""
+    out = torch.empty((rows.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+    function = gather_function(DTYPE_NAMES[x.dtype], x.get_device())
+    end = offsets.data_ptr() + 4 * (offsets.shape[0] - 1)
+    function(x, end, rows.data_ptr(), out.data_ptr(), rows.shape[0])
     return out
+
+
+def launch_combine(results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Adds up results [places, n] of each token, with fp32 weights [tokens, topk], in ``out`` [tokens, n]."""
+    function = combine_function(DTYPE_NAMES[out.dtype], DTYPE_NAMES[results.dtype], results.get_device())
+    function(out, results.data_ptr(), places.data_ptr(), weights.data_ptr(), places.shape[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
@@ -12,8 +13,10 @@ from cute_kernels.linear import checks as linear_checks
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.reference import out_features
 from cute_kernels.moe import checks
-from cute_kernels.moe.launch import Routing, Weights, launch_grouped, launch_moe
+from cute_kernels.moe.launch import Routing, Weights, launch_grouped
+from cute_kernels.moe.layer import MoePlan, launch_moe, make_moe_plan
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
+from cute_kernels.runtime.plans import identity, keep
 
 
 def apply_grouped(
@@ -68,7 +71,14 @@ def apply_moe(
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `cute_kernels.moe.fused_moe`."""
+    """See `cute_kernels.moe.fused_moe`.
+
+    A plan is kept for calls that differ from one that has been checked in the contents of memory alone.
+    """
+    key = _key_of(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out)
+    plan = _plans.get(key) if key is not None else None
+    if plan is not None:
+        return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
     checks.check_experts("gate_up", gate_up)
     checks.check_experts("down", down)
     dispatch = needs_dispatch(x=x, codes=gate_up.codes)
@@ -89,11 +99,55 @@ def apply_moe(
         tensors += [weight.codes, weight.scales, weight.zeros]
     tensors += [topk_ids.contiguous(), topk_weights.detach().float().contiguous()]
     numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
+    if key is not None and topk_ids.numel():
+        with torch.cuda.device(x.device):
+            plan = keep(_plans, key, make_moe_plan(x, Weights.of(gate_up), Weights.of(down), topk_ids, out_dtype))
+        return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
     if not dispatch:
         work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
         return work(*tensors, *numbers, out_dtype, out)
     result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype)
     return result if out is None else out.copy_(result)
+
+
+_plans: dict[tuple[Any, ...], MoePlan] = {}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _key_of(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out) -> tuple[Any, ...] | None:
+    """All that the checks of a call look at; None where it is not one of plain CUDA tensors in eager mode."""
+    if is_compiling() or not all(type(tensor) in _PLAIN for tensor in (x, topk_ids, topk_weights)):
+        return None
+    if not x.is_cuda or type(gate_up) is not PackedExperts or type(down) is not PackedExperts:
+        return None
+    if type(gate_up.codes) is not torch.Tensor or not (out is None or type(out) is torch.Tensor):
+        return None
+    target = None if out is None else identity(out)
+    ids, shares = identity(topk_ids), identity(topk_weights)
+    return identity(x), gate_up.form, down.form, ids, shares, activation, out_dtype, target
+
+
+def _run(
+    plan: MoePlan,
+    x: torch.Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    index = x.get_device()
+    if index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):
+            return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
+    if out is None:
+        out = torch.empty((x.shape[0], down.shape[0]), dtype=plan.out_dtype, device=x.device)
+    x = x.detach() if x.requires_grad else x
+    if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous() or topk_weights.requires_grad:
+        topk_weights = topk_weights.detach().float().contiguous()
+    ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
+    plan.run(x if x.is_contiguous() else x.contiguous(), gate_up, down, ids, topk_weights, out)
+    return out
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------

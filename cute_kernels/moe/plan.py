@@ -1,4 +1,4 @@
-"""What of a grouped product's launches stays the same from call to call."""
+"""What of the launches of a product, or of a layer, stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.moe.compile import CombineSpec, GroupedSpec, RoutingSpec
-from cute_kernels.moe.config import CombineConfig, RoutingConfig
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule, make_schedule
+from cute_kernels.moe.wgmma.schedule import GroupedTiles, has_many_rows, make_tiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
@@ -20,12 +21,20 @@ from cute_kernels.runtime.workspace import POOL
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """Everything about a grouped product that does not change between calls of the same shapes and formats."""
+    """A product of few rows an expert: everything that does not change between calls of the same shapes and formats.
+
+    Attributes:
+        num_words: of workspace.
+        launches: for each launch what stands between n and the activation among the function's arguments.
+        gathers: whether rows of x are taken by index.
+    """
 
     function: Callable[..., Any]
     schedule: GroupedSchedule
-    num_experts: int
     device_index: int
+    num_words: int
+    launches: tuple[tuple[int, ...], ...]
+    gathers: bool = True
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """Launches on the current stream of the plan's device, which is the current one.
@@ -34,7 +43,7 @@ class GroupedPlan:
         of offsets and rows. numbers: n, activation, kind of the output.
         """
         index = self.device_index
-        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.schedule.workspace_words)
+        workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
         self.launch(x, addresses, workspace, routing, numbers)
 
     def launch(
@@ -46,27 +55,27 @@ class GroupedPlan:
         numbers: tuple[int, ...],
     ) -> None:
         """:meth:`run` with a workspace of the caller's."""
-        schedule = self.schedule
         n, activation, out_kind = numbers
-        for number in range(schedule.num_launches):
-            self.function(
-                x,
-                *addresses,
-                workspace,
-                *routing,
-                n,
-                schedule.num_tiles,
-                schedule.units,
-                schedule.num_slices,
-                schedule.num_groups,
-                self.num_experts,
-                schedule.x_slots,
-                number * schedule.max_entries,
-                schedule.max_entries,
-                schedule.max_parts,
-                activation,
-                out_kind,
-            )
+        for sizes in self.launches:
+            self.function(x, *addresses, workspace, *routing, n, *sizes, activation, out_kind)
+
+
+@dataclass(frozen=True)
+class TilesPlan:
+    """A product of many rows an expert, which takes the rows of x in the order of the places."""
+
+    function: Callable[..., Any]
+    tiles: GroupedTiles
+    sizes: tuple[int, ...]  # between n and the activation among the function's arguments
+    gathers: bool = False
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
+        """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
+        n, activation, out_kind = numbers
+        self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
+
+
+ProductPlan = GroupedPlan | TilesPlan
 
 
 @lru_cache(maxsize=4096)
@@ -81,7 +90,7 @@ def plan_of(
     group_size: int,
     zero_point: bool,
     device: int,
-) -> GroupedPlan:
+) -> ProductPlan:
     """The plan of a grouped product on a CUDA device."""
     problem = GroupedProblem(
         places=places,
@@ -95,13 +104,30 @@ def plan_of(
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
+    if has_many_rows(problem):
+        return make_tiles_plan(make_tiles(problem), num_experts, device)
     return make_plan(make_schedule(problem), num_experts, device)
 
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
-    """The plan of a given schedule."""
-    function = load(GroupedSpec(schedule.config), arch_of(device_index))
-    return GroupedPlan(function, schedule, num_experts, device_index)
+    """The plan of a given schedule of few rows an expert."""
+    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups, num_experts, schedule.x_slots
+    return GroupedPlan(
+        function=load(GroupedSpec(schedule.config), arch_of(device_index)),
+        schedule=schedule,
+        device_index=device_index,
+        num_words=schedule.workspace_words,
+        launches=tuple(
+            (*sizes, number * schedule.max_entries, schedule.max_entries, schedule.max_parts)
+            for number in range(schedule.num_launches)
+        ),
+    )
+
+
+def make_tiles_plan(tiles: GroupedTiles, num_experts: int, device_index: int) -> TilesPlan:
+    """The plan of given tiles of many rows an expert."""
+    sizes = tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas
+    return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, sizes)
 
 
 @lru_cache(maxsize=64)
@@ -111,6 +137,12 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def combine_function(dtype: str, device_index: int) -> Callable[..., Any]:
+def combine_function(dtype: str, source: str, device_index: int) -> Callable[..., Any]:
     """The kernel that adds up results."""
-    return load(CombineSpec(CombineConfig(dtype)), arch_of(device_index))
+    return load(CombineSpec(CombineConfig(dtype, source)), arch_of(device_index))
+
+
+@lru_cache(maxsize=64)
+def gather_function(dtype: str, device_index: int) -> Callable[..., Any]:
+    """The kernel that lays rows in the order of their places."""
+    return load(GatherSpec(GatherConfig(dtype)), arch_of(device_index))

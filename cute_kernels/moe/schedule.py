@@ -131,9 +131,14 @@ def capacity_of(problem: GroupedProblem) -> int:
 
     An expert with more rows has its weights read again, mostly from memory.
     """
-    mean = problem.places / problem.num_experts
-    wanted = min(problem.places, mean + 2 * math.sqrt(mean))
+    wanted = usual_rows(problem)
     return next((capacity for capacity in CAPACITIES if wanted <= capacity), CAPACITIES[-1])
+
+
+def usual_rows(problem: GroupedProblem) -> float:
+    """Rows that few experts have more of, if rows fall to them at random: mean and two standard deviations."""
+    mean = problem.places / problem.num_experts
+    return min(problem.places, mean + 2 * math.sqrt(mean))
 
 
 def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedule]:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear import decode
+from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import epilogue, kernel
 from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
@@ -81,7 +82,7 @@ class Machine:
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        self.gpu.install(monkeypatch, kernel, decode, epilogue)
+        self.gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
         self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,9 +93,9 @@ class Machine:
         sums = machine.Registers(config.m_tiles * config.tokens // 2, machine.Float32)
         shape = SimpleNamespace(m=config.tokens, num_tiles=config.block_tiles)
         place = subject.lane_places(shape, warp, machine.LANES)
-        first_tile = warp // 4 * config.m_tiles
-        channel = subject.load_channel(self.operands, shape, first_tile, place)
-        subject.multiply_unit(sums, memory, STAGE, place, channel, None, None)
+        first_tile, item = warp // 4 * config.m_tiles, SimpleNamespace(block=0)
+        channel = subject.load_channel(self.operands, shape, item, first_tile, place)
+        subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, config.tokens)
         if channel:
             for i in range(len(sums)):
                 sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]
@@ -115,6 +116,25 @@ class Machine:
                         stage(store, sums, first)
                     rows = slice(64 * (group * config.m_tiles + tile), 64 * (group * config.m_tiles + tile + 1))
                     found[start : start + config.chunk_tokens, rows] = self.staged(packed)
+        return found
+
+    def stage_gated(self) -> np.ndarray:
+        """[tokens, block_rows / 2]: as :meth:`stage`, gate and up in turn made one."""
+        config, pitch = self.config, epilogue.GATED_PITCH
+        found = np.zeros((config.tokens, config.block_rows // 2))
+        for group in range(config.warpgroups):
+            warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
+            for tile in range(config.m_tiles):
+                for start in range(0, config.tokens, config.chunk_tokens):
+                    for warp, sums in warps:
+                        store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                        self.subject.epilogue.stage_gated(store, sums, (tile * config.tokens + start) // 2)
+                    bits = self.shared[STAGING : STAGING + config.chunk_tokens * pitch].view(np.int16)
+                    part = torch.from_numpy(bits.reshape(config.chunk_tokens, -1)[:, :32].copy())
+                    first = 32 * (group * config.m_tiles + tile)
+                    found[start : start + config.chunk_tokens, first : first + 32] = part.view(
+                        DTYPES[config.dtype]
+                    ).double()
         return found
 
     def staged(self, packed: bool) -> np.ndarray:
@@ -141,6 +161,22 @@ def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
     found = Machine(config, weight, x, monkeypatch).stage(packed=False)
     exact = (x.double() @ rounded(config, weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:]], ids=lambda config: config.name)
+def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
+    weight = make_weight(config)
+    scale = 0.1 if config.bits == 4 else 0.003  # within the range of fp16
+    x = scale * torch.randn(config.tokens, config.unit_k, generator=torch.Generator().manual_seed(2))
+    x = x.to(weight.dtype)
+    subject = Machine(config, weight, x, monkeypatch)
+    found = torch.from_numpy(subject.stage_gated())
+    y = x.double() @ rounded(config, weight).T
+    exact = torch.nn.functional.silu(y[:, ::2]) * y[:, 1::2]
+    torch.testing.assert_close(found, exact, rtol=1e-2, atol=1e-3 * float(exact.abs().max()))
+    for access in subject.gpu.accesses:
+        if access.kind == "st":
+            assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
 
 @pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:], ids=lambda config: config.name)

@@ -58,6 +58,15 @@ class WarpgroupWarp(LinearWarp):
             for row, place in enumerate(places[8 * number : 8 * number + 8]):
                 memory[place // 2 : place // 2 + 8] = (matrix.T if transpose else matrix)[row]
 
+    def store_shared_half(self, address: Lanes, offset: int, word: Lanes) -> None:
+        places = np.asarray(address, np.int64) + offset
+        self.accesses.append(Access("st", 2, tuple(places.tolist())))
+        assert not (places % 2).any(), "misaligned access"
+        self.shared_memory.view(np.uint16)[places // 2] = halves(word)[:, 0]
+
+    def reciprocal(self, x: Lanes) -> Lanes:
+        return Float32(1.0 / np.asarray(x, np.float64))
+
     def fence(self, registers: Sequence[Lanes]) -> list[Lanes]:
         return list(registers)
 

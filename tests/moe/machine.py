@@ -246,6 +246,7 @@ class Machine:
             shuffle_sync_up=shuffle_up,
             shuffle_sync=lambda value, lane: self.exchanged(value)[lane],
             match_sync=lambda mask, value: sum(1 << i for i, v in enumerate(self.exchanged(value)) if v == value),
+            vote_ballot_sync=lambda vote: sum(1 << i for i, v in enumerate(self.exchanged(bool(vote))) if v),
             popc=lambda value: int(value).bit_count(),
             mbarrier_init=self.mbarrier_init,
             mbarrier_init_fence=lambda: None,

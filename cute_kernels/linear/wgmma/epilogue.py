@@ -24,6 +24,7 @@ VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
+GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
 COMBINE_BATCH = 8  # vectors of another part that a thread asks for at a time, at most
 
@@ -34,6 +35,8 @@ class Corner:
 
     row: Any  # of W
     token: Any
+    end: Any  # behind the last token
+    bias: Any  # of its first row among the biases, elements
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,15 @@ class TileEpilogue:
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
         """Stores the tile whose sums are sums[first : first + tokens / 2]."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
-        plain = (shape.out_kind == own_kind) & (shape.activation == NO_ACTIVATION) & (operands.residual == 0)
-        if plain & (shape.n % PACKED_VECTOR == 0) & (operands.out % 16 == 0):
+        plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
+        if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
             for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
                 self.store_packed(operands, shape, store, corner, sums, first, chunk)
+        elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
+            self.add_bias(operands, shape, store, corner, sums, first)
+            for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+                self.store_gated(operands, shape, store, corner, sums, first, chunk)
         else:
             for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
                 self.store_any(operands, shape, store, corner, sums, first, chunk)
@@ -124,7 +131,7 @@ class TileEpilogue:
                 row = corner.row + (store.row_warp * 16 + store.lane // 4 + 8 * half)
                 bias = Float32(0.0)
                 if row < shape.n:
-                    bias = self.results.load_bias(operands.bias + Int64(row) * 2)
+                    bias = self.results.load_bias(operands.bias + Int64(corner.bias + (row - corner.row)) * 2)
                 self.add_to_row(sums, first + 2 * half, bias)
 
     def add_to_row(self, sums, first: int, bias):
@@ -146,7 +153,7 @@ class TileEpilogue:
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
             row = corner.row + vector * PACKED_VECTOR
-            if (token < tokens) & (start + token < shape.m) & (row < shape.n):
+            if (token < tokens) & (start + token < corner.end) & (row < shape.n):
                 words = ptx.load_shared_vector(store.staging + token * PACKED_PITCH + vector * 16, 0, 4)
                 ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
 
@@ -162,6 +169,44 @@ class TileEpilogue:
             words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in range(4)]
             ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
 
+    # -- gate and up in turn, 16 bytes at a time --------------------------------------------------------------------
+
+    @cute.jit
+    def store_gated(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
+        """silu(gate) * up of a chunk, rounded; rows of W are gate and up in turn. Stores 8 neighbouring results."""
+        tokens = self.config.chunk_tokens
+        self.wait(store)
+        self.stage_gated(store, sums, first + chunk * tokens // 2)
+        self.wait(store)
+        vectors = TILE_N // 2 // PACKED_VECTOR
+        start, columns = corner.token + chunk * tokens, shape.n // 2
+        for i in cutlass.range_constexpr(max(tokens * vectors // WARPGROUP_THREADS, 1)):
+            index = store.tid + i * WARPGROUP_THREADS
+            token, vector = index // vectors, index % vectors
+            column = corner.row // 2 + vector * PACKED_VECTOR
+            if (token < tokens) & (start + token < corner.end) & (column < columns):
+                words = ptx.load_shared_vector(store.staging + token * GATED_PITCH + vector * 16, 0, 4)
+                ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
+
+    def stage_gated(self, store: Store, sums, first: int):
+        """Puts a chunk's results into the staging buffer, [token][feature] in 16 bits.
+
+        Gate and up of two tokens are in lanes four apart. Each takes one of the tokens: they swap what they do not use.
+        """
+        pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
+        g, t = store.lane // 4, store.lane % 4
+        odd = g % 2 == 1
+        token = 2 * t + g % 2
+        address = store.staging + token * GATED_PITCH + (store.row_warp * 8 + g // 2) * 2
+        for block in range(self.config.chunk_tokens // 8):
+            for half in range(2):
+                place = first + 4 * block + 2 * half
+                low, high = sums[place], sums[place + 1]
+                other = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), offset=4)
+                gate, up = cutlass.select_(odd, other, low), cutlass.select_(odd, high, other)
+                result = epilogue.silu(gate) * up
+                ptx.store_shared_half(address, 8 * block * GATED_PITCH + 8 * half, pack(result, result))
+
     # -- any kind of output -------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -174,21 +219,23 @@ class TileEpilogue:
         start = corner.token + chunk * tokens
         results = cute.make_rmem_tensor(VECTOR, Float32)
         extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
-        end = cutlass.min(shape.m - start, tokens) * row_vectors
+        end = cutlass.min(corner.end - start, tokens) * row_vectors
         for index in cutlass.range(store.tid, end, WARPGROUP_THREADS, unroll=1):
             token, vector = index // row_vectors, index % row_vectors
             words = ptx.load_shared_vector(store.staging + token * self.config.staging_pitch + vector * 16, 0, VECTOR)
             for i in cutlass.range_constexpr(VECTOR):
                 results[i] = words[i].bitcast(Float32)
-            target = self.target_of(shape, start + token, corner.row + vector * VECTOR)
+            target = self.target_of(shape, corner, start + token, vector * VECTOR)
             self.results.load_extras(operands, shape, target, extras)
             self.results.store(operands, shape, target, results, extras)
 
-    def target_of(self, shape, token, row):
+    def target_of(self, shape, corner: Corner, token, offset):
         """Where four neighbouring results of a token belong."""
+        row = corner.row + offset
         halves = cutlass.select_(shape.activation == SWIGLU, Int32(1), Int32(0))
         count = cutlass.min(shape.n - row, VECTOR) >> halves
-        return epilogue.Target(row, Int64(token) * (shape.n >> halves) + (row >> halves), count, row)
+        place = Int64(token) * (shape.n >> halves) + (row >> halves)
+        return epilogue.Target(row, place, count, corner.bias + offset)
 
     def stage_sums(self, store: Store, sums, first: int):
         """Puts a chunk's sums into the staging buffer, [token][feature] in fp32."""

@@ -59,6 +59,7 @@ class Memory:
     staging: Any
     full: Any
     empty: Any
+    table: Any
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Lane:
 
 class WgmmaKernel:
     """One compiled variant; :class:`WgmmaConfig` says which."""
+
+    table_bytes = 0  # of shared memory for a table of tiles, which grouped products have
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -130,9 +133,12 @@ class WgmmaKernel:
     def x_layout(self):
         """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
         config = self.config
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[config.dtype])
-        boxes = config.num_stages * config.unit_k // BOX_K
-        return cute.tile_to_shape(atom, (config.tokens, BOX_K, boxes), order=(0, 1, 2))
+        return self.boxes_layout(config.tokens, config.num_stages * config.unit_k // BOX_K)
+
+    def boxes_layout(self, rows: int, count: int):
+        """[rows, BOX_K, count], swizzled; one box behind the other."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[self.config.dtype])
+        return cute.tile_to_shape(atom, (rows, BOX_K, count), order=(0, 1, 2))
 
     @cute.kernel
     def kernel(self, operands, shape, copy_x, x_view):
@@ -147,6 +153,11 @@ class WgmmaKernel:
             if lane == 0:
                 self.init_barriers(memory)
         cute.arch.sync_threads()
+        self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+
+    @cute.jit
+    def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
+        config = self.config
         if warp < config.math_warps:
             cute.arch.setmaxregister_increase(MATH_REGISTERS[config.warpgroups])
             self.multiply(operands, shape, memory, items, warp, lane)
@@ -173,6 +184,9 @@ class WgmmaKernel:
             zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
         staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
+        table = Int32(0)
+        if const_expr(self.table_bytes):
+            table = smem.allocate(self.table_bytes, byte_alignment=16).toint()
         return Memory(
             x=x,
             x_address=x.iterator.toint(),
@@ -182,6 +196,7 @@ class WgmmaKernel:
             staging=staging.toint(),
             full=full,
             empty=full + stages,
+            table=table,
         )
 
     def init_barriers(self, memory: Memory):
@@ -244,10 +259,10 @@ class WgmmaKernel:
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 with cute.arch.elect_one():
-                    self.copy_unit(operands, shape, memory, item.block, unit, stage)
+                    self.copy_unit(operands, shape, memory, item, unit, stage)
                 stage, phase = advance(stage, phase, config.num_stages)
 
-    def copy_unit(self, operands, shape, memory, block, unit, stage):
+    def copy_unit(self, operands, shape, memory, item, unit, stage):
         """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
@@ -257,8 +272,7 @@ class WgmmaKernel:
         group_bytes = config.unit_groups * SCALE_BYTES
         zero_bytes = config.unit_groups * ZERO_BYTES
         for i in range(config.block_tiles):
-            # Of the last block, tiles behind the last one are that one again.
-            tile = cutlass.min(block * config.block_tiles + i, shape.num_tiles - 1)
+            tile = self.weight_tile(shape, item, i)
             ptx.bulk_copy_to_shared(
                 memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
                 operands.codes + (Int64(tile) * shape.units + unit) * tile_bytes,
@@ -280,6 +294,11 @@ class WgmmaKernel:
                         Int32(zero_bytes),
                         address,
                     )
+
+    def weight_tile(self, shape, item, index):
+        """Number, in the blob, of the ``index``-th tile of an item's block of output features."""
+        # Of the last block, tiles behind the last one are that one again.
+        return cutlass.min(item.block * self.config.block_tiles + index, shape.num_tiles - 1)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -315,14 +334,11 @@ class WgmmaKernel:
         sums = cute.make_rmem_tensor(config.m_tiles * tile_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
-            first_tile = item.block * config.block_tiles + group * config.m_tiles
+            first_tile = group * config.m_tiles
             sums.fill(0.0)
-            channel = self.load_channel(operands, shape, first_tile, place)
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
-                self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > item.begin))
-                last = stage
-                stage, phase = advance(stage, phase, config.num_stages)
+            channel = self.load_channel(operands, shape, item, first_tile, place)
+            ring = (stage, phase, last)
+            stage, phase, last = self.multiply_item(sums, memory, item, place, channel, ring, teller)
             finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
             self.release(memory, last, teller)
             self.put_sums(sums, finished, channel)
@@ -330,8 +346,30 @@ class WgmmaKernel:
                 self.epilogue.combine(operands, store, item, sums)
             if item.split == item.splits - 1:
                 for i in cutlass.range_constexpr(config.m_tiles):
-                    corner = Corner((first_tile + i) * TILE_N, item.token_tile * config.tokens)
+                    corner = self.corner(shape, item, first_tile + i)
                     self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+
+    def corner(self, shape, item, index) -> Corner:
+        """Where the ``index``-th tile of an item's block belongs in the output."""
+        row = (item.block * self.config.block_tiles + index) * TILE_N
+        return Corner(row, item.token_tile * self.config.tokens, shape.m, row)
+
+    @cute.jit
+    def multiply_item(self, sums, memory, item, place: Lane, channel, ring, teller):
+        """Adds the products of an item; ring and result: (stage, phase, the stage before)."""
+        return self.multiply_units(sums, memory, item, place, channel, ring, teller, self.config.tokens)
+
+    @cute.jit
+    def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):
+        """As :meth:`multiply_item`, of the first ``tokens`` tokens of the tile."""
+        stage, phase, last = ring
+        for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            teller_now = teller & (unit > item.begin)
+            self.multiply_unit(sums, memory, stage, place, channel, last, teller_now, tokens)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
 
     def put_sums(self, sums, finished, channel):
         """Keeps the finished sums, times the scales of their rows where those hold for all of K."""
@@ -345,7 +383,7 @@ class WgmmaKernel:
         if teller:
             cute.arch.mbarrier_arrive(memory.empty + stage)
 
-    def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller):
+    def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller, tokens: int):
         """Adds W X^T of a unit to ``sums``, whose last MMAs it leaves running; gives back the stage before.
 
         sums: [tile of the warpgroup][tokens / 2]. last: the stage before; teller: whether this lane gives it back.
@@ -362,7 +400,7 @@ class WgmmaKernel:
         groups = [self.load_groups(memory, stage, place, i) for i in range(config.m_tiles)]
         x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
         tile_sums = config.tokens // 2
-        totals = [[sums[i * tile_sums + j] for j in range(tile_sums)] for i in range(config.m_tiles)]
+        totals = [[sums[i * tile_sums + j] for j in range(tokens // 2)] for i in range(config.m_tiles)]
         for part in range(config.unit_steps // config.group_steps):
             steps = range(part * config.group_steps, (part + 1) * config.group_steps)
             operands = [
@@ -384,7 +422,7 @@ class WgmmaKernel:
             if part == 0:
                 self.release(memory, last, teller)
         for i in range(config.m_tiles):
-            for j in range(tile_sums):
+            for j in range(tokens // 2):
                 sums[i * tile_sums + j] = totals[i][j]
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
@@ -415,13 +453,13 @@ class WgmmaKernel:
             groups.append((pairs, self.decoder.offsets(points)))
         return groups
 
-    def load_channel(self, operands, shape, first_tile, place: Lane) -> list[Any]:
+    def load_channel(self, operands, shape, item, first_tile, place: Lane) -> list[Any]:
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder = self.config, self.decoder
         channel = []
         if not config.group_size:
             for i in range(config.m_tiles):
-                tile = cutlass.min(first_tile + i, shape.num_tiles - 1)
+                tile = self.weight_tile(shape, item, first_tile + i)
                 row = Int64(tile) * TILE_N + place.row % TILE_N
                 words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
                 points = [Uint32(decoder.symmetric_zero)] * 2

@@ -1,0 +1,323 @@
+"""Benchmark of layers of experts: one token to thousands, beside the floor of the active experts' bytes and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.linear import FEW_SAMPLES, MANY_FLOPS
+from bench.moe_peers import PEERS, DenseExperts, MoePeer, Routed
+from bench.peers import AGREEMENT, relative_error
+from bench.report import aligned, number
+from bench.suites import Bench, WrongOutput
+from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_host
+from cute_kernels.linear import PackedWeight
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.moe import fused_moe, grouped_linear
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, grouped_spec
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.launch import launch_routing
+from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.runtime import KernelSpec
+from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
+
+TOKENS = tuple(1 << i for i in range(14))
+QUICK_TOKENS = (1, 32, 512, 4096)
+GROUP_SIZE, BITS = 128, 4
+CHECKED_TOKENS = 8
+TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
+HOST_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """The layer of experts of a model: gate and up [experts, 2 inner, hidden], down [experts, hidden, inner]."""
+
+    name: str
+    experts: int
+    topk: int
+    hidden: int
+    inner: int
+
+    @property
+    def products(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """N and K of an expert, of the two products."""
+        return (2 * self.inner, self.hidden), (self.hidden, self.inner)
+
+
+MODELS = (
+    MoeModel("Mixtral-8x7B", 8, 2, 4096, 14336),
+    MoeModel("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    MoeModel("DeepSeek-V3", 256, 8, 7168, 2048),
+)
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """A layer with a number of tokens."""
+
+    model: MoeModel
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}, {self.tokens} tokens"
+
+    def flops(self, product: int) -> int:
+        n, k = self.model.products[product]
+        return 2 * self.tokens * self.model.topk * n * k
+
+    def weight_bytes(self, product: int, active: int) -> int:
+        """Codes and scales of the active experts, each of which must be read."""
+        n, k = self.model.products[product]
+        return active * (n * k * BITS // 8 + 2 * n * (k // GROUP_SIZE))
+
+
+def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
+    """The kernels that the benchmark runs."""
+    found: dict[KernelSpec, None] = {RoutingSpec(RoutingConfig(32)): None, GatherSpec(GatherConfig()): None}
+    found |= {CombineSpec(CombineConfig("bf16", source)): None for source in ("bf16", "fp32")}
+    for model in models:
+        for count in tokens:
+            for n, k in model.products:
+                k_pad = padded_shape((n, k), GROUP_SIZE)[1]
+                problem = GroupedProblem(count * model.topk, model.experts, n, k, k_pad, BITS, "bf16", GROUP_SIZE)
+                found[grouped_spec(problem)] = None
+    return list(found)
+
+
+def make_experts(count: int, n: int, k: int, seed: int, device: torch.device | str = "cuda") -> PackedExperts:
+    """Random codes and scales that make products of about unit size; any bytes are codes in some order."""
+    generator = torch.Generator(device).manual_seed(seed)
+    n_pad, k_pad = padded_shape((n, k), GROUP_SIZE)
+    tiles = (count, n_pad // TILE_N, k_pad // tile_k(BITS), TILE_BYTES)
+    codes = torch.randint(0, 256, tiles, dtype=torch.uint8, generator=generator, device=device)
+    groups = (count, n_pad // TILE_N, k_pad // GROUP_SIZE, TILE_N)
+    spread = k**-0.5 / (1 << (BITS - 1))
+    scales = spread * (0.5 + torch.rand(groups, generator=generator, device=device))
+    return PackedExperts(codes, scales.to(torch.bfloat16), None, BITS, GROUP_SIZE, (n, k))
+
+
+def dense_of(weight: PackedExperts) -> torch.Tensor:
+    """W [E, N, K] in bf16, an expert at a time."""
+    dense = torch.empty((len(weight), *weight.shape), dtype=torch.bfloat16, device=weight.device)
+    for target, expert in zip(dense, weight, strict=True):
+        assert isinstance(expert, PackedWeight)
+        target.copy_(expert.dequantize(torch.bfloat16))
+    return dense
+
+
+@dataclass
+class Layer:
+    """The weights of a layer as everybody wants them."""
+
+    gate_up: PackedExperts
+    down: PackedExperts
+    dense: DenseExperts
+
+    @staticmethod
+    def of(model: MoeModel, device: torch.device | str = "cuda") -> Layer:
+        packed = [make_experts(model.experts, n, k, i, device) for i, (n, k) in enumerate(model.products)]
+        both = dense_of(packed[0])
+        dense = DenseExperts(both[:, ::2], both[:, 1::2], dense_of(packed[1]))
+        return Layer(packed[0], packed[1], dense)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and where they go: `Routed` for peers, in bf16 and int32."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    @staticmethod
+    def of(shape: MoeShape, device: torch.device | str = "cuda") -> Inputs:
+        generator = torch.Generator(device).manual_seed(shape.tokens)
+        x = torch.randn((shape.tokens, shape.model.hidden), generator=generator, device=device).to(torch.bfloat16)
+        scores = torch.rand((shape.tokens, shape.model.experts), generator=generator, device=device)
+        weights, ids = scores.topk(shape.model.topk)
+        return Inputs(x, ids.int(), weights / weights.sum(1, keepdim=True))
+
+
+def reference(layer: Layer, inputs: Inputs, chosen: torch.Tensor) -> torch.Tensor:
+    """What the layer makes of the ``chosen`` tokens, in fp32 with hidden activations rounded once."""
+    rows = []
+    for token in chosen.tolist():
+        x = inputs.x[token].float()
+        total = torch.zeros(layer.down.shape[0], device=x.device)
+        for expert, share in zip(inputs.ids[token].tolist(), inputs.weights[token], strict=True):
+            gate, up, down = (part[expert].float() for part in layer.dense)
+            hidden = torch.nn.functional.silu(gate @ x) * (up @ x)
+            total += share * (down @ hidden.to(torch.bfloat16).float())
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def run(
+    bench: Bench,
+    models: Iterable[MoeModel] = MODELS,
+    tokens: Iterable[int] = TOKENS,
+    peers: Iterable[MoePeer] = PEERS,
+) -> None:
+    """One row per model and number of tokens under the record's key "moe"."""
+    found: list[dict[str, Any]] = []
+    tokens, peers = tuple(tokens), tuple(peers)
+    for model in models:
+        bench.attempt(f"moe: {model.name}", partial(_run_model, bench, found, model, tokens, peers))
+
+
+def _run_model(
+    bench: Bench, found: list[dict[str, Any]], model: MoeModel, tokens: Iterable[int], peers: Iterable[MoePeer]
+) -> None:
+    layer = Layer.of(model)
+    bench.attempt(f"moe: host cost, {model.name}", partial(_host_cost, bench, model, layer))
+    for count in tokens:
+        shape = MoeShape(model, count)
+
+        def work(shape: MoeShape = shape) -> None:
+            found.append(measure(bench, shape, layer, peers))
+            bench.recorder.set("moe", found)
+
+        bench.attempt(f"moe: {shape.name}", work)
+    bench.floor.release()
+
+
+def measure(bench: Bench, shape: MoeShape, layer: Layer, peers: Iterable[MoePeer]) -> dict[str, Any]:
+    """Checks and times a layer and its two products, ours and the peers' in turn."""
+    model, inputs = shape.model, Inputs.of(shape)
+    out = torch.full((shape.tokens, model.hidden), torch.nan, dtype=torch.bfloat16, device=inputs.x.device)
+    own = partial(fused_moe, inputs.x, layer.gate_up, layer.down, inputs.ids, inputs.weights, out=out)
+    own()
+    chosen = torch.linspace(0, shape.tokens - 1, min(shape.tokens, CHECKED_TOKENS)).long()
+    want = reference(layer, inputs, chosen)
+    error = check(out, chosen, want)
+    routed = Routed.of(inputs.x, inputs.ids, inputs.weights, model.experts)
+    calls = _own_calls(layer, inputs, routed, own)
+    protocol = bench.protocol
+    if shape.flops(0) > MANY_FLOPS:
+        protocol = replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
+    timed = {"first": {"": calls["first"]}, "layer": {"": calls["layer"]}}
+    why_not: dict[str, str] = {}
+    for peer in peers:
+        reason = peer.missing() or _disagreement(peer, layer.dense, routed, chosen, want)
+        if reason is None:
+            timed["first"][peer.name] = partial(peer.first, layer.dense, routed)
+            timed["layer"][peer.name] = partial(peer.layer, layer.dense, routed)
+        else:
+            why_not[peer.name] = reason
+    times = {what: time_cold_in_turn(these, bench.flush, protocol) for what, these in timed.items()}
+    second = time_cold(calls["second"], bench.flush, protocol)
+    graph = time_graph_cold(own, bench.flush, protocol)
+    active = int(inputs.ids.unique().numel())
+    first_bytes, second_bytes = (shape.weight_bytes(i, active) for i in range(2))
+    floors = [bench.floor(size // 64 * 64).us for size in (first_bytes, second_bytes, first_bytes + second_bytes)]
+    own_us = times["first"].pop("").median_us, second.median_us, graph.median_us
+    return {
+        "name": shape.name,
+        "shape": {"model": asdict(model), "tokens": shape.tokens},
+        "active": active,
+        "most_rows": int(routed.counts.max()),
+        "error": error,
+        "first": _product(own_us[0], floors[0], shape.flops(0)),
+        "second": _product(own_us[1], floors[1], shape.flops(1)),
+        "layer": _product(own_us[2], floors[2], shape.flops(0) + shape.flops(1)),
+        "eager_us": times["layer"].pop("").median_us,
+        "peers": {
+            name: {"first_us": times["first"][name].median_us, "layer_us": times["layer"][name].median_us}
+            for name in times["first"]
+        }
+        | {name: {"first_us": None, "layer_us": None, "why_not": reason} for name, reason in why_not.items()},
+    }
+
+
+def _own_calls(
+    layer: Layer, inputs: Inputs, routed: Routed, own: Callable[[], object]
+) -> Mapping[str, Callable[[], object]]:
+    """The layer, its first product as the layer computes it, with rows by index, and its second."""
+    routing = launch_routing(inputs.ids, len(layer.gate_up))
+    hidden = grouped_linear(inputs.x, layer.gate_up, routing.offsets, rows=routing.rows, activation="swiglu")
+    first = partial(
+        grouped_linear, inputs.x, layer.gate_up, routing.offsets, rows=routing.rows, activation="swiglu", out=hidden
+    )
+    results = grouped_linear(hidden, layer.down, routing.offsets)
+    second = partial(grouped_linear, hidden, layer.down, routing.offsets, out=results)
+    return {"first": first, "second": second, "layer": own}
+
+
+def _product(us: float, floor_us: float, flops: int) -> dict[str, float]:
+    return {"us": us, "floor_us": floor_us, "floor_ratio": us / floor_us, "tflops": flops / us * 1e-6}
+
+
+def _host_cost(bench: Bench, model: MoeModel, layer: Layer) -> None:
+    inputs = Inputs.of(MoeShape(model, HOST_TOKENS))
+    out = torch.empty_like(inputs.x)
+    call = partial(fused_moe, inputs.x, layer.gate_up, layer.down, inputs.ids, inputs.weights, out=out)
+    host = dict(bench.recorder.data.get("moe_host_us", {}))
+    host[model.name] = round(time_host(call, calls=50).median_us, 2)
+    bench.recorder.set("moe_host_us", host)
+
+
+def check(out: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error of the chosen tokens; WrongOutput if it is too large or any output is not finite."""
+    error, finite = relative_error(out[chosen.to(out.device)], want), bool(torch.isfinite(out).all())
+    if not (error <= TOLERANCE and finite):
+        raise WrongOutput(f"relative error {error:.2e} (at most {TOLERANCE:g}), NaN or inf: {not finite}")
+    return error
+
+
+def _disagreement(
+    peer: MoePeer, dense: DenseExperts, routed: Routed, chosen: torch.Tensor, want: torch.Tensor
+) -> str | None:
+    """Why a peer's layer is not timed."""
+    try:
+        error = relative_error(peer.layer(dense, routed)[chosen.to(want.device)], want)
+    except Exception as failure:
+        return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    return None if error <= AGREEMENT else f"disagrees with the reference: relative error {error:.2e}"
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def text(record: dict[str, Any]) -> str:
+    """The run as an aligned table."""
+    rows = record.get("moe", [])
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    header = ["model", "tokens", "active", "rows", "first us", "/ floor", "TFLOPS", "second us", "/ floor"]
+    header += ["layer us", "/ floor", "eager", *(f"{name}: {what}" for name in names for what in ("first", "layer"))]
+    lines = [str(record["environment"]["gpu"]), "", *aligned([header, *(_cells(row, names) for row in rows)]), ""]
+    reasons = {name: peer["why_not"] for row in rows for name, peer in row["peers"].items() if "why_not" in peer}
+    lines += [f"{name}: {reason}" for name, reason in reasons.items()]
+    lines += [f"host cost of a layer, {name}: {us} us" for name, us in record.get("moe_host_us", {}).items()]
+    lines += [
+        f"{'ok     ' if bar['met'] else 'NOT MET'} {bar['what']}: {bar['measured']} ({bar['bar']})"
+        for bar in record["bars"]
+    ]
+    lines += [f"{sum(bar['met'] for bar in record['bars'])} of {len(record['bars'])} bars met"]
+    lines += [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:
+    first, second, layer = row["first"], row["second"], row["layer"]
+    return [
+        row["shape"]["model"]["name"],
+        str(row["shape"]["tokens"]),
+        str(row["active"]),
+        str(row["most_rows"]),
+        number(first["us"]),
+        number(first["floor_ratio"], 2),
+        number(first["tflops"], 0),
+        number(second["us"]),
+        number(second["floor_ratio"], 2),
+        number(layer["us"]),
+        number(layer["floor_ratio"], 2),
+        number(row["eager_us"]),
+        *(number(row["peers"].get(name, {}).get(what)) for name in peers for what in ("first_us", "layer_us")),
+    ]
