@@ -112,3 +112,27 @@ def test_more_rows_an_expert_mean_wider_tiles():
     assert has_many_rows(problem(256, 8)) and has_many_rows(problem(16384, 256))
     widths = [make_tiles(problem(8 * rows, 8, 28672, 4096)).config.tokens for rows in (16, 32, 128, 2048)]
     assert widths == sorted(widths) and widths[0] <= 32 and widths[-1] >= 128
+
+
+# us of the first GEMM (w4, groups of 128, bf16) by tile, on an H200. Experts, those of a token, hidden and inner size.
+MIXTRAL, QWEN3, DEEPSEEK_V3 = (8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048)
+MEASURED = {
+    (MIXTRAL, 64): {"128x1": 269, "64x1": 208, "64x2": 180, "32x2": 170, "16x2": 215},
+    (MIXTRAL, 128): {"128x1": 248, "64x1": 211, "64x2": 191, "32x2": 275, "16x2": 370},
+    (MIXTRAL, 512): {"256x1": 470, "128x1": 447, "64x1": 520, "64x2": 482},
+    (MIXTRAL, 2048): {"256x1": 1782, "128x1": 1548, "64x1": 2078, "64x2": 1853},
+    (MIXTRAL, 8192): {"256x1": 5461, "128x1": 5692, "64x1": 8446, "64x2": 7211},
+    (QWEN3, 512): {"256x1": 173, "128x1": 116, "64x1": 102, "64x2": 94},
+    (QWEN3, 2048): {"256x1": 248, "128x1": 233, "64x1": 265, "64x2": 237},
+    (QWEN3, 8192): {"256x1": 693, "128x1": 661, "64x1": 873, "64x2": 772},
+    (DEEPSEEK_V3, 2048): {"256x1": 2851, "128x1": 2577, "64x1": 3216, "64x2": 2863},
+    (DEEPSEEK_V3, 8192): {"256x1": 7474, "128x1": 7185, "64x1": 9955, "64x2": 8116},
+}
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_the_chosen_tile_is_nearly_the_fastest_measured(case):
+    (experts, chosen, hidden, inner), tokens = case
+    config = make_tiles(problem(tokens * chosen, experts, 2 * inner, hidden)).config
+    times = MEASURED[case]
+    assert times[f"{config.tokens}x{config.m_tiles}"] <= 1.05 * min(times.values())

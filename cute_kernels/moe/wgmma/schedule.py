@@ -30,6 +30,8 @@ TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the 
 MANY_ROWS = CAPACITIES[1]  # of an expert: more than that are not bound by the memory
 SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
 
+WIDE_TOKENS, WIDE_COST = 256, 1.08  # tiles of so many rows take that much longer than a dense product's, as measured
+
 # (tokens, m_tiles, unit_k)
 SHAPES = ((256, 1, 64), (128, 1, 128), (64, 1, 128), (64, 2, 128), (32, 2, 128), (16, 2, 128))
 
@@ -121,7 +123,7 @@ def unit_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), TOKEN_BAND)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
-    return max(tensor, decoding, memory)
+    return max(tensor, decoding, memory) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
 
 
 def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
