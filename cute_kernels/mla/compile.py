@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 from cute_kernels.mla.config import FENCES, SCALES, TOKENS, CombineConfig, MlaConfig
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
-KERNEL_MODULES = ("combine", "compile", "config", "dequant", "gather", "kernel", "locate", "output", "softmax", "work")
+KERNEL_MODULES = (
+    "combine", "compile", "config", "dequant", "gather", "kernel", "locate", "multiply", "output", "seesaw", "serial",
+    "softmax", "work",
+)  # fmt: skip
 
 
 class _MlaFamily(KernelSpec):
@@ -53,7 +56,7 @@ def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
     fp8 = [MlaConfig("sparse", "mla_fp8", scales, fence) for scales in SCALES for fence in FENCES]
     fp8.append(MlaConfig("paged", "mla_fp8"))
-    fp8 += [dataclasses.replace(config, staggered=True) for config in fp8]
+    fp8 += [dataclasses.replace(config, seesaw=True) for config in fp8]
     fp8 += [MlaConfig("sparse", "mla_fp8", scales, "reader", crossover=True) for scales in SCALES]
     bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
     return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]

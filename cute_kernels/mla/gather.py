@@ -22,15 +22,15 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
     GROUP_TOKENS,
-    HEAD_DIM,
     NUM_STAGES,
     TILE_BYTES,
+    TOKEN_BYTES,
     V_HEAD_DIM,
     WARP_GROUPS,
     MlaConfig,
 )
 from cute_kernels.mla.dequant import Dequantizer
-from cute_kernels.mla.locate import Token, make_locator
+from cute_kernels.mla.locate import NO_ENTRY, Token, make_locator
 
 SCALES_OFFSET = V_HEAD_DIM  # in a token's bytes
 ROPE_OFFSET = SCALES_OFFSET + 16
@@ -38,11 +38,12 @@ SLAB_BYTES = BLOCK_TOKENS * wgmma.ROW_BYTES
 LATENT_LOADS = V_HEAD_DIM // wgmma.SLAB_COLUMNS  # of 16 bytes a lane, one for every slab
 ROPE_LOADS = 2
 NUM_SCALES = 4
-COPIES = HEAD_DIM * 2 // 64  # of 16 bytes a lane, of a token of bf16
 SLABS_PER_SCALE = LATENT_LOADS // NUM_SCALES
 GROUP_BYTES = GROUP_TOKENS * wgmma.ROW_BYTES  # of a slab
 HALF_LOADS = LATENT_LOADS // 2
 LEFT_LOADS = HALF_LOADS + ROPE_LOADS
+LEFT_SLABS = (*range(HALF_LOADS), LATENT_LOADS)  # of a tile's left half, to which the RoPE columns belong
+RIGHT_SLABS = tuple(range(HALF_LOADS, LATENT_LOADS))
 LEFT_PIECES = (*range(HALF_LOADS), *range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS))
 
 
@@ -73,18 +74,66 @@ def write_flags(memory, stage, group, valid, lane):
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
+@dataclass(frozen=True)
+class Prefetcher:
+    """Brings the tokens of a gathering warp into L2 some blocks before they are asked for.
+
+    A lane has one of the warp's tokens of every block, lanes beyond their number none. Its entry is read a block ahead
+    of that.
+    """
+
+    locator: Any
+    blocks: int
+    token_bytes: int
+    rows: int  # of a block, that a warp fetches
+
+    @cute.jit
+    def start(self, work, source, first_row, lane):
+        """Asks for the first blocks behind the one that is fetched first; the entry for :meth:`step`."""
+        entry = Int32(NO_ENTRY)
+        if const_expr(self.blocks > 0):
+            entries = [self.load(work, source, work.begin + i, first_row, lane) for i in range(1, self.blocks + 1)]
+            for i in cutlass.range_constexpr(self.blocks - 1):
+                self.ask(work, source, entries[i], work.begin + (i + 1), first_row, lane)
+            entry = entries[self.blocks - 1]
+        return entry
+
+    @cute.jit
+    def step(self, work, source, entry, block, first_row, lane):
+        """While ``block`` is filled: asks for the block of ``entry``; the next entry."""
+        if const_expr(self.blocks > 0):
+            self.ask(work, source, entry, block + self.blocks, first_row, lane)
+            entry = self.load(work, source, block + (self.blocks + 1), first_row, lane)
+        return entry
+
+    def load(self, work, source, block, first_row, lane):
+        return self.locator.load_entry(work, source, block, first_row + lane % self.rows)
+
+    def ask(self, work, source, entry, block, first_row, lane) -> None:
+        token = self.locator.locate(work, source, entry, block, first_row + lane % self.rows)
+        wanted = cutlass.select_(lane < self.rows, token.valid, Int32(0))
+        numbers.prefetch_if(wanted, token.address, self.token_bytes)
+
+
+def make_prefetcher(config: MlaConfig, locator) -> Prefetcher:
+    rows = config.warp_groups * GROUP_TOKENS
+    return Prefetcher(locator, config.prefetch, TOKEN_BYTES[config.form], rows)
+
+
 class Dequantizing:
     """The gathering warpgroup over an FP8 cache."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
+        self.prefetcher = make_prefetcher(config, self.locator)
         self.dequantizer = Dequantizer(config.scales)
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(self.first_row(warp), lane)
+        first_row = self.first_row(warp)
+        place = GatherLane.of(first_row, lane)
         link = self.link(memory)
         words = cute.make_rmem_tensor(4 * (LATENT_LOADS + ROPE_LOADS), Uint32)
         scales = cute.make_rmem_tensor(NUM_SCALES, Uint32)
@@ -95,8 +144,10 @@ class Dequantizing:
         self.load_scales(scales, token)
         held = token.valid
         entry = self.locator.load_entry(work, source, *self.step(work.begin, 1, place))
+        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(self.config.warp_groups):
                 next_block, next_row = self.step(block, group + 1, place)
@@ -206,7 +257,8 @@ class DequantizingHalves(Dequantizing):
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(self.first_row(warp), lane)
+        first_row = self.first_row(warp)
+        place = GatherLane.of(first_row, lane)
         words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
         scales = [cute.make_rmem_tensor(NUM_SCALES, Uint32) for _ in range(WARP_GROUPS)]
         addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
@@ -222,8 +274,10 @@ class DequantizingHalves(Dequantizing):
             self.load_scales(scales[group], token)
             for slot in cutlass.range_constexpr(LEFT_LOADS):
                 self.load_piece(words[group], token, place, LEFT_PIECES[slot], slot)
+        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             tile = memory.tiles + stage * TILE_BYTES
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
@@ -329,38 +383,53 @@ class Copying:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
+        self.prefetcher = make_prefetcher(config, self.locator)
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
+        first_row = warp * (WARP_GROUPS * GROUP_TOKENS)
+        place = GatherLane.of(first_row, lane)
         entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
         for group in cutlass.range_constexpr(WARP_GROUPS):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
+        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             tokens = []
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS
                 tokens.append(self.locator.locate(work, source, Int32(entries[group]), block, row))
                 entries[group] = self.locator.load_entry(work, source, block + 1, row)
-            cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
-                tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
-                self.copy_group(tokens[group], tile, place)
-            numbers.arrive_when_copied((memory.full + stage).toint())
-            # The flags are no copies: a thread that has written some arrives for them as well.
-            if lane == 0:
-                cute.arch.mbarrier_arrive(memory.full + stage)
+            for half in cutlass.range_constexpr(self.config.num_halves):
+                barrier = half * NUM_STAGES + stage
+                cute.arch.mbarrier_wait(memory.empty + barrier, phase)
+                for group in cutlass.range_constexpr(WARP_GROUPS):
+                    if const_expr(half == 0):
+                        write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
+                    tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+                    self.copy_group(tokens[group], tile, place, self.slabs(half))
+                numbers.arrive_when_copied((memory.full + barrier).toint())
+                # The flags are no copies: a thread that may have written some arrives for them as well.
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.full + barrier)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
-    def copy_group(self, token: Token, tile, place: GatherLane) -> None:
-        """Asks for 8 rows of the tile, a lane's token 64 bytes apart; tokens that do not exist become zeros."""
+    def slabs(self, half: int) -> tuple[int, ...]:
+        """The slabs of a tile, or of a half of it, in the order in which they are multiplied."""
+        if self.config.num_halves == 1:
+            return tuple(range(LATENT_LOADS + 1))
+        return RIGHT_SLABS if half else LEFT_SLABS
+
+    def copy_group(self, token: Token, tile, place: GatherLane, slabs: tuple[int, ...]) -> None:
+        """Asks for slabs of 8 rows of the tile, a lane's token 64 bytes apart; tokens that do not exist become zeros."""
         size = token.valid * wgmma.PIECE_BYTES
-        for i in range(COPIES):
-            target = (tile + place.rope) ^ (4 * wgmma.PIECE_BYTES * (i % 2))
-            numbers.copy_async(target + i // 2 * SLAB_BYTES, token.address + (place.source + 64 * i), size)
+        for slab in slabs:
+            for i in range(2):
+                target = (tile + place.rope) ^ (4 * wgmma.PIECE_BYTES * i)
+                source = token.address + (place.source + wgmma.ROW_BYTES * slab + 64 * i)
+                numbers.copy_async(target + slab * SLAB_BYTES, source, size)
 
 
 def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
@@ -369,4 +438,4 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
         return Copying(config)
     if config.crossover:
         return Crossing(config)
-    return DequantizingHalves(config) if config.staggered else Dequantizing(config)
+    return DequantizingHalves(config) if config.seesaw else Dequantizing(config)
