@@ -277,7 +277,6 @@ class DequantizingHalves(Dequantizing):
         ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             tile = memory.tiles + stage * TILE_BYTES
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
@@ -285,13 +284,17 @@ class DequantizingHalves(Dequantizing):
                 token = Token(Int64(addresses[group]), Int32(valid[group]))
                 self.write_left(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
             self.announce(memory.full + stage, lane)
-            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
+            # Where the next tokens lie is found out while this block's right half is awaited.
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS
                 token = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
                 entries[group] = self.locator.load_entry(work, source, block + 2, row)
                 addresses[group] = token.address
                 valid[group] = token.valid
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
+            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                token = Token(Int64(addresses[group]), Int32(valid[group]))
                 self.write_right(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
             self.announce(memory.full + (NUM_STAGES + stage), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
