@@ -426,7 +426,7 @@ class Copying:
         return RIGHT_SLABS if half else LEFT_SLABS
 
     def copy_group(self, token: Token, tile, place: GatherLane, slabs: tuple[int, ...]) -> None:
-        """Asks for slabs of 8 rows of the tile, a lane's token 64 bytes apart; tokens that do not exist become zeros."""
+        """Asks for slabs of 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
         size = token.valid * wgmma.PIECE_BYTES
         for slab in slabs:
             for i in range(2):

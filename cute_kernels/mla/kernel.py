@@ -39,7 +39,7 @@ from cute_kernels.mla.work import Results, Shape, Work
 from cute_kernels.sm90 import WARP_THREADS
 
 QUERY_PIECES = HEAD_DIM // 8  # of 16 bytes, of a head
-QUERY_BATCH = 9  # loads of a thread under way
+QUERY_BATCH = 18  # loads of a thread under way
 
 
 class MlaKernel:
@@ -151,6 +151,8 @@ class MlaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
+        # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
+        cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)

@@ -10,8 +10,8 @@ The idea is FlashMLA's "seesaw" (DeepSeek 2025). There the second warpgroup adds
 even block first, so that no weights change after they are published, and a tile is given back in one go, a product
 of 512 clocks before the pair ends.
 
-Weights take the place of their own tile's RoPE columns, which have been multiplied by then. The running maxima, by which
-the weights of both are scaled, go from hand to hand with the weights.
+Weights take the place of their own tile's RoPE columns, which have been multiplied by then. The running maxima, by
+which the weights of both are scaled, go from hand to hand with the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READY = (FIRST_READY, SECOND_READY)
 
 
 class Seesaw(Multiplying):
-    """See the module. A pair's blocks lie in stages 0 and 1; ``side``: which warpgroup, and which half of the output."""
+    """See the module. A pair's blocks lie in stages 0 and 1; ``side``: whose warpgroup's, 0 or 1."""
 
     @cute.jit
     def first(self, work, results, memory, softmax_scale, warp, lane):
