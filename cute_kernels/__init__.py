@@ -15,6 +15,8 @@ from cute_kernels.kv_cache import (
     quantize_kv,
 )
 from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
+from cute_kernels.mla import mla_decode, sparse_mla_decode
+from cute_kernels.mla_cache import append_mla, quantize_mla_kv
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -30,11 +32,15 @@ __all__ = [
     "__version__",
     "append_and_decode",
     "append_kv",
+    "append_mla",
     "decode_attention",
     "dequantize_kv",
     "interleave_weights",
     "merge_states",
+    "mla_decode",
     "quantize_kv",
+    "quantize_mla_kv",
     "quantize_model",
     "quantize_weight",
+    "sparse_mla_decode",
 ]

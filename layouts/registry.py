@@ -13,7 +13,7 @@ from layouts.bitlinear import BitMap
 from layouts.decode import CONVERSIONS, Conversion
 from layouts.draw import Figure, figures
 from layouts.fragments import FRAGMENTS, Fragment
-from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, KvFormat, MlaFp8, MlaModel1
+from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, KvFormat, MlaDense, MlaFp8, MlaModel1
 from layouts.patterns import ACCESSES, Access
 from layouts.proofs import Proof, prove
 from layouts.transform import Transform
@@ -220,6 +220,8 @@ KV_FORMATS: tuple[KvFormat, ...] = (
     Fp8E5M2(128),
     MlaFp8(),
     MlaModel1(),
+    MlaDense("bf16"),
+    MlaDense("fp16"),
 )
 """One of each KV row format, head_dim 128 where it is free."""
 

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-RUN = ("README.md", "docs/api.md", "docs/kv_cache.md", "docs/linear.md")
+RUN = ("README.md", "docs/api.md", "docs/kv_cache.md", "docs/linear.md", "docs/mla.md")
 BLOCK = re.compile(r"^```python(?P<where>[ \w]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)(?P<target>[^)#\s]+)")
 

@@ -12,26 +12,32 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.kv_cache.config import AppendConfig
 
 TURN_PER_UNIT = 2.0**-32 * 6.283185307179586  # radians of the upper word of a phase
 
 
 class Rotator:
-    """Rotations of rows of ``head_dim_k`` columns shared by a team, see the module's text."""
+    """Rotations of rows of ``head_dim`` columns shared by a team, see the module's text.
 
-    def __init__(self, config: AppendConfig):
-        self.lanes = config.lanes
-        self.count = config.head_dim_k // config.lanes
-        self.interleaved = config.rope == "interleaved"
-        self.rotary_dim = config.rotary_dim
-        self.half = config.rotary_dim // 2
-        self.whole = config.rotary_dim == config.head_dim_k
+    Args:
+        style: "none", "half" or "interleaved".
+        rotary_dim: columns that are rotated.
+        head_dim, lanes: columns of a row and lanes that share it.
+        runs: runs of columns that a lane owns: 1, or 2 where one from each half makes whole pairs.
+    """
+
+    def __init__(self, style: str, rotary_dim: int, head_dim: int, lanes: int, runs: int = 1):
+        self.lanes = lanes
+        self.count = head_dim // lanes
+        self.interleaved = style == "interleaved"
+        self.rotary_dim = rotary_dim
+        self.half = rotary_dim // 2
+        self.whole = rotary_dim == head_dim
         self.distance = self.half // self.count  # in lanes, if `even`
         self.even = self.half % self.count == 0
         # Both columns of each pair in one lane: neighbours, or the lane's two runs.
-        self.halves = config.runs == 2
-        self.num_angles = 0 if config.rope == "none" else self.count // (2 if self.interleaved or self.halves else 1)
+        self.halves = runs == 2
+        self.num_angles = 0 if style == "none" else self.count // (2 if self.interleaved or self.halves else 1)
 
     def make_angles(self, cos, sin, steps, position: Int32, factor: Float32, lane: Int32) -> None:
         """Cosines and sines of the lane's columns (of its pairs if interleaved), times ``factor``.

@@ -1,1 +1,174 @@
-"""Multi-head latent attention: decode over paged caches of latent tokens."""
+"""Multi-head latent attention (DeepSeek V2, V3, V3.2): decode over whole contexts or chosen tokens of an MLA cache.
+
+Read on in `formats` (what a token is), `reference` (what decode means), `problem` and `checks` (what a checked call
+is), `ops`; then the kernels: `config`, `schedule`, `kernel`, `compile`, `launch`. Writing tokens is `append`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from cute_kernels.mla import ops
+from cute_kernels.mla.problem import SparseExtras
+
+__all__ = ["mla_decode", "sparse_mla_decode"]
+
+
+@overload
+def mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    return_lse: Literal[False] = ...,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q K^T * softmax_scale) V for the newest tokens of each request: K is the cached tokens, V their first
+    512 columns.
+
+    Query i of request b stands at position seq_lens[b] - q_len + i: the queries are the last tokens, and they are in
+    the cache already. All heads see the same tokens.
+
+    Args:
+        q: [batch, q_len, num_heads, head_dim], q_len 1 to 16, 1 to 128 heads: the absorbed queries, latent columns then
+            RoPE columns. bf16; fp16 over an "mla_fp16" cache.
+        cache: [num_pages, page_size, row] in ``kv_format``, any page_size. Rows are contiguous; pages may be padded,
+            and 16-bit tokens may lie further apart. On a GPU everything begins on a multiple of 16 bytes.
+        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
+            block_table[b, t // page_size]. Entries beyond a request's tokens may hold anything.
+        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. Read on
+            the device: one captured CUDA graph serves changing lengths.
+        kv_format: "mla_bf16" or "mla_fp16" (head_dim 576, or 512), "mla_fp8" (DeepSeek-V3.2's 656 bytes, head_dim
+            576), "mla_model1" (584 bytes, head_dim 512): see :mod:`layouts.kv.mla`. FP8 caches are uint8, int8 or
+            float8_e4m3fn.
+        softmax_scale: a positive number, default head_dim ** -0.5. (A model's own is that of its heads before
+            absorption: 192 ** -0.5 and YaRN's factor for DeepSeek-V3.)
+        causal: whether a query sees no token after its own position; matters for q_len > 1 alone.
+        return_lse: also return the log-sum-exp of the scores.
+        out: where to write the result, contiguous.
+
+    Returns:
+        out [batch, q_len, num_heads, 512] in q's dtype; with ``return_lse`` also fp32 [batch, q_len, num_heads],
+        natural log. A query that sees no token gives out 0 and lse +inf, as FlashMLA has it (`merge_states` wants -inf
+        there). Softmax and accumulation are fp32. Equal inputs give bitwise equal outputs.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
+            pages are not looked at on a GPU (that would wait for it). With CUTE_KERNELS_DEBUG=1 in the environment at
+            import they are checked on every call, on the CPU always; the message names request and position.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    result, lse = ops.dense(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out)
+    return (result, lse) if return_lse else result
+
+
+@overload
+def sparse_mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    topk_length: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    extra_cache: torch.Tensor | None = ...,
+    extra_indices: torch.Tensor | None = ...,
+    extra_topk_length: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    out: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def sparse_mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = ...,
+    topk_length: torch.Tensor | None = ...,
+    sinks: torch.Tensor | None = ...,
+    extra_cache: torch.Tensor | None = ...,
+    extra_indices: torch.Tensor | None = ...,
+    extra_topk_length: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: str,
+    softmax_scale: float | None = None,
+    topk_length: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    extra_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`mla_decode`, of the tokens that each query has chosen (DeepSeek Sparse Attention).
+
+    Args:
+        q, cache, kv_format, softmax_scale, return_lse, out: as for `mla_decode`, with any q_len.
+        indices: int32 [batch, q_len, topk], contiguous, any topk: page * page_size + offset, -1 for none. An index
+            outside the cache counts as -1; one that comes twice counts twice.
+        topk_length: int32 [batch]: only the first so many of a request's indices count. Default: all.
+        sinks: fp32 [num_heads], one more logit in the softmax's denominator, without a value: out is multiplied by
+            exp(lse) / (exp(lse) + exp(sink)). -inf for none, +inf makes out 0. lse leaves it out.
+        extra_cache, extra_indices, extra_topk_length: a second cache in the same format, with pages of its own size,
+            whose chosen tokens are seen besides.
+
+    Returns:
+        As `mla_decode`.
+
+    Raises:
+        As `mla_decode`. Indices are looked at with CUTE_KERNELS_DEBUG=1 alone: then one that is neither -1 nor in the
+        cache is a ValueError that names request, query and position.
+    """
+    extras = SparseExtras(topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
+    result, lse, _ = ops.sparse(q, cache, indices, kv_format, softmax_scale, extras, out)
+    return (result, lse) if return_lse else result

@@ -1,6 +1,6 @@
-"""Token formats of multi-head latent attention: DeepSeek-V3.2's 656 bytes and the 584 bytes of FlashMLA's MODEL1.
+"""Token formats of multi-head latent attention: DeepSeek-V3.2's 656 bytes, the 584 bytes of FlashMLA's MODEL1, 16 bits.
 
-Both quantise the latent part per tile of columns to E4M3 and keep the 64 RoPE columns in bf16.
+The FP8 tokens quantise the latent part per tile of columns to E4M3 and keep the 64 RoPE columns in bf16.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ E4M3_MAX = 448.0
 SMALLEST_SCALE = 1e-4
 ROPE_DIM = 64
 BF16_MAX = torch.finfo(torch.bfloat16).max
+FP16_MAX = torch.finfo(torch.float16).max
 
 
 def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
@@ -214,6 +215,89 @@ class MlaModel1(_MlaToken):
     def _take_apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         codes, rope, stored = self.unpack(rows)
         return codes, torch.pow(2.0, stored[..., :7].double() - 127), rope
+
+
+@dataclass(frozen=True)
+class MlaDense(KvFormat):
+    """A token of 16-bit numbers: the latent columns, then 64 RoPE columns.
+
+    Args:
+        dtype: "bf16" or "fp16".
+        head_dim: 576 (DeepSeek V2, V3: 512 latent columns) or 512 (MODEL1: 448).
+    """
+
+    dtype: str = "bf16"
+    head_dim: int = 576
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DENSE_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; want one of {', '.join(map(repr, _DENSE_DTYPES))}")
+        if self.head_dim not in (576, 512):
+            raise ValueError(f"head_dim is {self.head_dim}; want 576 or 512")
+
+    @property
+    def name(self) -> str:
+        """``mla_bf16``, or ``mla_bf16_d512`` for the narrower token."""
+        return f"mla_{self.dtype}" if self.head_dim == 576 else f"mla_{self.dtype}_d{self.head_dim}"
+
+    @property
+    def latent_dim(self) -> int:
+        """Columns in front of the RoPE columns."""
+        return self.head_dim - ROPE_DIM
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the numbers."""
+        return _DENSE_DTYPES[self.dtype][0]
+
+    @property
+    def limit(self) -> float:
+        """Where numbers saturate."""
+        return _DENSE_DTYPES[self.dtype][1]
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Latent, RoPE."""
+        return (
+            Field("latent", self.dtype, 0, 2 * self.latent_dim),
+            Field("rope", self.dtype, 2 * self.latent_dim, 2 * ROPE_DIM),
+        )
+
+    def quantize(self, x: torch.Tensor) -> torch.Tensor:
+        """Floating [..., head_dim] to uint8 [..., row_bytes]; errors as `check_input`."""
+        self.check_input(x)
+        return bytes_of(finite(x, self.limit).to(self.torch_dtype))
+
+    def dequantize(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """uint8 [..., row_bytes] to ``dtype`` [..., head_dim]."""
+        self.check_output_dtype(dtype)
+        self.check_rows(rows)
+        return reinterpret(rows, self.torch_dtype).to(dtype)
+
+    def pack(self, *parts: torch.Tensor) -> torch.Tensor:
+        """(latent [..., latent_dim], rope [..., 64]), both in the format's dtype, to uint8 [..., row_bytes]."""
+        if len(parts) != 2:
+            raise ValueError(f"pack got {len(parts)} parts; want 2")
+        latent, rope = parts
+        check_part(latent, "latent", self.torch_dtype, self.latent_dim)
+        check_part(rope, "rope", self.torch_dtype, ROPE_DIM)
+        check_leading(latent=latent, rope=rope)
+        return torch.cat((bytes_of(latent), bytes_of(rope)), dim=-1)
+
+    def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 [..., row_bytes] to (latent, rope)."""
+        self.check_rows(rows)
+        numbers = reinterpret(rows, self.torch_dtype)
+        return numbers[..., : self.latent_dim], numbers[..., self.latent_dim :]
+
+    def error_bound(self, x: torch.Tensor) -> torch.Tensor:
+        """Half a unit in the last place, ``|x| / 256`` or ``|x| / 2048``, and half the smallest number."""
+        self.check_input(x)
+        info = torch.finfo(self.torch_dtype)
+        return working_precision(x).abs().double() * (info.eps / 2) + info.smallest_normal * info.eps / 2
+
+
+_DENSE_DTYPES = {"bf16": (torch.bfloat16, BF16_MAX), "fp16": (torch.float16, FP16_MAX)}
 
 
 def _check_fixed(token: _MlaToken, head_dim: int, latent_dim: int, tile_size: int) -> None:

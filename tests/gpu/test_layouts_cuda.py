@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, MlaFp8, MlaModel1
+from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, MlaDense, MlaFp8, MlaModel1
 from layouts.weights import fastertransformer, hopper
 
 FORMATS = [Int4Row(128, 1), Int4Row(128, 4), Int8(128), Int8(128, "group", 4), Fp8E4M3(128), Fp8E5M2(128)]
-FORMATS += [Fp8E5M2(128, truncate=True), MlaFp8(), MlaModel1()]
+FORMATS += [Fp8E5M2(128, truncate=True), MlaFp8(), MlaModel1(), MlaDense(), MlaDense("fp16")]
 
 
 def weight(k, n, bits, experts=None):

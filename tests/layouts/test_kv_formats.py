@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layouts.decode import e4m3_value, e5m2_value
-from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, MlaFp8, MlaModel1
+from layouts.kv import Fp8E4M3, Fp8E5M2, Int4Row, Int8, MlaDense, MlaFp8, MlaModel1
 from layouts.kv.mla import power_of_two_scale
 from layouts.kv.scaled import GRANULARITIES
 
 SCALED = [kind(128, granularity) for kind in (Int8, Fp8E4M3) for granularity in GRANULARITIES if granularity != "group"]
 SCALED += [kind(128, "group", groups) for kind in (Int8, Fp8E4M3) for groups in (1, 2, 4)]
 FORMATS = [*SCALED, Fp8E5M2(128), Fp8E5M2(64, truncate=True), MlaFp8(), MlaModel1(), Int4Row(128, 4)]
+FORMATS += [MlaDense(), MlaDense("fp16"), MlaDense("bf16", 512)]
 IDS = [fmt.name for fmt in FORMATS]
 
 
@@ -43,6 +44,8 @@ def test_names_are_unique_and_formats_are_values():
         (Fp8E5M2(256), 256),
         (MlaFp8(), 656),
         (MlaModel1(), 584),
+        (MlaDense("fp16"), 1152),
+        (MlaDense("bf16", 512), 1024),
     ],
 )
 def test_row_bytes(fmt, row_bytes):
@@ -167,7 +170,7 @@ def test_truncation_goes_towards_zero(values):
 # ----------------------------------------------------------------------------------------------------------- MLA
 
 
-@pytest.mark.parametrize("token", [MlaFp8(), MlaModel1()], ids=lambda t: t.name)
+@pytest.mark.parametrize("token", [MlaFp8(), MlaModel1(), MlaDense(), MlaDense("fp16", 512)], ids=lambda t: t.name)
 @given(seed=st.integers(0, 2**31), log_size=st.floats(-6, 4))
 def test_mla_tokens_stay_under_their_bound(token, seed, log_size):
     x = gaussian(2, token.head_dim, seed=seed) * 10**log_size
@@ -175,7 +178,7 @@ def test_mla_tokens_stay_under_their_bound(token, seed, log_size):
     assert (error <= token.error_bound(x)).all()
 
 
-@pytest.mark.parametrize("token", [MlaFp8(), MlaModel1()], ids=lambda t: t.name)
+@pytest.mark.parametrize("token", [MlaFp8(), MlaModel1(), MlaDense()], ids=lambda t: t.name)
 def test_rope_columns_are_kept_in_bf16(token):
     x = gaussian(3, token.head_dim).bfloat16()
     back = token.dequantize(token.quantize(x), torch.bfloat16)
@@ -201,6 +204,47 @@ def test_bytes_of_a_v32_token():
     assert scales.tolist() == [2.0**-8, 2.0**-7, 2.0**-7, 2.0**-6]
     assert raw[:512].view(torch.float8_e4m3fn).float().unflatten(0, (4, 128))[:, 0].tolist() == [256, 256, 384, 256]
     assert raw[528:].view(torch.bfloat16).tolist() == [1.5] * 64
+
+
+def test_golden_bytes_of_a_v32_token():
+    # Worked out by hand. Tile 0: the largest is 448, the scale 1, the codes are the numbers in E4M3. Tile 1: only 1e-9,
+    # scale 2**-13. Tile 2: 449 is just above 448, scale 2. Tile 3: NaN counts as 0, infinity as bf16's largest,
+    # 2**128 * (1 - 2**-8), which is more than 448 * 2**119.
+    x = torch.zeros(576)
+    x[:6] = torch.tensor([448.0, -448.0, 1.0, -0.0, 2.0**-9, 17.0])
+    x[128] = 1e-9
+    x[256:259] = torch.tensor([449.0, -3.0, 34.0])
+    x[384:387] = torch.tensor([math.nan, -math.inf, 2.0**127])
+    x[512:515] = torch.tensor([1.0, -math.inf, math.nan])
+    raw = MlaFp8().quantize(x).tolist()
+    assert raw[:6] == [0x7E, 0xFE, 0x38, 0x80, 0x01, 0x58]  # 17 lies between 16 and 18: to even
+    assert raw[128] == 0
+    assert raw[256:259] == [0x76, 0xBC, 0x58]  # 224.5 becomes 224, -1.5, 17 becomes 16
+    assert raw[384:387] == [0x00, 0xF8, 0x70]  # in units of 2**120: -255, which becomes -256, and 128
+    assert [raw[at : at + 4] for at in range(512, 528, 4)] == [
+        [0, 0, 0x80, 0x3F], [0, 0, 0, 0x39], [0, 0, 0, 0x40], [0, 0, 0x80, 0x7B],
+    ]  # fmt: skip
+    assert raw[528:534] == [0x80, 0x3F, 0x7F, 0xFF, 0, 0]
+    assert not any(raw[6:128] + raw[129:256] + raw[259:384] + raw[387:512] + raw[534:])
+
+
+def test_golden_bytes_of_a_model1_token():
+    x = torch.zeros(512)
+    x[0], x[64], x[447] = 448.0, 449.0, -7.0
+    x[511] = 3.0
+    raw = MlaModel1().quantize(x).tolist()
+    assert (raw[0], raw[64], raw[447]) == (0x7E, 0x76, 0xFE)
+    assert raw[574:576] == [0x40, 0x40]
+    assert raw[576:] == [127, 128, 114, 114, 114, 114, 121, 0]  # a tile of zeros has scale 2**-13
+
+
+def test_golden_bytes_of_16_bit_tokens():
+    x = torch.zeros(576)
+    x[:3] = torch.tensor([1.0, math.nan, -math.inf])
+    x[575] = -2.5
+    bf16, fp16 = (MlaDense(dtype).quantize(x).tolist() for dtype in ("bf16", "fp16"))
+    assert bf16[:6] == [0x80, 0x3F, 0, 0, 0x7F, 0xFF] and bf16[1150:] == [0x20, 0xC0]
+    assert fp16[:6] == [0x00, 0x3C, 0, 0, 0xFF, 0xFB] and fp16[1150:] == [0x00, 0xC1]
 
 
 def test_bytes_of_a_model1_page():
@@ -241,6 +285,10 @@ def test_bytes_of_a_model1_page():
         (lambda: MlaFp8(head_dim=512), ValueError, "this format has"),
         (lambda: MlaFp8().quantize(torch.zeros(2, 512)), ValueError, "576"),
         (lambda: MlaFp8().pack(torch.zeros(1)), ValueError, "1 parts"),
+        (lambda: MlaDense("fp32"), ValueError, "dtype is 'fp32'"),
+        (lambda: MlaDense("bf16", 128), ValueError, "head_dim is 128"),
+        (lambda: MlaDense().pack(torch.zeros(1)), ValueError, "1 parts"),
+        (lambda: MlaDense().pack(torch.zeros(512), torch.zeros(64)), TypeError, "latent has dtype"),
         (lambda: MlaModel1().to_pages(torch.zeros(584, dtype=torch.uint8)), ValueError, "page_size"),
         (lambda: MlaModel1().from_pages(torch.zeros(584, dtype=torch.uint8), 2), ValueError, ">= 1168"),
         (lambda: MlaModel1().from_pages(torch.zeros(1168), 2), TypeError, "float32"),
@@ -252,7 +300,7 @@ def test_bad_input_is_named(call, error, words):
 
 
 @pytest.mark.parametrize(
-    "fmt", [Int4Row(64, 1), Int8(64), Fp8E4M3(64), Fp8E5M2(64), MlaFp8(), MlaModel1()], ids=lambda f: f.name
+    "fmt", [Int4Row(64, 1), Int8(64), Fp8E4M3(64), Fp8E5M2(64), MlaFp8(), MlaModel1(), MlaDense()], ids=lambda f: f.name
 )
 def test_rows_at_any_offset_and_stride(fmt):
     rows = fmt.quantize(gaussian(4, fmt.head_dim))

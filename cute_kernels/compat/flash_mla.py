@@ -1,0 +1,304 @@
+"""FlashMLA's decoding and sparse prefill calls (deepseek-ai/FlashMLA, April 2026) on this package's kernels.
+
+Names, order, defaults and outputs are FlashMLA's, so that
+
+    import cute_kernels.compat.flash_mla as flash_mla
+
+is all that a caller changes. How the meanings map:
+
+| FlashMLA | here |
+|---|---|
+| sparse decode, head_dim 576, FP8 | `sparse_mla_decode`, kv_format "mla_fp8" |
+| sparse decode, head_dim 512, FP8 | `sparse_mla_decode`, kv_format "mla_model1" |
+| dense decode, bf16 or fp16 | `mla_decode`, kv_format "mla_bf16" or "mla_fp16", once for each of h_k heads |
+| sparse prefill, queries [s_q] | `sparse_mla_decode` of s_q requests of one query |
+| lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q], as there |
+| tile_scheduler_metadata | says which calls may share it; schedules are made on the device in each call |
+
+What is more: any number of heads up to 128 and of indices, any page size, CPU tensors (through the reference), sparse
+decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, topk_length and extra caches for
+both FP8 formats. What is less: dense decode has at most 16 queries a request. Mistakes are ValueErrors and TypeErrors
+that say what is wanted, where FlashMLA has assertions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.mla import ops
+from cute_kernels.mla.formats import V_DIM
+from cute_kernels.mla.problem import SparseExtras
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    """What calls that share a schedule have in common; the first call with it fills it in.
+
+    The two tensors are None always: nothing of a schedule outlives a call.
+    """
+
+    @dataclasses.dataclass
+    class Config:
+        """Of the calls; FlashMLA's field names."""
+
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+        extra_page_block_size: int | None
+        extra_topk: int | None
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+    def hold(self, config: Config) -> None:
+        """Keeps the first call's configuration; ValueError if a later one's differs from it."""
+        if self.config is None:
+            self.config, self.have_initialized = config, True
+            return
+        for field in dataclasses.fields(config):
+            came, wanted = getattr(config, field.name), getattr(self.config, field.name)
+            if came != wanted:
+                raise ValueError(
+                    f"tile_scheduler_metadata: got a call with {field.name} {came}, want {wanted}, that of the first "
+                    "call with this object"
+                )
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """(what `flash_mla_with_kvcache` keeps its configuration in, None); arguments of any kind are ignored."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode over an MLA cache: of chosen tokens if there are ``indices``, of whole contexts otherwise.
+
+    Args:
+        q: bf16 or fp16 [b, s_q, h_q, head_dim], head_dim 576 or 512, the last dimension contiguous.
+        k_cache: [num_blocks, page_block_size, h_k, head_dim], or [num_blocks, page_block_size, 1, 656 or 584] bytes in
+            FP8; blocks may be padded. h_k is 1 but for dense decode of 16-bit tokens.
+        block_table: int32 [b, max_num_blocks_per_seq]; ignored with indices.
+        cache_seqlens: int32 [b]; ignored with indices.
+        head_dim_v: 512.
+        tile_scheduler_metadata: from `get_mla_metadata`; one object serves calls of one configuration.
+        num_splits: None.
+        softmax_scale: default head_dim ** -0.5.
+        causal: whether queries see no later tokens; False with indices.
+        is_fp8_kvcache: whether k_cache holds FP8 tokens.
+        indices: int32 [b, s_q, topk], block * page_block_size + offset, -1 for none.
+        attn_sink: fp32 [h_q]: out is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
+        extra_k_cache, extra_indices_in_kvcache: another cache and indices into it, like the first.
+        topk_length, extra_topk_length: int32 [b]: only the first so many indices count.
+
+    Returns:
+        out [b, s_q, h_q, 512] in q's dtype, lse fp32 [b, h_q, s_q], natural log. A query that sees nothing has out 0
+        and lse +inf.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, in this function's terms or in those of
+            :func:`cute_kernels.mla.mla_decode`.
+    """
+    check_tensors(q=q, k_cache=k_cache)
+    _check_decode(q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits)
+    tile_scheduler_metadata.hold(
+        FlashMLASchedMeta.Config(
+            b=q.shape[0],
+            s_q=q.shape[1],
+            h_q=q.shape[2],
+            page_block_size=k_cache.shape[1],
+            h_k=k_cache.shape[2],
+            causal=causal,
+            is_fp8_kvcache=is_fp8_kvcache,
+            topk=None if indices is None else indices.shape[-1],
+            extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+            extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+        )
+    )
+    kv_format = _format_of(q, is_fp8_kvcache)
+    extras = (topk_length, attn_sink, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    if indices is None:
+        names = ("topk_length", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+        for name, tensor in zip(names, extras, strict=True):
+            if tensor is not None:
+                raise ValueError(f"{name}: got a tensor without indices, want None for dense attention")
+        out, lse = _dense(q, k_cache, block_table, cache_seqlens, kv_format, softmax_scale, causal)
+    else:
+        if causal:
+            raise ValueError("causal: got True with indices, want False: they say what a query sees")
+        out, lse = _sparse(q, k_cache, indices, kv_format, softmax_scale, extras)
+    return out, lse.transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sparse attention of many queries over one sequence of 16-bit tokens.
+
+    Args:
+        q: bf16 [s_q, h_q, d_qk], d_qk 576 or 512, the last dimension contiguous.
+        kv: bf16 [s_kv, 1, d_qk], the last dimension contiguous.
+        indices: int32 [s_q, 1, topk]; -1, or s_kv and above, for none.
+        sm_scale: of the scores.
+        d_v: 512.
+        attn_sink: fp32 [h_q], as for `flash_mla_with_kvcache`.
+        topk_length: int32 [s_q]: only the first so many indices of a query count.
+
+    Returns:
+        out [s_q, h_q, 512] in q's dtype; the greatest scaled scores, -inf where a query sees nothing, and their lse,
+        +inf there, both fp32 [s_q, h_q].
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    check_tensors(q=q, kv=kv, indices=indices)
+    _check_value_dim("d_v", d_v)
+    if q.dim() != 3:
+        raise ValueError(f"q: got shape {shape_of(q)}, want [s_q, h_q, d_qk]")
+    if kv.dim() != 3 or kv.shape[1] != 1:
+        raise ValueError(f"kv: got shape {shape_of(kv)}, want [s_kv, 1, d_qk]")
+    if indices.dim() != 3 or indices.shape[:2] != (q.shape[0], 1):
+        raise ValueError(f"indices: got shape {shape_of(indices)}, want [{q.shape[0]}, 1, topk]")
+    cache = kv.transpose(0, 1)  # one page
+    chosen = indices.masked_fill(indices >= kv.shape[0], -1) if ops.DEBUG else indices  # no mistake here
+    extras = SparseExtras(topk_length, attn_sink)
+    out, lse, top = ops.sparse(
+        q.unsqueeze(1).contiguous(),
+        cache,
+        chosen.contiguous(),
+        _format_of(q, is_fp8=False),
+        sm_scale,
+        extras,
+        None,
+        with_max=True,
+    )
+    return out.squeeze(1), top.squeeze(1), lse.squeeze(1)
+
+
+def _dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    kv_format: str,
+    softmax_scale: float | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse [b, s_q, h_q]); each head of the cache serves a run of q's heads."""
+    for name, tensor in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if tensor is None:
+            raise ValueError(f"{name}: got None without indices, want it for dense attention")
+    h_q, h_k = q.shape[2], k_cache.shape[2]
+    if h_k == 0 or h_q % h_k:
+        raise ValueError(f"q: got {h_q} heads, want a multiple of the {h_k} heads of k_cache")
+    group = h_q // h_k
+    parts = [
+        ops.dense(
+            q[:, :, head * group : (head + 1) * group].contiguous(),
+            k_cache[:, :, head],
+            block_table,
+            cache_seqlens,
+            kv_format,
+            softmax_scale,
+            causal,
+            None,
+        )
+        for head in range(h_k)
+    ]
+    if h_k == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _sparse(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    kv_format: str,
+    softmax_scale: float | None,
+    extras: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse [b, s_q, h_q]); extras as `flash_mla_with_kvcache` names them, in the operator's order."""
+    topk_length, attn_sink, extra_k_cache, extra_indices, extra_topk_length = extras
+    for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
+        if cache is not None and (cache.dim() != 4 or cache.shape[2] != 1):
+            raise ValueError(f"{name}: got shape {shape_of(cache)}, want [num_blocks, page_block_size, 1, row]")
+    out, lse, _ = ops.sparse(
+        q.contiguous(),
+        k_cache.squeeze(2),
+        indices.contiguous(),
+        kv_format,
+        softmax_scale,
+        SparseExtras(
+            topk_length,
+            attn_sink,
+            None if extra_k_cache is None else extra_k_cache.squeeze(2),
+            None if extra_indices is None else extra_indices.contiguous(),
+            extra_topk_length,
+        ),
+        None,
+    )
+    return out, lse
+
+
+def _format_of(q: torch.Tensor, is_fp8: bool) -> str:
+    """Of the cache: FlashMLA tells its formats by q's columns and dtype."""
+    if is_fp8:
+        return "mla_fp8" if q.shape[-1] == 576 else "mla_model1"
+    return "mla_fp16" if q.dtype == torch.float16 else "mla_bf16"
+
+
+def _check_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, metadata: object, num_splits: object
+) -> None:
+    _check_value_dim("head_dim_v", head_dim_v)
+    if q.dim() != 4:
+        raise ValueError(f"q: got shape {shape_of(q)}, want [b, s_q, h_q, head_dim]")
+    if k_cache.dim() != 4:
+        raise ValueError(f"k_cache: got shape {shape_of(k_cache)}, want [num_blocks, page_block_size, h_k, row]")
+    if not isinstance(metadata, FlashMLASchedMeta):
+        raise TypeError(
+            f"tile_scheduler_metadata: got {type(metadata).__name__}, want the FlashMLASchedMeta of get_mla_metadata"
+        )
+    if num_splits is not None:
+        raise ValueError(f"num_splits: got {type(num_splits).__name__}, want None")
+
+
+def _check_value_dim(name: str, value: int) -> None:
+    if value != V_DIM:
+        raise ValueError(f"{name}: got {value}, want {V_DIM}")

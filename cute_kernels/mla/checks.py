@@ -1,0 +1,275 @@
+"""What the arguments of MLA decode may look like; errors name the argument, what came and what is wanted.
+
+`dense_problem` and `sparse_problem` look at shapes, dtypes, strides and devices, never at values, so nothing waits for
+a GPU; `check_dense_values` and `check_sparse_values`, for debug mode and the CPU, do wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention.checks import check_causal, check_contiguous, check_place, check_vector
+from cute_kernels.mla.formats import V_DIM, MlaFormat, format_of
+from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
+from cute_kernels.runtime.plans import ALIGNMENT
+
+MAX_HEADS = 128
+MAX_Q_LEN = 16
+MAX_SLOTS = 2**31 - 1  # of a cache, so that an index is an int32
+MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 32 bits
+
+
+def dense_problem(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_format: Any,
+    causal: Any = True,
+) -> DenseProblem:
+    """Arguments as `cute_kernels.mla.mla_decode` has them; raises TypeError or ValueError."""
+    form = _form_of(kv_format)
+    tensors = {"q": q, "cache": cache, "block_table": block_table, "seq_lens": seq_lens}
+    _check_together(**tensors)
+    check_causal(causal)
+    batch, q_len, num_heads, head_dim = _check_query(q, form)
+    if q_len > MAX_Q_LEN:
+        raise ValueError(f"q: got q_len {q_len}, want 1 to {MAX_Q_LEN}")
+    shape = cache_shape("cache", cache, form, head_dim)
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"block_table: got dtype {block_table.dtype}, want torch.int32")
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(f"block_table: got shape {shape_of(block_table)}, want [{batch}, max_pages], a row a request")
+    max_pages = block_table.shape[1]
+    if max_pages * shape.page_size > MAX_TOKENS:
+        raise ValueError(f"block_table: got {max_pages * shape.page_size} tokens a request, want at most {MAX_TOKENS}")
+    if max_pages > 1 and block_table.stride(1) != 1:
+        raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
+    check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
+    return DenseProblem(
+        q_dtype=q.dtype,
+        batch=batch,
+        q_len=q_len,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        cache=shape,
+        max_pages=max_pages,
+        table_stride=block_table.stride(0) if batch > 1 else max_pages,
+        causal=causal and q_len > 1,
+        device=q.device,
+    )
+
+
+def sparse_problem(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    kv_format: Any,
+    topk_length: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    extra_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> SparseProblem:
+    """Arguments as `cute_kernels.mla.sparse_mla_decode` has them; raises TypeError or ValueError."""
+    form = _form_of(kv_format)
+    optional = {
+        "topk_length": topk_length,
+        "sinks": sinks,
+        "extra_cache": extra_cache,
+        "extra_indices": extra_indices,
+        "extra_topk_length": extra_topk_length,
+    }
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    _check_together(q=q, cache=cache, indices=indices, **given)
+    batch, q_len, num_heads, head_dim = _check_query(q, form)
+    shape = cache_shape("cache", cache, form, head_dim)
+    topk = _check_indices("indices", indices, batch, q_len)
+    if topk_length is not None:
+        check_vector("topk_length", topk_length, torch.int32, batch, "the batch of q")
+    if sinks is not None:
+        check_vector("sinks", sinks, torch.float32, num_heads, "one for each query head")
+    extra, extra_topk = None, 0
+    if extra_cache is not None:
+        if extra_indices is None:
+            raise ValueError("extra_indices: got None with extra_cache, want the indices into it")
+        extra = cache_shape("extra_cache", extra_cache, form, head_dim)
+        extra_topk = _check_indices("extra_indices", extra_indices, batch, q_len)
+        if extra_topk_length is not None:
+            check_vector("extra_topk_length", extra_topk_length, torch.int32, batch, "the batch of q")
+    for name in ("extra_indices", "extra_topk_length"):
+        if extra is None and name in given:
+            raise ValueError(f"{name}: got a tensor without extra_cache, want None")
+    return SparseProblem(
+        q_dtype=q.dtype,
+        batch=batch,
+        q_len=q_len,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        cache=shape,
+        topk=topk,
+        extra=extra,
+        extra_topk=extra_topk,
+        has_length=topk_length is not None,
+        has_extra_length=extra_topk_length is not None,
+        has_sink=sinks is not None,
+        device=q.device,
+    )
+
+
+# -- one argument ------------------------------------------------------------------------------------------------------
+
+
+def _form_of(kv_format: Any) -> MlaFormat:
+    if not isinstance(kv_format, str):
+        raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
+    return format_of(kv_format)
+
+
+def _check_together(**tensors: torch.Tensor) -> None:
+    """All are tensors where the first is."""
+    check_tensors(**tensors)
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    assert first in ("q", "latent")
+    for name, tensor in tensors.items():
+        check_place(name, tensor, device)
+
+
+def _check_query(q: torch.Tensor, form: MlaFormat) -> tuple[int, int, int, int]:
+    if q.dim() != 4:
+        raise ValueError(f"q: got shape {shape_of(q)}, want 4 dimensions: [batch, q_len, num_heads, head_dim]")
+    check_contiguous("q", q)
+    if q.dtype != form.q_dtype:
+        raise TypeError(f"q: got dtype {q.dtype}, want {form.q_dtype} for {form.name}")
+    batch, q_len, num_heads, head_dim = q.shape
+    if head_dim not in form.head_dims:
+        wanted = " or ".join(map(str, form.head_dims))
+        raise ValueError(f"q: got head_dim {head_dim}, want {wanted} for {form.name}")
+    if not 1 <= num_heads <= MAX_HEADS:
+        raise ValueError(f"q: got {num_heads} heads, want 1 to {MAX_HEADS}")
+    if q_len < 1:
+        raise ValueError(f"q: got q_len {q_len}, want at least 1")
+    return batch, q_len, num_heads, head_dim
+
+
+def _check_indices(name: str, indices: torch.Tensor, batch: int, q_len: int) -> int:
+    if indices.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {indices.dtype}, want torch.int32")
+    if indices.dim() != 3 or indices.shape[:2] != (batch, q_len):
+        raise ValueError(f"{name}: got shape {shape_of(indices)}, want [{batch}, {q_len}, topk], for each query of q")
+    check_contiguous(name, indices)
+    return indices.shape[2]
+
+
+def cache_shape(name: str, cache: torch.Tensor, form: MlaFormat, head_dim: int) -> CacheShape:
+    """A cache's shape and strides; TypeError or ValueError unless it is one of this format."""
+    if cache.dim() != 3:
+        raise ValueError(f"{name}: got shape {shape_of(cache)}, want 3 dimensions: [num_pages, page_size, row]")
+    if cache.dtype not in form.cache_dtypes:
+        wanted = " or ".join(map(str, form.cache_dtypes))
+        raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+    num_pages, page_size, row = cache.shape
+    wanted_row = form.row_elements(head_dim)
+    if row != wanted_row:
+        raise ValueError(
+            f"{name}: got rows of {row} elements, want {wanted_row} for {form.name} at head_dim {head_dim}"
+        )
+    if page_size == 0:
+        raise ValueError(f"{name}: got pages without tokens in shape {shape_of(cache)}, want at least one")
+    if num_pages * page_size > MAX_SLOTS:
+        raise ValueError(f"{name}: got {num_pages * page_size} tokens, want at most {MAX_SLOTS}")
+    # The stride of a dimension of size 1 says nothing.
+    token_stride = cache.stride(1) if page_size > 1 else row
+    page_stride = cache.stride(0) if num_pages > 1 else max(page_size * token_stride, 1)
+    if cache.stride(2) != 1:
+        raise ValueError(f"{name}: got strides {cache.stride()}, want rows contiguous: a last stride of 1")
+    if token_stride < row or (not form.is_dense and token_stride != row):
+        what = f"tokens {row} elements apart or more" if form.is_dense else f"a page's tokens {row} bytes apart"
+        raise ValueError(f"{name}: got strides {cache.stride()}, want {what}")
+    if page_stride < (page_size - 1) * token_stride + row:
+        raise ValueError(f"{name}: got strides {cache.stride()}, want pages that do not overlap")
+    width = cache.element_size()
+    return CacheShape(form, num_pages, page_size, page_stride * width, token_stride * width)
+
+
+def check_out(out: object, problem: DenseProblem | SparseProblem) -> None:
+    """Raises TypeError or ValueError unless ``out`` can take the result."""
+    check_tensors(out=out)
+    assert isinstance(out, torch.Tensor)
+    if out.dtype != problem.q_dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, want {problem.q_dtype}, that of q")
+    if tuple(out.shape) != problem.out_shape:
+        raise ValueError(f"out: got shape {shape_of(out)}, want {list(problem.out_shape)}: q's, with {V_DIM} columns")
+    check_place("out", out, problem.device)
+    check_contiguous("out", out)
+
+
+def check_alignment(problem: DenseProblem | SparseProblem, **tensors: torch.Tensor | None) -> None:
+    """Raises ValueError for what the kernels' 16-byte accesses could not reach: caches, q and out."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {ALIGNMENT} bytes, want it to")
+    shapes = {"cache": problem.cache, "extra_cache": getattr(problem, "extra", None)}
+    for name, shape in shapes.items():
+        if shape is None:
+            continue
+        strides = {"pages": (shape.num_pages, shape.page_stride)}
+        if not shape.form.split_pages:
+            strides["tokens"] = (shape.page_size, shape.token_stride)
+        for what, (count, stride) in strides.items():
+            if count > 1 and stride % ALIGNMENT:
+                raise ValueError(f"{name}: got {what} {stride} bytes apart, want a multiple of {ALIGNMENT} bytes")
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def check_dense_values(problem: DenseProblem, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Raises ValueError naming the request (and the position) of the first length or page that cannot be right."""
+    lengths = seq_lens.to(torch.int64).cpu()
+    wrong = torch.nonzero((lengths < 0) | (lengths > problem.max_seq_len))
+    if wrong.numel():
+        request = int(wrong[0])
+        raise ValueError(
+            f"seq_lens: got {int(lengths[request])} for request {request}, want 0 to {problem.max_seq_len}, the tokens "
+            "of a row of block_table"
+        )
+    table, page_size = block_table.cpu(), problem.cache.page_size
+    first = torch.arange(problem.max_pages, device="cpu") * page_size  # token of each entry
+    used = first < lengths[:, None]
+    wrong = torch.nonzero(used & ((table < 0) | (table >= problem.cache.num_pages)))
+    if wrong.numel():
+        request, entry = wrong[0].tolist()
+        raise ValueError(
+            f"block_table: got page {int(table[request, entry])} for request {request} at position "
+            f"{entry * page_size}, want 0 to {problem.cache.num_pages - 1}, the cache's pages"
+        )
+
+
+def check_sparse_values(name: str, shape: CacheShape, indices: torch.Tensor, length: torch.Tensor | None) -> None:
+    """Raises ValueError for the first index that counts and is neither -1 nor in the cache, or a wrong length.
+
+    name: "indices" or "extra_indices", for the message, which names request, query and position.
+    """
+    values = indices.cpu()
+    counted = torch.ones_like(values, dtype=torch.bool)
+    if length is not None:
+        lengths, topk = length.cpu(), values.shape[2]
+        wrong = torch.nonzero((lengths < 0) | (lengths > topk))
+        if wrong.numel():
+            request = int(wrong[0])
+            whose = name.replace("indices", "topk_length")
+            raise ValueError(f"{whose}: got {int(lengths[request])} for request {request}, want 0 to {topk}")
+        counted = (torch.arange(topk, device="cpu") < lengths[:, None, None]).expand_as(values)
+    wrong = torch.nonzero(counted & ((values < -1) | (values >= shape.num_slots)))
+    if wrong.numel():
+        request, query, position = wrong[0].tolist()
+        raise ValueError(
+            f"{name}: got {int(values[request, query, position])} for request {request}, query {query}, position "
+            f"{position}, want -1 or 0 to {shape.num_slots - 1}, the cache's tokens"
+        )

@@ -1,0 +1,125 @@
+"""What of a call decides how it is served: shapes, formats and strides, hashable, without the tensors.
+
+Two calls with equal problems run the same compiled function with the same schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.mla.formats import V_DIM, MlaFormat
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """A cache [num_pages, page_size, row].
+
+    Attributes:
+        form: its format.
+        num_pages, page_size: of the cache; a page may have any number of tokens from 1.
+        page_stride: bytes from one page to the next; pages may be padded.
+        token_stride: bytes from one token of a page to the next. More than a token has only where 16-bit tokens of
+            several heads lie side by side. Of split pages it says nothing: their data lie 576 bytes apart.
+    """
+
+    form: MlaFormat
+    num_pages: int
+    page_size: int
+    page_stride: int
+    token_stride: int
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that there is room for: indices go from 0 to one less."""
+        return self.num_pages * self.page_size
+
+
+@dataclass(frozen=True)
+class DenseProblem:
+    """Decode over whole contexts, found through a block table.
+
+    Attributes:
+        q_dtype: of q and of the result.
+        batch, q_len, num_heads, head_dim: q's shape.
+        cache: all requests' tokens.
+        max_pages: columns of the block table.
+        table_stride: elements from one of its rows to the next.
+        causal: whether keys after a query's own are hidden; False for one query, which has none.
+    """
+
+    q_dtype: torch.dtype
+    batch: int
+    q_len: int
+    num_heads: int
+    head_dim: int
+    cache: CacheShape
+    max_pages: int
+    table_stride: int
+    causal: bool
+    device: torch.device
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a row of the table has room for."""
+        return self.max_pages * self.cache.page_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query can see anything, or there is none."""
+        return 0 in (self.batch, self.q_len, self.max_pages, self.cache.num_pages)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.q_len, self.num_heads, V_DIM
+
+
+class SparseExtras(NamedTuple):
+    """Tensors that a sparse call may do without; :func:`cute_kernels.mla.sparse_mla_decode` says what each means."""
+
+    topk_length: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    extra_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SparseProblem:
+    """Decode over chosen tokens.
+
+    Attributes:
+        q_dtype, batch, q_len, num_heads, head_dim, cache: as for `DenseProblem`.
+        topk: indices of a query.
+        extra: a second cache, of the same format, or None.
+        extra_topk: indices of a query into it; 0 without it.
+        has_length, has_extra_length: whether only the first so many of a request's indices count.
+        has_sink: whether each head has one more logit.
+    """
+
+    q_dtype: torch.dtype
+    batch: int
+    q_len: int
+    num_heads: int
+    head_dim: int
+    cache: CacheShape
+    topk: int
+    extra: CacheShape | None
+    extra_topk: int
+    has_length: bool
+    has_extra_length: bool
+    has_sink: bool
+    device: torch.device
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query can see anything, or there is none."""
+        first = self.topk and self.cache.num_pages
+        second = self.extra_topk and self.extra is not None and self.extra.num_pages
+        return not (self.batch and self.q_len and (first or second))
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.q_len, self.num_heads, V_DIM

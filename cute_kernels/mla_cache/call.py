@@ -1,0 +1,123 @@
+"""One call of append as data, and everything that can be wrong with it; errors name the argument."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention.checks import check_vector
+from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.mla.checks import cache_shape
+from cute_kernels.mla.formats import MlaFormat, format_of
+from cute_kernels.mla.problem import CacheShape
+from layouts.kv.mla import ROPE_DIM
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+BULK_DTYPES = DTYPES | {torch.float32: "fp32"}
+POSITION_DTYPES = (torch.int32, torch.int64)
+MAX_TOKENS = 2**31 - 2**16  # rounded up to whole CTAs, they fit 32 bits
+
+
+class AppendCall(NamedTuple):
+    """The arguments of `append_mla`, in the operator's order; see there."""
+
+    latent: torch.Tensor
+    k_rope: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    kv_format: str
+    rope: Rope | None = None
+    position_ids: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.latent.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a token, latent and RoPE."""
+        return self.latent.shape[1] + ROPE_DIM
+
+    @property
+    def form(self) -> MlaFormat:
+        return format_of(self.kv_format)
+
+
+def check_append(call: AppendCall) -> CacheShape:
+    """The cache's shape; TypeError or ValueError unless the arguments describe an append.
+
+    Looks at shapes, dtypes, strides and devices only: nothing here waits for a GPU.
+    """
+    if not isinstance(call.kv_format, str):
+        raise TypeError(f"kv_format: got {call.kv_format!r}, want the name of a format")
+    form = call.form
+    tensors: dict[str, Any] = {"latent": call.latent, "k_rope": call.k_rope, "cache": call.cache, "slots": call.slots}
+    if call.position_ids is not None:
+        tensors["position_ids"] = call.position_ids
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if tensor.device != call.latent.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {call.latent.device}, with latent")
+    _check_rows("latent", call.latent, tuple(head_dim - ROPE_DIM for head_dim in form.head_dims), form)
+    _check_rows("k_rope", call.k_rope, (ROPE_DIM,), form)
+    if call.k_rope.dtype != call.latent.dtype:
+        raise TypeError(f"k_rope: got dtype {call.k_rope.dtype}, want {call.latent.dtype}, that of latent")
+    tokens = call.num_tokens
+    if call.k_rope.shape[0] != tokens:
+        raise ValueError(f"k_rope: got {call.k_rope.shape[0]} tokens, want {tokens}, those of latent")
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"latent: got {tokens} tokens, want at most {MAX_TOKENS}")
+    check_vector("slots", call.slots, torch.int64, tokens, "one for each token of latent")
+    _check_rope(call)
+    return cache_shape("cache", call.cache, form, call.head_dim)
+
+
+def _check_rows(name: str, x: torch.Tensor, columns: tuple[int, ...], form: MlaFormat) -> None:
+    wanted = " or ".join(map(str, columns))
+    if x.dim() != 2 or x.shape[1] not in columns:
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want [tokens, {wanted}] for {form.name}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
+    if x.stride(1) != 1:
+        raise ValueError(f"{name}: got strides {x.stride()}, want columns side by side")
+
+
+def _check_rope(call: AppendCall) -> None:
+    rope, positions = call.rope, call.position_ids
+    if rope is None:
+        if positions is not None:
+            raise ValueError("position_ids: got a tensor without rope, want None")
+        return
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope: got {type(rope).__name__}, want a Rope")
+    if rope.rotary_dim != ROPE_DIM:
+        raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, want {ROPE_DIM}, the columns of k_rope")
+    if positions is None:
+        raise ValueError("position_ids: got None with rope, want the tokens' positions")
+    if positions.dtype not in POSITION_DTYPES:
+        raise TypeError(f"position_ids: got dtype {positions.dtype}, want torch.int32 or torch.int64")
+    check_vector("position_ids", positions, positions.dtype, call.num_tokens, "one for each token of latent")
+
+
+def check_append_values(call: AppendCall, shape: CacheShape) -> None:
+    """Raises ValueError, naming the token, if one would not go to a place of its own; waits for the device.
+
+    Slots of -1 ask for that and are no error.
+    """
+    slots = call.slots.cpu()
+    lost = torch.nonzero((slots < -1) | (slots >= shape.num_slots))
+    if lost.numel():
+        token = int(lost[0])
+        raise ValueError(
+            f"slots: token {token}: got {int(slots[token])}, want -1 or 0 to {shape.num_slots - 1}, the cache's tokens"
+        )
+    ordered, order = slots.sort(stable=True)
+    same = torch.nonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
+    if same.numel():
+        at = int(same[0])
+        raise ValueError(
+            f"slots: token {int(order[at])} and token {int(order[at + 1])} both go to {int(ordered[at])}, want a slot "
+            "for each"
+        )

@@ -1,0 +1,94 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels.kv_cache import rotate
+from cute_kernels.mla import formats
+from cute_kernels.mla_cache.config import WriteConfig
+from cute_kernels.runtime.spec import KernelSpec, compile_options
+from layouts.kv.mla import ROPE_DIM
+
+
+@dataclass(frozen=True, eq=False)
+class WriteSpec(KernelSpec):
+    """One kernel; the function takes what :meth:`WriteKernel.__call__` describes, without the stream."""
+
+    family: ClassVar[str] = "mla_cache"
+    config: WriteConfig
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        others = (Path(str(module.__file__)).resolve() for module in (formats, rotate))
+        return *super().source_roots(), *others
+
+    def compile(self, arch: str) -> Any:
+        return compile_write(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile: append of bf16 tokens, with DeepSeek's RoPE or rotated already."""
+    return [
+        WriteSpec(WriteConfig(kv_format, head_dim, "bf16", rope))
+        for kv_format, head_dim in (("mla_fp8", 576), ("mla_model1", 512), ("mla_bf16", 576))
+        for rope in ("none", "interleaved")
+    ]
+
+
+def compile_write(config: WriteConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from cute_kernels.mla_cache.kernel import WriteKernel
+
+    reason = config.can_implement()
+    if reason is not None:
+        raise ValueError(f"config: {reason} ({config})")
+    return cute.compile(
+        WriteKernel(config),
+        *fake_arguments(config, cutlass.AddressSpace.gmem),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )
+
+
+def fake_arguments(config: WriteConfig, memory: Any) -> list[Any]:
+    """What stands for the arguments but the stream; a compiled function takes only what fits them.
+
+    memory: the DSL's address space of the tensors, that of the GPU's global memory but for tests.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from cute_kernels.mla_cache.kernel import WriteKernel
+
+    kernel = WriteKernel(config)
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
+    num_tokens = cute.sym_int()
+
+    def rows(columns: int, unit: int) -> Any:
+        stride = (cute.sym_int64(divisibility=unit // (dtype.width // 8)), 1)
+        return make_fake_tensor(dtype, (num_tokens, columns), stride=stride, assumed_align=unit, memspace=memory)
+
+    return [
+        rows(config.latent_dim, kernel.latent.piece.unit),
+        rows(ROPE_DIM, kernel.rope.piece.unit),
+        *[cutlass.Int64(0)] * 4,
+        cutlass.Int64(1),
+        cutlass.Int32(1),
+        *[cutlass.Int64(0)] * 3,
+        cutlass.Float32(1.0),
+        cutlass.Int32(0),
+    ]

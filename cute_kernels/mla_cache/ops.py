@@ -1,0 +1,270 @@
+"""Calling the kernel that writes MLA tokens, and the registered operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import DEBUG, check_tensors, needs_dispatch, shape_of
+from cute_kernels.kv_cache.config import divisor_of
+from cute_kernels.kv_cache.rope import rope_of
+from cute_kernels.mla.formats import MlaFormat, format_of
+from cute_kernels.mla.problem import CacheShape
+from cute_kernels.mla_cache.call import (
+    BULK_DTYPES,
+    DTYPES,
+    MAX_TOKENS,
+    AppendCall,
+    check_append,
+    check_append_values,
+)
+from cute_kernels.mla_cache.compile import WriteSpec
+from cute_kernels.mla_cache.config import WIDE_POSITIONS, WriteConfig
+from cute_kernels.mla_cache.reference import append_mla_reference
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.plans import identity, keep
+from layouts.kv.mla import ROPE_DIM
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of an append stays the same between calls of the same shapes, strides, dtypes, device and options.
+
+    Attributes:
+        function: the compiled kernel.
+        shape: of the cache.
+        phase_steps: of the angles, kept alive; None without RoPE.
+        numbers: what follows the addresses in the function's arguments.
+    """
+
+    function: Callable[..., Any]
+    device_index: int
+    shape: CacheShape
+    phase_steps: torch.Tensor | None
+    numbers: tuple[int | float, ...]
+
+    def launch(self, call: AppendCall) -> None:
+        """Launches on the current stream of the plan's device."""
+        steps, positions = self.phase_steps, call.position_ids
+        with torch.cuda.device(self.device_index):
+            self.function(
+                call.latent,
+                call.k_rope,
+                call.cache.data_ptr(),
+                call.slots.data_ptr(),
+                0 if positions is None else positions.data_ptr(),
+                0 if steps is None else steps.data_ptr(),
+                *self.numbers,
+            )
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+# -- append ------------------------------------------------------------------------------------------------------------
+
+
+def append(call: AppendCall) -> None:
+    """Append where the tensors are."""
+    tensors: dict[str, Any] = {"latent": call.latent, "k_rope": call.k_rope, "cache": call.cache, "slots": call.slots}
+    if needs_dispatch(**tensors):
+        rope = None if call.rope is None else call.rope.text
+        torch.ops.cute_kernels.append_mla(*call[:5], rope, call.position_ids)
+    else:
+        (_launch_append if call.latent.is_cuda else _append_here)(call)
+
+
+def _append_here(call: AppendCall) -> None:
+    shape = check_append(call)
+    check_append_values(call, shape)
+    append_mla_reference(call, shape)
+
+
+def _launch_append(call: AppendCall) -> None:
+    positions = call.position_ids
+    key = (
+        *map(identity, call[:4]),
+        call.kv_format,
+        None if call.rope is None else call.rope.text,
+        None if positions is None else identity(positions),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        shape = check_append(call)
+        if not (call.num_tokens and shape.num_slots):
+            return
+        plan = keep(_plans, key, _make_plan(call, shape))
+    if DEBUG:
+        check_append_values(call, plan.shape)
+    plan.launch(call)
+
+
+def config_of(call: AppendCall) -> WriteConfig:
+    """The kernel that an append uses."""
+    style = "none" if call.rope is None else call.rope.style
+    return WriteConfig(call.kv_format, call.head_dim, DTYPES[call.latent.dtype], style)
+
+
+def _make_plan(call: AppendCall, shape: CacheShape) -> Plan:
+    """The plan of a checked call that has tokens."""
+    config, device = config_of(call), call.latent.device
+    _check_alignment(config, shape, latent=call.latent, k_rope=call.k_rope, cache=call.cache)
+    positions = call.position_ids
+    return Plan(
+        function=load(WriteSpec(config), arch_of(device.index)),
+        device_index=device.index,
+        shape=shape,
+        phase_steps=None if call.rope is None else call.rope.phase_steps(device),
+        numbers=(
+            *place_arguments(shape),
+            1.0 if call.rope is None else call.rope.attention_factor,
+            WIDE_POSITIONS if positions is not None and positions.dtype == torch.int64 else 0,
+        ),
+    )
+
+
+def place_arguments(shape: CacheShape) -> tuple[int, ...]:
+    """num_slots, page_size, page_divisor, page_stride and token_stride of the kernel's arguments."""
+    divisor = divisor_of(shape.page_size)
+    return shape.num_slots, shape.page_size, divisor, shape.page_stride, shape.token_stride
+
+
+def _check_alignment(config: WriteConfig, shape: CacheShape, **tensors: torch.Tensor) -> None:
+    """Raises ValueError for what the kernel's vectors could not address."""
+    for name, tensor in tensors.items():
+        unit = config.unit if name in ("latent", "cache") else 2 * tensor.element_size()
+        if tensor.data_ptr() % unit:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+        if name != "cache" and tensor.shape[0] > 1 and tensor.stride(0) * tensor.element_size() % unit:
+            raise ValueError(f"{name}: got strides {tensor.stride()}, want tokens on multiples of {unit} bytes")
+    strides = {"pages": (shape.num_pages, shape.page_stride)}
+    if not shape.form.split_pages:
+        strides["tokens"] = (shape.page_size, shape.token_stride)
+    for what, (count, stride) in strides.items():
+        if count > 1 and stride % config.unit:
+            raise ValueError(f"cache: got {what} {stride} bytes apart, want a multiple of {config.unit} bytes")
+
+
+# -- quantise ----------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: Any, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
+    """See `cute_kernels.mla_cache.quantize_mla_kv`."""
+    if needs_dispatch(x=x):
+        rows = torch.ops.cute_kernels.quantize_mla_kv(x, kv_format)
+        return rows if out is None else _bytes_copied(out, rows)
+    return (_launch_quantize if x.is_cuda else _quantize_here)(x, kv_format, out)
+
+
+def _check_numbers(x: torch.Tensor, kv_format: str) -> MlaFormat:
+    if not isinstance(kv_format, str):
+        raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
+    form = format_of(kv_format)
+    if x.dtype not in BULK_DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, BULK_DTYPES))}")
+    if x.dim() < 1 or x.shape[-1] not in form.head_dims:
+        wanted = " or ".join(map(str, form.head_dims))
+        raise ValueError(f"x: got shape {shape_of(x)}, want [..., {wanted}] for {kv_format}")
+    if not x.is_contiguous():
+        raise ValueError(f"x: got strides {x.stride()} for shape {shape_of(x)}, want it contiguous")
+    return form
+
+
+def _check_out(out: torch.Tensor, x: torch.Tensor, form: MlaFormat) -> torch.Tensor:
+    check_tensors(out=out)
+    if out.dtype not in form.cache_dtypes:
+        raise TypeError(f"out: got dtype {out.dtype}, want {' or '.join(map(str, form.cache_dtypes))}")
+    wanted = [*x.shape[:-1], form.row_elements(x.shape[-1])]
+    if shape_of(out) != wanted:
+        raise ValueError(f"out: got shape {shape_of(out)}, want {wanted}")
+    if out.device != x.device:
+        raise ValueError(f"out: got a tensor on {out.device}, want it on {x.device}")
+    if not out.is_contiguous():
+        raise ValueError(f"out: got strides {out.stride()} for shape {shape_of(out)}, want it contiguous")
+    return out
+
+
+def _quantize_here(x: torch.Tensor, kv_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    form = _check_numbers(x, kv_format)
+    return form.quantize(x) if out is None else _bytes_copied(_check_out(out, x, form), form.quantize(x))
+
+
+def _bytes_copied(out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    out.view(torch.uint8).copy_(rows.view(torch.uint8))
+    return out
+
+
+def bulk_config(x: torch.Tensor, kv_format: str) -> WriteConfig:
+    """The kernel that quantises x [..., head_dim]."""
+    form = format_of(kv_format)
+    row = form.row_bytes(x.shape[-1])
+    return WriteConfig(kv_format, x.shape[-1], BULK_DTYPES[x.dtype], placed=False, unit=16 if row % 16 == 0 else 8)
+
+
+def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    form = _check_numbers(x, kv_format)
+    if out is None:
+        rows = x.new_empty((*x.shape[:-1], form.row_elements(x.shape[-1])), dtype=form.cache_dtypes[0])
+    else:
+        rows = _check_out(out, x, form)
+    if not x.numel():
+        return rows
+    tokens, config = x.view(-1, x.shape[-1]), bulk_config(x, kv_format)
+    if tokens.shape[0] > MAX_TOKENS:
+        raise ValueError(f"x: got {tokens.shape[0]} tokens, want at most {MAX_TOKENS}")
+    row_bytes = form.row_bytes(x.shape[-1])
+    shape = CacheShape(form, tokens.shape[0], 1, row_bytes, row_bytes)  # pages of one token
+    latent, k_rope = tokens[:, :-ROPE_DIM], tokens[:, -ROPE_DIM:]
+    for name, tensor, unit in (("x", x, 16), ("out", rows, config.unit)):
+        if tensor.data_ptr() % unit:
+            raise ValueError(f"{name}: got a tensor that does not start on a multiple of {unit} bytes, want it to")
+    index = x.get_device()
+    function = load(WriteSpec(config), arch_of(index))
+    with torch.cuda.device(index):
+        function(latent, k_rope, rows.data_ptr(), 0, 0, 0, *place_arguments(shape), 1.0, 0)
+    return rows
+
+
+# -- the operators -----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "append_mla(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slots, str kv_format, str? rope, "
+    "Tensor? position_ids) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("quantize_mla_kv(Tensor x, str kv_format) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _call_of(latent, k_rope, cache, slots, kv_format, rope, position_ids) -> AppendCall:
+    """The operator's arguments as a call: its rope is a text."""
+    return AppendCall(latent, k_rope, cache, slots, kv_format, None if rope is None else rope_of(rope), position_ids)
+
+
+def _append_on_cpu(*arguments: Any) -> None:
+    _append_here(_call_of(*arguments))
+
+
+def _append_on_cuda(*arguments: Any) -> None:
+    _launch_append(_call_of(*arguments))
+
+
+def _append_on_meta(*arguments: Any) -> None:
+    return None
+
+
+def _quantize_on_meta(x, kv_format):
+    form = format_of(kv_format)
+    return x.new_empty((*x.shape[:-1], form.row_elements(x.shape[-1])), dtype=form.cache_dtypes[0])
+
+
+_library.impl("append_mla", _append_on_cpu, "CPU")
+_library.impl("append_mla", _append_on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::append_mla", _append_on_meta, lib=_library)
+_library.impl("quantize_mla_kv", _quantize_here, "CPU")
+_library.impl("quantize_mla_kv", _launch_quantize, "CUDA")
+torch.library.register_fake("cute_kernels::quantize_mla_kv", _quantize_on_meta, lib=_library)

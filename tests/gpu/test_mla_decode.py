@@ -1,0 +1,195 @@
+"""MLA decode on a GPU, through the public calls, against the reference: as close as FlashMLA's own tests ask.
+
+Slots that nobody sees hold NaN, indices are lost and repeated, block tables end in numbers of no page. What has no
+kernel yet is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.mla import mla_decode, sparse_mla_decode
+from cute_kernels.mla.formats import format_of
+from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+from tests.mla import cases
+from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, moved
+
+pytestmark = pytest.mark.gpu
+
+FP8 = ("mla_fp8", "mla_model1")
+SPARSE_FORMATS = (*FP8, "mla_bf16")
+# As large as in FlashMLA's tests, whose absolute tolerance supposes it; the scale makes some tokens matter more.
+DEVIATION, SCALE = 0.1, 0.5
+make_dense = functools.partial(cases.make_dense, deviation=DEVIATION)
+make_sparse = functools.partial(cases.make_sparse, deviation=DEVIATION)
+
+
+def served(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call on the GPU; skips the test where there is no kernel for it."""
+    options = {"softmax_scale": SCALE} | options
+    try:
+        if isinstance(call, DenseCall):
+            return mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **options)
+        return sparse_mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **(call.options | options))
+    except NotImplementedError as error:
+        pytest.skip(f"no kernel: {error}")
+
+
+def wanted(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"softmax_scale": SCALE} | options
+    if isinstance(call, DenseCall):
+        return mla_decode_reference(*call.tensors, kv_format=call.kv_format, **options)
+    return sparse_mla_decode_reference(*call.tensors, kv_format=call.kv_format, **(call.options | options))[:2]
+
+
+def check(call: DenseCall | SparseCall, **options: Any) -> None:
+    on_gpu = moved(call, "cuda")
+    found = served(on_gpu, **options)
+    assert_as_close_as_flash_mla(*found, *wanted(on_gpu, **options))
+
+
+# -- sparse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [1, 63, 64, 65, 576, 2048])
+@pytest.mark.parametrize("num_heads", [64, 128])
+@pytest.mark.parametrize("kv_format", SPARSE_FORMATS)
+def test_any_number_of_indices(kv_format, num_heads, topk):
+    check(make_sparse(kv_format, batch=3, q_len=2, num_heads=num_heads, topk=topk, num_pages=40, page_size=64))
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 16, 32, 63, 96, 127])
+@pytest.mark.parametrize("kv_format", SPARSE_FORMATS)
+def test_any_number_of_heads(kv_format, num_heads):
+    check(make_sparse(kv_format, num_heads=num_heads, topk=200, num_pages=10, page_size=64, sinks=True))
+
+
+@pytest.mark.parametrize("page_size", [2, 61, 64, 69, 576])
+@pytest.mark.parametrize("kv_format", SPARSE_FORMATS)
+def test_pages_of_any_size(kv_format, page_size):
+    padding = 8 if kv_format == "mla_model1" and page_size % 2 else 48
+    check(
+        make_sparse(
+            kv_format, num_heads=64, topk=150, num_pages=2000 // page_size, page_size=page_size, padding=padding
+        )
+    )
+
+
+@pytest.mark.parametrize("num_heads", [64, 128])
+@pytest.mark.parametrize("kv_format", SPARSE_FORMATS)
+@pytest.mark.parametrize("extra", [None, (64, 30, 2), (577, 9, 64)])
+def test_lengths_sinks_and_a_second_cache(kv_format, num_heads, extra):
+    options: dict[str, Any] = {"length": True, "sinks": True, "extra": extra, "extra_length": extra is not None}
+    check(make_sparse(kv_format, batch=5, num_heads=num_heads, topk=300, num_pages=8, page_size=64, **options))
+
+
+@pytest.mark.parametrize("kv_format", SPARSE_FORMATS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_queries_that_see_nothing(kv_format, sinks):
+    call = make_sparse(kv_format, batch=4, num_heads=64, topk=128, num_pages=4, page_size=64, sinks=sinks)
+    call.indices[:2] = -1
+    call.indices[2, 0] = 2**31 - 1
+    check(call)
+    call.options["topk_length"] = torch.tensor([0, 5, 0, 128], dtype=torch.int32)
+    check(call)
+
+
+@pytest.mark.parametrize(("batch", "q_len"), [(1, 1), (2, 1), (74, 1), (321, 3)])
+@pytest.mark.parametrize("kv_format", FP8)
+def test_batches(kv_format, batch, q_len):
+    check(
+        make_sparse(
+            kv_format, batch=batch, q_len=q_len, num_heads=64, topk=576, num_pages=32, page_size=64, length=True
+        )
+    )
+
+
+@pytest.mark.parametrize("factor", [1.2345, 1.9999, 3e-3])
+def test_scales_that_are_no_powers_of_two(factor):
+    call = make_sparse("mla_fp8", num_heads=64, topk=200, num_pages=8, page_size=64)
+    scales = call.cache[..., 512:528].contiguous().view(torch.float32) * factor
+    call.cache[..., 512:528] = scales.view(torch.uint8)
+    on_gpu = moved(call, "cuda")
+    found = served(on_gpu)
+    # A token is rounded to bf16 once, as the tensor cores take it; by powers of two that is exact.
+    rows = format_of("mla_fp8").token(576).dequantize(on_gpu.cache, torch.bfloat16)
+    rounded = SparseCall(on_gpu.q, rows, on_gpu.indices, "mla_bf16", on_gpu.options)
+    assert_as_close_as_flash_mla(*found, *wanted(rounded))
+
+
+# -- dense -------------------------------------------------------------------------------------------------------------
+
+RAGGED = [0, 1, 3, 64, 65, 700, 4096, 129]
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 16, 63, 64, 126, 128])
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_and_queries(num_heads, q_len, causal):
+    check(make_dense("mla_bf16", RAGGED, q_len=q_len, num_heads=num_heads, page_size=64), causal=causal)
+
+
+@pytest.mark.parametrize("q_len", [4, 8, 16])
+def test_many_queries(q_len):
+    check(make_dense("mla_bf16", RAGGED, q_len=q_len, num_heads=16, page_size=64))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 61, 64, 576])
+@pytest.mark.parametrize("kv_format", ["mla_bf16", "mla_fp16", "mla_fp8", "mla_model1"])
+def test_dense_pages_of_any_size(kv_format, page_size):
+    padding = 8 if kv_format == "mla_model1" and page_size % 2 else 48
+    check(make_dense(kv_format, RAGGED, num_heads=64, q_len=2, page_size=page_size, padding=padding))
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_one_long_request_among_short_ones(num_heads):
+    check(make_dense("mla_bf16", [20_000, 1, 0, 70], num_heads=num_heads, page_size=64))
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def calls() -> list[DenseCall | SparseCall]:
+    dense = make_dense("mla_bf16", RAGGED, num_heads=64, q_len=2, page_size=64)
+    return [dense, make_sparse("mla_fp8", num_heads=64, topk=700, num_pages=20, page_size=64, sinks=True)]
+
+
+@pytest.mark.parametrize("call", calls(), ids=["dense", "sparse"])
+def test_equal_inputs_give_equal_bits(call):
+    on_gpu = moved(call, "cuda")
+    first = served(on_gpu)
+    for _ in range(5):
+        poison = [torch.full_like(x, torch.nan) for x in first]
+        del poison
+        assert all(torch.equal(a, b) for a, b in zip(served(on_gpu), first, strict=True))
+
+
+@pytest.mark.parametrize("call", calls(), ids=["dense", "sparse"])
+def test_a_captured_graph_follows_its_tensors(call):
+    on_gpu = moved(call, "cuda")
+    served(on_gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = served(on_gpu)
+    on_gpu.q.copy_(torch.randn_like(on_gpu.q))
+    if isinstance(on_gpu, DenseCall):
+        on_gpu.seq_lens.sub_(5).clamp_(min=0)
+    else:
+        on_gpu.indices.copy_(on_gpu.indices.flip(2))
+        on_gpu.indices[0, 0] = -1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_as_close_as_flash_mla(out, lse, *wanted(on_gpu))
+
+
+@pytest.mark.parametrize("call", calls(), ids=["dense", "sparse"])
+def test_a_result_may_be_written_over_anything(call):
+    on_gpu = moved(call, "cuda")
+    out = torch.full((*on_gpu.q.shape[:3], 512), torch.nan, dtype=on_gpu.q.dtype, device="cuda")
+    found, lse = served(on_gpu, out=out)
+    assert found is out
+    assert_as_close_as_flash_mla(out, lse, *wanted(on_gpu))
