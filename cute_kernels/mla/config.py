@@ -32,6 +32,7 @@ FORMS = ("mla_fp8", "mla_bf16")
 SCALES = ("fp32", "power_of_2")
 FENCES = ("writer", "reader")
 MAX_PREFETCH = 16
+SERVED_PREFETCH = 4  # blocks
 
 
 @dataclass(frozen=True)
@@ -152,3 +153,9 @@ class CombineConfig:
     def name(self) -> str:
         """C identifier of the variant."""
         return f"mla_combine_{self.num_threads}"
+
+
+def served_config(tokens: str, form: str) -> MlaConfig:
+    """The variant that calls are served by; `MlaConfig.can_implement` says where there is none."""
+    fence = "writer" if form == "mla_fp8" else "reader"
+    return MlaConfig(tokens, form, fence=fence, seesaw=True, prefetch=SERVED_PREFETCH)
