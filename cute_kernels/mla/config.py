@@ -31,6 +31,7 @@ TOKENS = ("sparse", "paged")
 FORMS = ("mla_fp8", "mla_bf16")
 SCALES = ("fp32", "power_of_2")
 FENCES = ("writer", "reader")
+PREFETCH_BY = ("line", "bulk")
 MAX_PREFETCH = 16
 SERVED_PREFETCH = 4  # blocks
 
@@ -49,6 +50,7 @@ class MlaConfig:
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
     prefetch: how many blocks ahead tokens are brought into L2, 0 for not at all.
+    prefetch_by: "line": an instruction of a warp for 32 lines of 128 bytes; "bulk": a bulk prefetch a token.
     """
 
     tokens: str = "sparse"
@@ -58,13 +60,15 @@ class MlaConfig:
     seesaw: bool = False
     crossover: bool = False
     prefetch: int = 0
+    prefetch_by: str = "line"
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
         order = f"{'_seesaw' * self.seesaw}{'_crossover' * self.crossover}"
-        return f"{self.form}_{self.tokens}{fp8}{order}{f'_prefetch{self.prefetch}' if self.prefetch else ''}"
+        ahead = f"_prefetch{self.prefetch}{self.prefetch_by}" if self.prefetch else ""
+        return f"{self.form}_{self.tokens}{fp8}{order}{ahead}"
 
     @property
     def cluster(self) -> int:
@@ -126,7 +130,7 @@ class MlaConfig:
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES}
+        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES, "prefetch_by": PREFETCH_BY}
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"

@@ -31,12 +31,14 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.dequant import Dequantizer
 from cute_kernels.mla.locate import NO_ENTRY, Token, make_locator
+from cute_kernels.sm90 import WARP_THREADS
 
 SCALES_OFFSET = V_HEAD_DIM  # in a token's bytes
 ROPE_OFFSET = SCALES_OFFSET + 16
 SLAB_BYTES = BLOCK_TOKENS * wgmma.ROW_BYTES
 LATENT_LOADS = V_HEAD_DIM // wgmma.SLAB_COLUMNS  # of 16 bytes a lane, one for every slab
 ROPE_LOADS = 2
+LINE_BYTES = 128  # of L2
 NUM_SCALES = 4
 SLABS_PER_SCALE = LATENT_LOADS // NUM_SCALES
 GROUP_BYTES = GROUP_TOKENS * wgmma.ROW_BYTES  # of a slab
@@ -78,12 +80,13 @@ def write_flags(memory, stage, group, valid, lane):
 class Prefetcher:
     """Brings the tokens of a gathering warp into L2 some blocks before they are asked for.
 
-    A lane has one of the warp's tokens of every block, lanes beyond their number none. Its entry is read a block ahead
-    of that.
+    The lanes of a warp share its tokens of a block, a token's lines of 128 bytes among two lanes or more. The entry of
+    a token is read a block ahead of that.
     """
 
     locator: Any
     blocks: int
+    kind: str  # as in `MlaConfig.prefetch_by`
     token_bytes: int
     rows: int  # of a block, that a warp fetches
 
@@ -111,13 +114,24 @@ class Prefetcher:
 
     def ask(self, work, source, entry, block, first_row, lane) -> None:
         token = self.locator.locate(work, source, entry, block, first_row + lane % self.rows)
-        wanted = cutlass.select_(lane < self.rows, token.valid, Int32(0))
-        numbers.prefetch_if(wanted, token.address, self.token_bytes)
+        if self.kind == "bulk":
+            first = cutlass.select_(lane < self.rows, token.valid, Int32(0))
+            numbers.prefetch_bulk_if(first, token.address, self.token_bytes)
+            return
+        for offset in self.lines(lane // self.rows):
+            numbers.prefetch_line_if(token.valid, token.address + offset)
+
+    def lines(self, sharer) -> list[Any]:
+        """Offsets in a token, one in each line that its ``sharer``-th lane asks for; tokens begin at any 16 bytes."""
+        count = -(-(self.token_bytes + LINE_BYTES - wgmma.PIECE_BYTES) // LINE_BYTES)
+        share = -(-count // (WARP_THREADS // self.rows))
+        last = self.token_bytes - wgmma.PIECE_BYTES
+        return [cutlass.min((sharer * share + i) * LINE_BYTES, last) for i in range(share)]
 
 
 def make_prefetcher(config: MlaConfig, locator) -> Prefetcher:
     rows = config.warp_groups * GROUP_TOKENS
-    return Prefetcher(locator, config.prefetch, TOKEN_BYTES[config.form], rows)
+    return Prefetcher(locator, config.prefetch, config.prefetch_by, TOKEN_BYTES[config.form], rows)
 
 
 class Dequantizing:

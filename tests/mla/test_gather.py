@@ -199,3 +199,15 @@ def test_every_code_times_every_scale(monkeypatch):
                 halves = np.stack(decoded, axis=1)
                 found = bf16_values(np.ascontiguousarray(halves).view(np.uint16).reshape(32, 4))
                 assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
+
+
+@pytest.mark.parametrize("form", ["mla_fp8", "mla_bf16"])
+@pytest.mark.parametrize("start", range(0, 128, 16))
+def test_every_line_of_a_token_is_prefetched(monkeypatch, form, start):
+    config = MlaConfig(form=form, fence="reader", prefetch=4)
+    prefetcher = gather.make_prefetcher(config, None)
+    monkeypatch.setattr(gather, "cutlass", SimpleNamespace(min=min))
+    offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]
+    assert {(start + offset) // 128 for offset in offsets} == {
+        (start + byte) // 128 for byte in range(prefetcher.token_bytes)
+    }
