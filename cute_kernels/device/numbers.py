@@ -221,6 +221,20 @@ def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def prefetch_line_if(condition: Int32, address: Int64, *, loc=None, ip=None) -> None:
+    """Brings the line of 128 bytes around an address into L2, if condition is not 0."""
+    asm = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p prefetch.global.L2 [$1]; }"
+    _effect([Int32(condition), Int64(address)], asm, "r,l", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: int, *, loc=None, ip=None) -> None:
+    """Brings ``num_bytes``, a multiple of 16, at a multiple of 16 into L2, if condition is not 0; a lane at a time."""
+    asm = f"{{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; }}"
+    _effect([Int32(condition), Int64(address)], asm, "r,l", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def address_in(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
     """Where a place of this CTA's shared memory lies in that of CTA ``rank`` of the cluster."""
     return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)

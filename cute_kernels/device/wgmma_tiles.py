@@ -88,7 +88,11 @@ def begin() -> None:
     warpgroup.fence()
 
 
-def finish(pending: int = 0) -> None:
-    """Commits a group and waits until at most ``pending`` groups are under way."""
+def commit() -> None:
+    """Ends a group: what was issued since the last one."""
     warpgroup.commit_group()
+
+
+def wait(pending: int = 0) -> None:
+    """Waits until at most ``pending`` groups are under way."""
     warpgroup.wait_group(pending)

@@ -1,4 +1,7 @@
-"""Adding up the parts of split rows: a CTA per head of a row of queries, a thread per four columns."""
+"""Adding up the parts of split rows: a CTA per head of a row of queries, a thread per four columns.
+
+The launch begins before the one that writes the parts has ended (programmatic dependent launch), and waits for its end.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class CombineKernel:
         shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
         results = Results(ptx.address(out), lse, sinks, partials)
         self.kernel(results, shape).launch(
-            grid=(shape.rows * num_heads, 1, 1), block=(self.config.num_threads, 1, 1), stream=stream
+            grid=(shape.rows * num_heads, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            use_pdl=True,
+            stream=stream,
         )
 
     @cute.kernel
@@ -46,22 +52,22 @@ class CombineKernel:
         query_row, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         stats = partial_stats(results, shape, query_row, 0)
         values = partial_values(results, shape, query_row, 0) + tid * 16
+        cute.arch.griddepcontrol_wait()
         maximum = Float32(LOWEST)
         for part in cutlass.range(shape.num_parts, unroll=4):
-            maximum = ptx.fmax(maximum, ptx.load_global_words(stats + part * STATS_BYTES, 0, 1)[0].bitcast(Float32))
+            maximum = ptx.fmax(maximum, _load(stats + part * STATS_BYTES, 1)[0])
         total = Float32(0.0)
         sums = cute.make_rmem_tensor(4, Float32)
         sums.fill(0.0)
         for part in cutlass.range(shape.num_parts, unroll=4):
-            pair = ptx.load_global_words(stats + part * STATS_BYTES, 0, 2)
-            weight = ptx.exp2(pair[0].bitcast(Float32) - maximum)
-            part_total = pair[1].bitcast(Float32)
+            part_maximum, part_total = _load(stats + part * STATS_BYTES, 2)
+            weight = ptx.exp2(part_maximum - maximum)
             # A part without keys has written no values.
             if part_total > 0.0:
                 total = total + weight * part_total
-                words = ptx.load_global_words(values + Int64(part) * (V_HEAD_DIM * 4), 0, 4)
+                part_sums = _load(values + Int64(part) * (V_HEAD_DIM * 4), 4)
                 for i in cutlass.range_constexpr(4):
-                    sums[i] = ptx.fma(words[i].bitcast(Float32), weight, sums[i])
+                    sums[i] = ptx.fma(part_sums[i], weight, sums[i])
         denominator = total
         if exists_sink(results):
             head = query_row % shape.num_heads
@@ -76,3 +82,8 @@ class CombineKernel:
         ptx.store_global(results.out + Int64(query_row) * (V_HEAD_DIM * 2) + tid * 8, words)
         if tid == 0:
             ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+
+
+def _load(address, count: int) -> list[Float32]:
+    """Numbers of a part, which may have been written after this launch began."""
+    return [word.bitcast(Float32) for word in ptx.load_global_words(address, 0, count, constant=False)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.mla.config import FENCES, SCALES, TOKENS, CombineConfig, MlaConfig
+from cute_kernels.mla.config import FORMS, TOKENS, CombineConfig, MlaConfig, served_config
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 
@@ -43,12 +42,8 @@ class CombineSpec(_MlaFamily):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
-    fp8 = [MlaConfig("sparse", "mla_fp8", scales, fence) for scales in SCALES for fence in FENCES]
-    fp8.append(MlaConfig("paged", "mla_fp8"))
-    fp8 += [dataclasses.replace(config, staggered=True) for config in fp8]
-    fp8 += [MlaConfig("sparse", "mla_fp8", scales, "reader", crossover=True) for scales in SCALES]
-    bf16 = [MlaConfig(tokens, "mla_bf16", fence="reader") for tokens in TOKENS]
-    return [*(MlaSpec(config) for config in [*fp8, *bf16]), CombineSpec(CombineConfig())]
+    served = [MlaSpec(served_config(tokens, form)) for tokens in TOKENS for form in FORMS]
+    return [*served, CombineSpec(CombineConfig())]
 
 
 def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:

@@ -21,15 +21,19 @@ NUM_STAGES = 2
 TILE_BYTES = BLOCK_TOKENS * HEAD_DIM * 2
 QUERY_BYTES = BLOCK_HEADS * HEAD_DIM * 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
-FACTOR_BYTES = BLOCK_HEADS * 4
+ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
-# Per thread; in sum at most what three warpgroups are launched with, 3 * 168.
-SCORE_REGISTERS, VALUE_REGISTERS, GATHER_REGISTERS, CROSSING_REGISTERS = 208, 160, 128, 136
+LAUNCH_REGISTERS = 168  # a thread; what the warpgroups have in the end is at most this in sum as well
+SERIAL_REGISTERS, CROSSOVER_REGISTERS, SEESAW_REGISTERS = (208, 160, 128), (208, 160, 136), (192, 192, 120)
+TOKEN_BYTES = {"mla_fp8": 656, "mla_bf16": 1152}
 TOKENS = ("sparse", "paged")
 FORMS = ("mla_fp8", "mla_bf16")
 SCALES = ("fp32", "power_of_2")
 FENCES = ("writer", "reader")
+PREFETCH_BY = ("line", "bulk")
+MAX_PREFETCH = 16
+SERVED_PREFETCH = 4  # blocks
 
 
 @dataclass(frozen=True)
@@ -41,24 +45,30 @@ class MlaConfig:
     scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
-    staggered: the right half of the output is added to while the next block's softmax goes on, not beside the left
-        half; the halves of a tile are then filled and given back one by one.
+    seesaw: the multiplying warpgroups take turns at the softmax, not the first alone; the halves of a tile are then
+        filled and given back one by one.
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
+    prefetch: how many blocks ahead tokens are brought into L2, 0 for not at all.
+    prefetch_by: "line": an instruction of a warp for 32 lines of 128 bytes; "bulk": a bulk prefetch a token.
     """
 
     tokens: str = "sparse"
     form: str = "mla_fp8"
     scales: str = "fp32"
     fence: str = "writer"
-    staggered: bool = False
+    seesaw: bool = False
     crossover: bool = False
+    prefetch: int = 0
+    prefetch_by: str = "line"
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
-        return f"{self.form}_{self.tokens}{fp8}{'_staggered' * self.staggered}{'_crossover' * self.crossover}"
+        order = f"{'_seesaw' * self.seesaw}{'_crossover' * self.crossover}"
+        ahead = f"_prefetch{self.prefetch}{self.prefetch_by}" if self.prefetch else ""
+        return f"{self.form}_{self.tokens}{fp8}{order}{ahead}"
 
     @property
     def cluster(self) -> int:
@@ -73,12 +83,17 @@ class MlaConfig:
     @property
     def num_halves(self) -> int:
         """In how many pieces a tile is filled and given back: left columns with the RoPE columns, right columns."""
-        return 2 if self.staggered else 1
+        return 2 if self.seesaw else 1
 
     @property
-    def empty_arrivals(self) -> int:
-        """How many times a barrier of a tile, or of a half, is arrived at when it is given back."""
-        return MULTIPLYING_WARPS // self.num_halves * self.cluster
+    def empty_arrivals(self) -> tuple[int, ...]:
+        """How many times the barrier of a tile, or of each half, is arrived at when it is given back.
+
+        The left half of the seesaw's tiles holds weights that both warpgroups read.
+        """
+        if self.seesaw:
+            return MULTIPLYING_WARPS, WARPGROUP_WARPS
+        return (MULTIPLYING_WARPS * self.cluster,)
 
     @property
     def copies(self) -> bool:
@@ -91,28 +106,42 @@ class MlaConfig:
         return GATHER_WARPS * (WARP_THREADS + 1 if self.copies else 1)
 
     @property
-    def gather_registers(self) -> int:
-        """Registers of a gathering thread."""
-        return CROSSING_REGISTERS if self.crossover else GATHER_REGISTERS
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of each warpgroup."""
+        if self.seesaw:
+            return SEESAW_REGISTERS
+        return CROSSOVER_REGISTERS if self.crossover else SERIAL_REGISTERS
+
+    @property
+    def weight_bytes(self) -> int:
+        """Shared memory of weights that have a place of their own."""
+        return 0 if self.seesaw else WEIGHT_BYTES
+
+    @property
+    def row_value_slots(self) -> int:
+        """How many numbers a row the multiplying warpgroups pass to each other through a place of its own."""
+        return 3 if self.seesaw else 1
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         stages = NUM_STAGES * (TILE_BYTES + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
-        return stages + QUERY_BYTES + WEIGHT_BYTES + FACTOR_BYTES
+        return stages + QUERY_BYTES + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES}
+        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES, "prefetch_by": PREFETCH_BY}
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
-        if self.copies and (self.staggered or self.crossover):
-            return "staggered or crossover is True; tiles that are copied come in one piece, each to its own CTA"
-        if self.crossover and (self.staggered or self.fence != "reader"):
-            return f"staggered is {self.staggered}, fence is {self.fence!r}; crossover wants False and 'reader'"
+        if self.copies and self.crossover:
+            return "crossover is True; tiles that are copied are each CTA's own"
+        if self.crossover and (self.seesaw or self.fence != "reader"):
+            return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'reader'"
+        if not 0 <= self.prefetch <= MAX_PREFETCH:
+            return f"prefetch is {self.prefetch}; want 0 to {MAX_PREFETCH} blocks"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
@@ -128,3 +157,9 @@ class CombineConfig:
     def name(self) -> str:
         """C identifier of the variant."""
         return f"mla_combine_{self.num_threads}"
+
+
+def served_config(tokens: str, form: str) -> MlaConfig:
+    """The variant that calls are served by; `MlaConfig.can_implement` says where there is none."""
+    fence = "writer" if form == "mla_fp8" else "reader"
+    return MlaConfig(tokens, form, fence=fence, seesaw=True, prefetch=SERVED_PREFETCH)

@@ -22,27 +22,30 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
     GROUP_TOKENS,
-    HEAD_DIM,
     NUM_STAGES,
     TILE_BYTES,
+    TOKEN_BYTES,
     V_HEAD_DIM,
     WARP_GROUPS,
     MlaConfig,
 )
 from cute_kernels.mla.dequant import Dequantizer
-from cute_kernels.mla.locate import Token, make_locator
+from cute_kernels.mla.locate import NO_ENTRY, Token, make_locator
+from cute_kernels.sm90 import WARP_THREADS
 
 SCALES_OFFSET = V_HEAD_DIM  # in a token's bytes
 ROPE_OFFSET = SCALES_OFFSET + 16
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 LATENT_LOADS = V_HEAD_DIM // wgmma_tiles.SLAB_COLUMNS  # of 16 bytes a lane, one for every slab
 ROPE_LOADS = 2
+LINE_BYTES = 128  # of L2
 NUM_SCALES = 4
-COPIES = HEAD_DIM * 2 // 64  # of 16 bytes a lane, of a token of bf16
 SLABS_PER_SCALE = LATENT_LOADS // NUM_SCALES
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
 HALF_LOADS = LATENT_LOADS // 2
 LEFT_LOADS = HALF_LOADS + ROPE_LOADS
+LEFT_SLABS = (*range(HALF_LOADS), LATENT_LOADS)  # of a tile's left half, to which the RoPE columns belong
+RIGHT_SLABS = tuple(range(HALF_LOADS, LATENT_LOADS))
 LEFT_PIECES = (*range(HALF_LOADS), *range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS))
 
 
@@ -73,18 +76,78 @@ def write_flags(memory, stage, group, valid, lane):
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
+@dataclass(frozen=True)
+class Prefetcher:
+    """Brings the tokens of a gathering warp into L2 some blocks before they are asked for.
+
+    The lanes of a warp share its tokens of a block, a token's lines of 128 bytes among two lanes or more. The entry of
+    a token is read a block ahead of that.
+    """
+
+    locator: Any
+    blocks: int
+    kind: str  # as in `MlaConfig.prefetch_by`
+    token_bytes: int
+    rows: int  # of a block, that a warp fetches
+
+    @cute.jit
+    def start(self, work, source, first_row, lane):
+        """Asks for the first blocks behind the one that is fetched first; the entry for :meth:`step`."""
+        entry = Int32(NO_ENTRY)
+        if const_expr(self.blocks > 0):
+            entries = [self.load(work, source, work.begin + i, first_row, lane) for i in range(1, self.blocks + 1)]
+            for i in cutlass.range_constexpr(self.blocks - 1):
+                self.ask(work, source, entries[i], work.begin + (i + 1), first_row, lane)
+            entry = entries[self.blocks - 1]
+        return entry
+
+    @cute.jit
+    def step(self, work, source, entry, block, first_row, lane):
+        """While ``block`` is filled: asks for the block of ``entry``; the next entry."""
+        if const_expr(self.blocks > 0):
+            self.ask(work, source, entry, block + self.blocks, first_row, lane)
+            entry = self.load(work, source, block + (self.blocks + 1), first_row, lane)
+        return entry
+
+    def load(self, work, source, block, first_row, lane):
+        return self.locator.load_entry(work, source, block, first_row + lane % self.rows)
+
+    def ask(self, work, source, entry, block, first_row, lane) -> None:
+        token = self.locator.locate(work, source, entry, block, first_row + lane % self.rows)
+        if self.kind == "bulk":
+            first = cutlass.select_(lane < self.rows, token.valid, Int32(0))
+            numbers.prefetch_bulk_if(first, token.address, self.token_bytes)
+            return
+        for offset in self.lines(lane // self.rows):
+            numbers.prefetch_line_if(token.valid, token.address + offset)
+
+    def lines(self, sharer) -> list[Any]:
+        """Offsets in a token, one in each line that its ``sharer``-th lane asks for; tokens begin at any 16 bytes."""
+        count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
+        share = -(-count // (WARP_THREADS // self.rows))
+        last = self.token_bytes - wgmma_tiles.PIECE_BYTES
+        return [cutlass.min((sharer * share + i) * LINE_BYTES, last) for i in range(share)]
+
+
+def make_prefetcher(config: MlaConfig, locator) -> Prefetcher:
+    rows = config.warp_groups * GROUP_TOKENS
+    return Prefetcher(locator, config.prefetch, config.prefetch_by, TOKEN_BYTES[config.form], rows)
+
+
 class Dequantizing:
     """The gathering warpgroup over an FP8 cache."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
+        self.prefetcher = make_prefetcher(config, self.locator)
         self.dequantizer = Dequantizer(config.scales)
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(self.first_row(warp), lane)
+        first_row = self.first_row(warp)
+        place = GatherLane.of(first_row, lane)
         link = self.link(memory)
         words = cute.make_rmem_tensor(4 * (LATENT_LOADS + ROPE_LOADS), Uint32)
         scales = cute.make_rmem_tensor(NUM_SCALES, Uint32)
@@ -95,8 +158,10 @@ class Dequantizing:
         self.load_scales(scales, token)
         held = token.valid
         entry = self.locator.load_entry(work, source, *self.step(work.begin, 1, place))
+        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(self.config.warp_groups):
                 next_block, next_row = self.step(block, group + 1, place)
@@ -206,7 +271,8 @@ class DequantizingHalves(Dequantizing):
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(self.first_row(warp), lane)
+        first_row = self.first_row(warp)
+        place = GatherLane.of(first_row, lane)
         words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
         scales = [cute.make_rmem_tensor(NUM_SCALES, Uint32) for _ in range(WARP_GROUPS)]
         addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
@@ -222,6 +288,7 @@ class DequantizingHalves(Dequantizing):
             self.load_scales(scales[group], token)
             for slot in cutlass.range_constexpr(LEFT_LOADS):
                 self.load_piece(words[group], token, place, LEFT_PIECES[slot], slot)
+        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             tile = memory.tiles + stage * TILE_BYTES
@@ -231,13 +298,17 @@ class DequantizingHalves(Dequantizing):
                 token = Token(Int64(addresses[group]), Int32(valid[group]))
                 self.write_left(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
             self.announce(memory.full + stage, lane)
-            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
+            # Where the next tokens lie is found out while this block's right half is awaited.
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS
                 token = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
                 entries[group] = self.locator.load_entry(work, source, block + 2, row)
                 addresses[group] = token.address
                 valid[group] = token.valid
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
+            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                token = Token(Int64(addresses[group]), Int32(valid[group]))
                 self.write_right(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
             self.announce(memory.full + (NUM_STAGES + stage), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
@@ -329,38 +400,53 @@ class Copying:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
+        self.prefetcher = make_prefetcher(config, self.locator)
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
+        first_row = warp * (WARP_GROUPS * GROUP_TOKENS)
+        place = GatherLane.of(first_row, lane)
         entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
         for group in cutlass.range_constexpr(WARP_GROUPS):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
+        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             tokens = []
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS
                 tokens.append(self.locator.locate(work, source, Int32(entries[group]), block, row))
                 entries[group] = self.locator.load_entry(work, source, block + 1, row)
-            cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
-                tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
-                self.copy_group(tokens[group], tile, place)
-            numbers.arrive_when_copied((memory.full + stage).toint())
-            # The flags are no copies: a thread that has written some arrives for them as well.
-            if lane == 0:
-                cute.arch.mbarrier_arrive(memory.full + stage)
+            for half in cutlass.range_constexpr(self.config.num_halves):
+                barrier = half * NUM_STAGES + stage
+                cute.arch.mbarrier_wait(memory.empty + barrier, phase)
+                for group in cutlass.range_constexpr(WARP_GROUPS):
+                    if const_expr(half == 0):
+                        write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
+                    tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+                    self.copy_group(tokens[group], tile, place, self.slabs(half))
+                numbers.arrive_when_copied((memory.full + barrier).toint())
+                # The flags are no copies: a thread that may have written some arrives for them as well.
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(memory.full + barrier)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
-    def copy_group(self, token: Token, tile, place: GatherLane) -> None:
-        """Asks for 8 rows of the tile, a lane's token 64 bytes apart; tokens that do not exist become zeros."""
+    def slabs(self, half: int) -> tuple[int, ...]:
+        """The slabs of a tile, or of a half of it, in the order in which they are multiplied."""
+        if self.config.num_halves == 1:
+            return tuple(range(LATENT_LOADS + 1))
+        return RIGHT_SLABS if half else LEFT_SLABS
+
+    def copy_group(self, token: Token, tile, place: GatherLane, slabs: tuple[int, ...]) -> None:
+        """Asks for slabs of 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
         size = token.valid * wgmma_tiles.PIECE_BYTES
-        for i in range(COPIES):
-            target = (tile + place.rope) ^ (4 * wgmma_tiles.PIECE_BYTES * (i % 2))
-            numbers.copy_async(target + i // 2 * SLAB_BYTES, token.address + (place.source + 64 * i), size)
+        for slab in slabs:
+            for i in range(2):
+                target = (tile + place.rope) ^ (4 * wgmma_tiles.PIECE_BYTES * i)
+                source = token.address + (place.source + wgmma_tiles.ROW_BYTES * slab + 64 * i)
+                numbers.copy_async(target + slab * SLAB_BYTES, source, size)
 
 
 def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
@@ -369,4 +455,4 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
         return Copying(config)
     if config.crossover:
         return Crossing(config)
-    return DequantizingHalves(config) if config.staggered else Dequantizing(config)
+    return DequantizingHalves(config) if config.seesaw else Dequantizing(config)

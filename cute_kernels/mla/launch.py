@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, served_config
 from cute_kernels.mla.schedule import WorkShape, choose_parts
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -144,7 +144,7 @@ def _plan(
     tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
 ) -> Plan:
     form = cache.form.name
-    config = MlaConfig(tokens, form, fence="writer" if form == "mla_fp8" else "reader")
+    config = served_config(tokens, form)
     reason = config.can_implement()
     if reason is None and head_dim != HEAD_DIM:
         reason = f"head_dim is {head_dim}"

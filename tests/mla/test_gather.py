@@ -76,9 +76,10 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
             token = gatherer.locator.locate(work, source, entry, Int32(0), place.row)
             tile = Int32(group * GROUP_TOKENS * 128)
             if config.copies:
-                gatherer.copy_group(token, tile, place)
+                for half in range(config.num_halves):
+                    gatherer.copy_group(token, tile, place, gatherer.slabs(half))
                 continue
-            if config.staggered:
+            if config.seesaw:
                 fill_halves(gatherer, token, tile, place)
                 continue
             write_all(gatherer, token, tile, place)
@@ -116,16 +117,16 @@ def some_indices(seed: int) -> np.ndarray:
     return indices
 
 
-@pytest.mark.parametrize("staggered", [False, True])
+@pytest.mark.parametrize("seesaw", [False, True])
 @pytest.mark.parametrize("scales", ["fp32", "power_of_2"])
-def test_fp8_tile(monkeypatch, scales, staggered):
+def test_fp8_tile(monkeypatch, scales, seesaw):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32")
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(1)
     fill_tile(
         monkeypatch,
-        MlaConfig(scales=scales, staggered=staggered),
+        MlaConfig(scales=scales, seesaw=seesaw),
         machine,
         locate.Pages(0, stride, 656, PAGE_SIZE),
         indices,
@@ -169,12 +170,13 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
         assert machine.sent[rank] == TILE_BYTES // 2
 
 
-def test_bf16_tile(monkeypatch):
+@pytest.mark.parametrize("seesaw", [False, True])
+def test_bf16_tile(monkeypatch, seesaw):
     tokens = torch.randn((NUM_PAGES * PAGE_SIZE, HEAD_DIM), generator=torch.Generator().manual_seed(0)).bfloat16()
     memory, stride = paged(tokens.view(torch.uint8))
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(2)
-    config = MlaConfig(form="mla_bf16", fence="reader")
+    config = MlaConfig(form="mla_bf16", fence="reader", seesaw=seesaw)
     fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, 2 * HEAD_DIM, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = tokens[np.where(exists, indices, 0)].float().numpy() * exists[:, None]
@@ -197,3 +199,15 @@ def test_every_code_times_every_scale(monkeypatch):
                 halves = np.stack(decoded, axis=1)
                 found = bf16_values(np.ascontiguousarray(halves).view(np.uint16).reshape(32, 4))
                 assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
+
+
+@pytest.mark.parametrize("form", ["mla_fp8", "mla_bf16"])
+@pytest.mark.parametrize("start", range(0, 128, 16))
+def test_every_line_of_a_token_is_prefetched(monkeypatch, form, start):
+    config = MlaConfig(form=form, fence="reader", prefetch=4)
+    prefetcher = gather.make_prefetcher(config, None)
+    monkeypatch.setattr(gather, "cutlass", SimpleNamespace(min=min))
+    offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]
+    assert {(start + offset) // 128 for offset in offsets} == {
+        (start + byte) // 128 for byte in range(prefetcher.token_bytes)
+    }

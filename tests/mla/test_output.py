@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
-from cute_kernels.mla import kernel, output, softmax
+from cute_kernels.mla import multiply, output, softmax
 from cute_kernels.mla.config import BLOCK_TOKENS, QUERY_BYTES, WEIGHT_BYTES, MlaConfig
 from layouts import banks
 from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
@@ -34,13 +32,12 @@ def assert_no_conflicts(machine: MlaWarp) -> None:
 
 def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
     machine = MlaWarp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, kernel, softmax)
+    machine.install(monkeypatch, multiply, softmax)
     weights = np.random.default_rng(0).random((64, BLOCK_TOKENS)).astype(np.float32)
     for warp in range(4):
         scores = accumulators(weights, warp)
         packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
-        memory = SimpleNamespace(weights=0)
-        kernel.MlaKernel(MlaConfig()).publish_weights(packed, memory, Int32(warp), Int32(LANES))
+        multiply.Multiplying(MlaConfig()).publish_weights(packed, Int32(0), Int32(warp), Int32(LANES))
     words = machine.shared_memory.view(np.uint16)
     for row, column in np.ndindex(weights.shape):
         assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])
@@ -90,6 +87,32 @@ def test_softmax_over_blocks(monkeypatch):
         found = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
         assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
         assert np.allclose(totals[row], sums[row], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+def test_softmax_taking_turns(monkeypatch, num_blocks):
+    """Two that take the softmax of every other block and follow each other's maxima, as the seesaw's warpgroups."""
+    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, softmax)
+    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
+    generator = np.random.default_rng(3)
+    blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * (1 + i) for i in range(num_blocks)]
+    scale = Float32(0.3)
+    maxima: Any = [[Float32(softmax.LOWEST)] * 2 for _ in range(2)]
+    totals: Any = [[Float32(0.0)] * 2 for _ in range(2)]
+    for i, block in enumerate(blocks):
+        own, other = i % 2, 1 - i % 2
+        scores = accumulators(block.astype(np.float32), 0)
+        factors = softmax.raise_maxima(scores, maxima[own], scale)
+        softmax.exponentiate(scores, maxima[own], totals[own], factors, scale, [None] * (softmax.NUM_SCORES // 2))
+        followed = softmax.follow_maxima(maxima[own], maxima[other], totals[other], scale)
+        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(factors, followed, strict=True))
+    every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
+    wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
+    for row in range(2):
+        total = sum(np.broadcast_to(totals[side][row], 32).reshape(8, 4).sum(1) for side in range(2))
+        found = maxima[0][row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
+        assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
 
 
 def _row_max(value):

@@ -33,11 +33,12 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
 
 def test_configurations_fit_and_say_why_not():
     assert MlaConfig().can_implement() is None
-    assert MlaConfig(staggered=True).smem_bytes <= MAX_SHARED_BYTES
+    assert MlaConfig(seesaw=True).smem_bytes <= MAX_SHARED_BYTES
     for config, word in (
         (MlaConfig(form="mla_bf16"), "fence"),
-        (MlaConfig(form="mla_bf16", fence="reader", staggered=True), "staggered"),
-        (MlaConfig(staggered=True, crossover=True, fence="reader"), "crossover"),
+        (MlaConfig(form="mla_bf16", fence="reader", crossover=True), "crossover"),
+        (MlaConfig(prefetch=17), "prefetch"),
+        (MlaConfig(seesaw=True, crossover=True, fence="reader"), "crossover"),
         (MlaConfig(crossover=True), "fence"),
         (MlaConfig(form="int4"), "form"),
         (MlaConfig(tokens="all"), "tokens"),

@@ -1,0 +1,178 @@
+"""What the multiplying warpgroups do with tiles: shared memory, products, weights, waiting and giving back.
+
+:mod:`.serial` and :mod:`.seesaw` put it into an order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.mla import softmax
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    BLOCK_TOKENS,
+    FLAG_BYTES,
+    MULTIPLYING_WARPS,
+    NUM_STAGES,
+    ROW_VALUE_BYTES,
+    TILE_BYTES,
+    V_HEAD_DIM,
+    MlaConfig,
+)
+from cute_kernels.mla.gather import SLAB_BYTES
+from cute_kernels.mla.output import Writer
+from cute_kernels.sm90 import WARP_THREADS
+
+HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
+HALF_SLABS = HALF // wgmma_tiles.SLAB_COLUMNS
+HALF_SUMS = HALF // 2  # of a thread
+MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
+QUERIES_READY = 1  # named barrier of both multiplying warpgroups; 0 is that of all threads
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory of a CTA: addresses, pointers where tensors are made of them, barriers."""
+
+    tile_pointer: Any
+    tiles: Any
+    query_pointer: Any
+    queries: Any
+    weight_pointer: Any  # of the serial order; None where weights take the place of RoPE columns
+    row_values: Any  # slots of a number a row, fp32 [64] each
+    flags: Any
+    full: Any
+    empty: Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a thread keeps of its two rows: registers that all blocks change."""
+
+    sums: Any  # fp32 [128] of the output
+    scores: Any  # fp32 [32]
+    packed: Any  # weights, pairs of bf16 [16]
+    maxima: Any  # fp32 [2]: of unscaled scores, among all that the row has seen
+    totals: Any  # fp32 [2]: of weights
+
+    @staticmethod
+    def make() -> Rows:
+        """Before the first token."""
+        rows = Rows(
+            wgmma_tiles.make_sums(HALF),
+            wgmma_tiles.make_sums(BLOCK_TOKENS),
+            cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32),
+            cute.make_rmem_tensor(2, Float32),
+            cute.make_rmem_tensor(2, Float32),
+        )
+        rows.sums.fill(0.0)
+        rows.maxima.fill(softmax.LOWEST)
+        rows.totals.fill(0.0)
+        return rows
+
+
+class Multiplying:
+    """The parts of an order."""
+
+    def __init__(self, config: MlaConfig):
+        self.config = config
+        self.writer = Writer()
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def score(self, scores, memory, stage, phase) -> None:
+        """Issues scores = queries times the keys of a tile, which it waits for: left columns, RoPE, right columns."""
+        right = self.config.num_halves - 1
+        self.await_tile(memory, stage, phase, 0)
+        wgmma_tiles.begin()
+        for first, count in ((0, HALF_SLABS), (2 * HALF_SLABS, 1), (HALF_SLABS, HALF_SLABS)):
+            if right and first == HALF_SLABS:
+                self.await_tile(memory, stage, phase, right)
+            columns = count * wgmma_tiles.SLAB_COLUMNS
+            queries = wgmma_tiles.tile(memory.query_pointer + first * SLAB_BYTES, BLOCK_HEADS, columns)
+            keys = wgmma_tiles.tile(
+                memory.tile_pointer + (stage * TILE_BYTES + first * SLAB_BYTES), BLOCK_TOKENS, columns
+            )
+            wgmma_tiles.multiply(scores, queries, keys, BLOCK_TOKENS, zero=first == 0)
+        wgmma_tiles.commit()
+
+    def add_values(self, sums, weights, memory, stage, half: int) -> None:
+        """Issues sums += weights times a half of the values of a tile."""
+        place = memory.tile_pointer + (stage * TILE_BYTES + half * HALF_SLABS * SLAB_BYTES)
+        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF)
+        wgmma_tiles.begin()
+        wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True)
+        wgmma_tiles.commit()
+
+    def weight_fragment(self, packed) -> cute.Tensor:
+        """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""
+        layout = cute.make_layout(((2, 2, 2), 1, BLOCK_TOKENS // 16))
+        return cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=BFloat16), layout)
+
+    # -- softmax ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
+        """Weights of a block's tokens, packed, from their scores; the factors by which earlier sums shrink."""
+        if const_expr(self.config.tokens == "sparse"):
+            softmax.mask(rows.scores, self.load_flags(memory, stage), lane)
+        else:
+            softmax.mask_end(rows.scores, work, block, warp, lane)
+        factors = softmax.raise_maxima(rows.scores, rows.maxima, scale)
+        softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed)
+        return factors
+
+    def load_flags(self, memory, stage):
+        place = memory.flags + stage * FLAG_BYTES
+        return [*ptx.load_shared_vector(place, 0, 4), *ptx.load_shared_vector(place, 16, 4)]
+
+    # -- what a warpgroup tells the other -----------------------------------------------------------------------------
+
+    def publish_weights(self, packed, tile, warp, lane) -> None:
+        """Stores a thread's weights as the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
+        row = warp * 16 + lane // 4
+        for i in range(0, softmax.NUM_SCORES, 2):
+            below, column = wgmma_tiles.sum_place(i)
+            place = wgmma_tiles.piece_offset(row, column // 8) + below * wgmma_tiles.ROW_BYTES + lane % 4 * 4
+            ptx.store_shared(tile + place, 0, [packed[i // 2]])
+
+    @cute.jit
+    def publish_rows(self, values, memory, slot: cutlass.Constexpr, warp, lane):
+        """Stores a number for each of a thread's two rows, the same in all four lanes of a row."""
+        if lane % 4 == 0:
+            place = self.row_place(memory, slot, warp, lane)
+            ptx.store_shared(place, 0, [values[0]])
+            ptx.store_shared(place, 32, [values[1]])
+
+    def load_rows(self, memory, slot: int, warp, lane) -> list[Float32]:
+        """What the other warpgroup has stored for a thread's two rows."""
+        place = self.row_place(memory, slot, warp, lane)
+        return [ptx.load_shared(place, offset).bitcast(Float32) for offset in (0, 32)]
+
+    def row_place(self, memory, slot: int, warp, lane):
+        return memory.row_values + (slot * ROW_VALUE_BYTES + (warp * 16 + lane // 4) * 4)
+
+    # -- tiles --------------------------------------------------------------------------------------------------------
+
+    def await_tile(self, memory, stage, phase, half: int) -> None:
+        """Waits for a tile, or for a half of it if they come one by one."""
+        cute.arch.mbarrier_wait(memory.full + (half * NUM_STAGES + stage), phase)
+        if self.config.fence == "reader":
+            cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def release(self, memory, stage, lane, half: cutlass.Constexpr):
+        """A warp is done with a tile, or with a half of it."""
+        cute.arch.sync_warp()
+        barrier = memory.empty + (half * NUM_STAGES + stage)
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+            if const_expr(self.config.crossover):
+                other = 1 - cute.arch.block_idx_in_cluster()
+                numbers.arrive_in_cluster(numbers.address_in(barrier.toint(), other))

@@ -1,0 +1,79 @@
+"""The plain order of a block: scores, softmax, then both halves of the output side by side.
+
+The first warpgroup has the scores, the softmax and the left half of the output, the second the right half. The division
+is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device import ptx, wgmma_tiles
+from cute_kernels.device.lanes import lane_sum
+from cute_kernels.device.ring import advance
+from cute_kernels.mla import softmax
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
+from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, QUERIES_READY, Multiplying, Rows
+
+WEIGHTS_READY, WEIGHTS_FREE = 2, 3  # named barriers of both warpgroups
+
+
+class Serial(Multiplying):
+    """See the module."""
+
+    @cute.jit
+    def first(self, work, results, memory, softmax_scale, warp, lane):
+        """The first warpgroup. warp: 0 to 3."""
+        cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        scale = softmax_scale * ptx.LOG2_E
+        rows = Rows.make()
+        stage, phase = Int32(0), Int32(0)
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            self.score(rows.scores, memory, stage, phase)
+            wgmma_tiles.wait()
+            factors = self.weigh(rows, work, memory, stage, block, scale, warp, lane)
+            cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+            self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane)
+            self.publish_rows(factors, memory, 0, warp, lane)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.hand_over_weights()
+            softmax.rescale(rows.sums, factors, HALF_SUMS)
+            self.add_values(rows.sums, self.weight_fragment(rows.packed), memory, stage, 0)
+            wgmma_tiles.wait()
+            self.release(memory, stage, lane, 0)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+        for row in cutlass.range_constexpr(2):
+            rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
+            rows.maxima[row] = rows.maxima[row] * scale
+        cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+        factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
+        self.publish_rows(factors, memory, 0, warp, lane)
+        self.hand_over_weights()
+        self.writer.write(work, results, rows.sums, factors, memory.queries, warp, lane, 0)
+
+    def hand_over_weights(self) -> None:
+        """Lets the second warpgroup begin with the weights and factors that were published last."""
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+
+    @cute.jit
+    def second(self, work, results, memory, softmax_scale, warp, lane):
+        """The second warpgroup. warp: 0 to 3."""
+        cute.arch.barrier_arrive(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+        sums = Rows.make().sums
+        weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS)
+        stage, phase = Int32(0), Int32(0)
+        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
+            self.await_tile(memory, stage, phase, 0)
+            cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+            softmax.rescale(sums, self.load_rows(memory, 0, warp, lane), HALF_SUMS)
+            self.add_values(sums, weights, memory, stage, 1)
+            wgmma_tiles.wait()
+            cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+            self.release(memory, stage, lane, 0)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+        cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+        factors = self.load_rows(memory, 0, warp, lane)
+        self.writer.write(work, results, sums, factors, memory.queries, warp, lane, 1)
