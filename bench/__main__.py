@@ -45,6 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     append.add_argument("--samples", type=int, default=15, help="timed calls per figure")
     append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     append.set_defaults(run=_append)
+
+    linear = commands.add_parser("linear", help="weight-only linear layers beside cuBLAS, others and the floor")
+    linear.add_argument("--bits", nargs="+", type=int, choices=(4, 8), default=(4, 8))
+    linear.add_argument("--rows", nargs="+", type=int, metavar="M", help="rows of x")
+    linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
+    linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
+    linear.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    linear.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    linear.set_defaults(run=_linear)
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
     accuracy.add_argument("--minutes", type=float, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU")
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
@@ -106,6 +115,18 @@ def _append(options: argparse.Namespace) -> int:
     shapes = append.shapes(chosen, tuple(options.batches or append.BATCHES))
     append.run(bench, shapes, options.formats or append.FORMATS, not options.no_peers)
     return _finish(bench.recorder, append.text)
+
+
+def _linear(options: argparse.Namespace) -> int:
+    bench = _gpu_bench("linear", options, options.quick)
+    if bench is None:
+        return 2
+    from bench import linear, linear_peers
+
+    rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
+    peers = linear_peers.PEERS[:1] if options.no_peers else linear_peers.PEERS
+    linear.run(bench, rows=rows, all_bits=options.bits, peers=peers)
+    return _finish(bench.recorder, linear.text)
 
 
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:
@@ -178,10 +199,12 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, report
+    from bench import accuracy_report, linear, report
 
     record = records.load(options.result)
-    if record.get("kind") == "accuracy":
+    if record.get("kind") == "linear":
+        table, mark = linear.markdown(record), report.MARK_LINEAR
+    elif record.get("kind") == "accuracy":
         table, mark = accuracy_report.markdown(record), accuracy_report.MARK
     else:
         table, mark = report.markdown(record, options.suite), report.mark(options.suite)

@@ -25,6 +25,11 @@ PAGED_OVER_CONTIGUOUS = {64: 1.03, 16: 1.08}
 QUERIES, QUERIES_OVER_ONE = 4, 1.15
 RAGGED_FLOOR_RATIO, MHA_FLOOR_RATIO = 1.3, 1.35
 BF16_RIVAL = "SDPA cudnn"
+LINEAR_FEW_ROWS, LINEAR_FLOOR_RATIO = 16, 1.20
+LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
+LINEAR_PEER_RATIO = 1.03  # the noise of a run
+LINEAR_MANY_ROWS, LINEAR_TFLOPS = 1024, 820
+LINEAR_LARGE = ((8192, 28672), (57344, 8192))
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,23 @@ def judge(record: Record) -> list[Verdict]:
     if host is not None:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
     verdicts += [verdict for row in record.get("append", []) for verdict in _judge_append(row)]
+    verdicts += [verdict for row in record.get("linear", []) for verdict in _judge_linear(row)]
+    return verdicts
+
+
+def _judge_linear(row: Record) -> list[Verdict]:
+    """Few rows against the floor, all against the fastest peer, many by their rate."""
+    shape, us, name = row["shape"], row["us"]["median_us"], f"{row['format']} {row['name']}"
+    layer, verdicts = (shape["n"], shape["k"]), []
+    if shape["m"] <= LINEAR_FEW_ROWS:
+        limit = LINEAR_SMALL_FLOOR_RATIO if layer == LINEAR_SMALL else LINEAR_FLOOR_RATIO
+        verdicts.append(Verdict(f"{name}: ratio to the floor", row["floor_ratio"], limit, ""))
+    peers = {peer: found["us"] for peer, found in row["peers"].items() if found["us"]}
+    if peers:
+        best = min(peers, key=peers.__getitem__)
+        verdicts.append(Verdict(f"{name}: time over {best}'s", us / peers[best], LINEAR_PEER_RATIO, ""))
+    if shape["m"] >= LINEAR_MANY_ROWS and layer in LINEAR_LARGE and shape["bits"] == 4:
+        verdicts.append(Verdict(f"{name}: rate", row["tflops"], LINEAR_TFLOPS, "TFLOPS", at_most=False))
     return verdicts
 
 

@@ -22,6 +22,7 @@ FAMILY_COLOURS = {
 PLAIN = "as it is"
 VARIANT_MARKERS = {PLAIN: "o", "percentile": "s", "smoothed": "^"}
 LINEAR_INCREASE = 0.02  # of perplexity, in percent: below, the axis is linear, because what is measured is noise
+LAYER_COLOURS = ("#0b6e4f", "#1f4e8c", "#b5651d", "#8e44ad", "#c94c4c")
 PEER_COLOURS = ("#b5651d", "#c94c4c", "#8e6c8a", "#7f7f7f", "#c0a000", "#4c9fc9")
 
 
@@ -43,6 +44,8 @@ def plot(record: Record, folder: Path) -> list[Path]:
         files.append(_plot_shapes(others, record, folder))
     if ladders:
         files.append(_plot_ladder(ladders, record, folder))
+    if record.get("linear"):
+        files.append(_plot_linear(record["linear"], record, folder))
     if accuracy:
         files.append(_plot_accuracy(accuracy, record, folder))
     return files
@@ -136,6 +139,43 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
     panel.set_xlabel("time with the step off / time with all on")
     _legend_beside(panel)
     return _save(figure, record, folder / "decode_ladder.svg")
+
+
+def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """How many times as fast as cuBLAS in bf16, over rows of x; dashed, the fastest of the other libraries."""
+    from bench.linear_peers import CUBLAS
+
+    forms = list(dict.fromkeys(row["format"] for row in rows))
+    figure, panels = _figure(len(forms), share_y=True)
+    for panel, form in zip(panels, forms, strict=True):
+        own = [row for row in rows if row["format"] == form and row["peers"].get(CUBLAS, {}).get("us")]
+        layers = list(dict.fromkeys((row["shape"]["n"], row["shape"]["k"]) for row in own))
+        for (n, k), colour in zip(layers, LAYER_COLOURS * 2, strict=False):
+            some = [row for row in own if (row["shape"]["n"], row["shape"]["k"]) == (n, k)]
+            cublas = [row["peers"][CUBLAS]["us"] for row in some]
+            at = [row["shape"]["m"] for row in some]
+            speeds = [base / row["us"]["median_us"] for base, row in zip(cublas, some, strict=True)]
+            panel.plot(at, speeds, "o-", color=colour, markersize=4, label=f"{n} x {k}")
+            points = [
+                (m, base / min(times)) for m, base, row in zip(at, cublas, some, strict=True) if (times := _others(row))
+            ]
+            if points:
+                panel.plot(*zip(*points, strict=True), "--", color=colour, linewidth=0.9)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_title(form)
+        panel.set_xlabel("rows of x")
+        panel.grid(True, alpha=0.3)
+    panels[0].set_ylabel("cuBLAS bf16's time / time, cold L2 (dashed: fastest other library)")
+    _legend_beside(panels[-1])
+    return _save(figure, record, folder / "linear_speed.svg")
+
+
+def _others(row: Record) -> list[float]:
+    """Times of the peers that take the same weights."""
+    from bench.linear_peers import CUBLAS
+
+    return [peer["us"] for name, peer in row["peers"].items() if name != CUBLAS and peer["us"]]
 
 
 def _plot_accuracy(rows: Sequence[Record], record: Record, folder: Path) -> Path:

@@ -148,6 +148,7 @@ def markdown(record: Record, suite: str = "main") -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
 
 
+MARK_LINEAR = "<!-- bench:linear -->"
 MARK_END = "<!-- /bench -->"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -79,6 +79,32 @@ def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: P
         stop.record()
     torch.cuda.synchronize()
     return Timing.of([1e3 * start.elapsed_time(stop) for start, stop in events])
+
+
+def time_cold_in_turn(
+    calls: Mapping[str, Callable[[], object]], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL
+) -> dict[str, Timing]:
+    """As `time_cold`, for several calls by name, one sample of each after the other.
+
+    What slows a GPU down for a while, such as its power limit after some long products, then meets all of them alike.
+    """
+    for call in calls.values():
+        for _ in range(protocol.warmup):
+            flush()
+            call()
+    torch.cuda.synchronize()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    flush()
+    for _ in range(protocol.samples):
+        for name, call in calls.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush()
+            start.record()
+            call()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: Timing.of([1e3 * a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
 
 
 def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], None]:

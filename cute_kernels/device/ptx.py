@@ -394,27 +394,27 @@ def load_global_words(
 
 
 @dsl_user_op
-def store_global(address: Int64, values: Sequence, *, loc=None, ip=None) -> None:
-    """1, 2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access."""
+def store_global(address: Int64, values: Sequence, *, offset: int = 0, loc=None, ip=None) -> None:
+    """1, 2 or 4 values of 32 bits (all fp32 or all words) to global memory in one access, ``offset`` bytes on."""
     kind, letter = ("f32", "f") if isinstance(values[0], Float32) else ("u32", "r")
     inputs = ", ".join(f"${i + 1}" for i in range(len(values)))
     asm = (
-        f"st.global.{kind} [$0], {inputs};"
+        f"st.global.{kind} [$0+{offset}], {inputs};"
         if len(values) == 1
-        else f"st.global.v{len(values)}.{kind} [$0], {{{inputs}}};"
+        else f"st.global.v{len(values)}.{kind} [$0+{offset}], {{{inputs}}};"
     )
     _effect([Int64(address), *values], asm, ",".join(["l"] + [letter] * len(values)), loc=loc, ip=ip)
 
 
 @dsl_user_op
-def load_relaxed(address: Int64, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
-    """2 or 4 words of global memory, each as some CTA of the GPU has last written it."""
+def load_relaxed(address: Int64, num_words: int, *, offset: int = 0, loc=None, ip=None) -> list[Uint32]:
+    """2 or 4 words of global memory, ``offset`` bytes on, each as some CTA of the GPU has last written it."""
     u32 = Uint32.mlir_type
     outputs = ", ".join(f"${i}" for i in range(num_words))
     struct = llvm.inline_asm(
         _struct(u32, num_words),
         [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"ld.relaxed.gpu.global.v{num_words}.u32 {{{outputs}}}, [${num_words}];",
+        f"ld.relaxed.gpu.global.v{num_words}.u32 {{{outputs}}}, [${num_words}+{offset}];",
         ",".join(["=r"] * num_words) + ",l,~{memory}",
         has_side_effects=True,
         loc=loc,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import shipped_configs
+from cute_kernels.linear.wgmma import schedule as wgmma_schedule
 from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
@@ -40,7 +41,10 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
-    return [LinearSpec(config) for config in shipped_configs()]
+    from cute_kernels.linear.wgmma.compile import WgmmaSpec
+
+    few = [LinearSpec(config) for config in shipped_configs()]
+    return [*few, *(WgmmaSpec(config) for config in wgmma_schedule.shipped_configs())]
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

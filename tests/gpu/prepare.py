@@ -1,4 +1,4 @@
-"""Compiles what the GPU tests of this folder run and no bundle holds: `python -m tests.gpu.prepare`, without a GPU.
+"""Compiles what GPU tests and benchmarks run and no bundle holds: `python -m tests.gpu.prepare`, without a GPU.
 
 Compiled kernels go to the disk cache (CUTE_KERNELS_CACHE_DIR), from which the tests load them. Bundles hold the shipped
 kernels: `python -m cute_kernels aot build`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from bench import linear as linear_bench
 from cute_kernels.families import shipped_specs
 from cute_kernels.runtime import default_cache
 from tests.gpu.specs import by_module
@@ -17,7 +18,8 @@ ARCH = "sm_90a"
 
 def main() -> int:
     shipped = set(shipped_specs())
-    wanted = dict.fromkeys(spec for specs in by_module().values() for spec in specs() if spec not in shipped)
+    needed = [*(spec for specs in by_module().values() for spec in specs()), *linear_bench.specs()]
+    wanted = dict.fromkeys(spec for spec in needed if spec not in shipped)
     default_cache().artifacts(
         wanted, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s")
     )

@@ -16,14 +16,14 @@ _NO_RESULT = ("ST", "HGMMA", "WARPGROUP", "BRA", "SYNCS", "UBLKCP", "BAR", "UTMA
 
 
 def instructions(object_code: bytes, folder: Path) -> list[tuple[str, str, str]]:
-    """(label or "", opcode, operands) of a kernel's instructions; the label that stands before each."""
+    """(labels or "", opcode, operands) of a kernel's instructions; the labels that stand before each."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubins_in(object_code)[0])
     text = subprocess.run([find_tool("nvdisasm"), "-c", path], capture_output=True, text=True, check=True).stdout
     found, label = [], ""
     for line in text.splitlines():
         if match := _LABEL.match(line):
-            label = match[1]
+            label = f"{label} {match[1]}".strip()
         elif match := _INSTRUCTION.match(line):
             found.append((label, match[2], match[3] or ""))
             label = ""
@@ -32,7 +32,7 @@ def instructions(object_code: bytes, folder: Path) -> list[tuple[str, str, str]]
 
 def main_loop(code: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """From the target of the first branch back after the last MMA to that branch."""
-    places = {label: place for place, (label, _, _) in enumerate(code) if label}
+    places = {label: place for place, (labels, _, _) in enumerate(code) for label in labels.split()}
     mmas = [place for place, (_, opcode, _) in enumerate(code) if opcode.startswith("HGMMA")]
     for place in range(mmas[-1], len(code)):
         target = re.search(r"\.L_x_\d+", code[place][2]) if code[place][1] == "BRA" else None

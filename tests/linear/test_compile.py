@@ -58,7 +58,9 @@ WGMMA_CONFIGS = [
     WgmmaConfig(4, "fp16", 128, True, tokens=128, m_tiles=2, num_stages=6),
     WgmmaConfig(8, "bf16", 64, True, tokens=128, m_tiles=2, num_stages=5),
     WgmmaConfig(4, "bf16", 0, True, tokens=64, m_tiles=2, unit_k=128, num_stages=4, splits_k=True),
-    WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True),
+    WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True, weight_warps=2),
+    WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, stagger=2, token_band=4),
+    WgmmaConfig(4, "bf16", 128, True, tokens=16, m_tiles=1, warpgroups=3, unit_k=128, splits_k=True, weight_warps=3),
 ]
 
 

@@ -11,13 +11,16 @@ import pytest
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import (
+    TileSchedule,
     candidate_configs,
     efficiency,
     estimate_us,
     make_tile_schedule,
     schedule_of,
     tile_schedules,
+    with_ring,
 )
+from tests.linear import measured
 
 SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096), (100, 128), (64, 64), (1000, 2048)]
 
@@ -34,6 +37,34 @@ def test_smaller_tiles_fill_the_last_wave_better():
     config = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=64)
     items = [schedule_of(small, replace(config, tokens=tokens)) for tokens in (128, 64)]
     assert [(item.num_items, item.num_ctas) for item in items if item] == [(9, 4), (18, 4)]
+
+
+def test_only_the_last_round_is_cut():
+    """448 tiles of 128 x 256 on 132 SMs: three rounds, and 52 tiles in halves for half a round."""
+    case = problem(256, 57344, 8192)
+    schedule = make_tile_schedule(case)
+    assert (schedule.config.tokens, schedule.config.block_rows) == (256, 128)
+    assert (schedule.whole, schedule.num_tiles_cut, schedule.splits) == (396, 52, 2)
+    uncut = schedule_of(case, schedule.config)
+    assert uncut and estimate_us(case, schedule) < 0.9 * estimate_us(case, uncut)
+    assert schedule.workspace_words == 52 * 128 * 256
+
+
+@pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
+def test_the_model_finds_what_was_fastest(n, k, m):
+    """What it takes for the best of the variants is within 5 % of the best of the measured times."""
+    case, times = problem(m, n, k), measured.MICROSECONDS[n, k, m]
+
+    def expected(variant: tuple[int, int, int]) -> float:
+        tokens, rows, splits = variant
+        warpgroups = 3 if rows == 192 else 2
+        unit_k = 64 if max(tokens, rows) == 256 and tokens * rows == 128 * 256 else 128
+        config = WgmmaConfig(4, "bf16", 128, tokens=tokens, warpgroups=warpgroups, unit_k=unit_k)
+        config = with_ring(replace(config, m_tiles=rows // 64 // warpgroups))
+        tiles = TileSchedule(config, case.num_tiles, -(-m // tokens), k // unit_k, splits, 0)
+        return estimate_us(case, replace(tiles, num_ctas=min(132, tiles.num_items)))
+
+    assert times[min(times, key=expected)] <= 1.05 * min(times.values())
 
 
 @pytest.mark.parametrize("n, k", SHAPES)
@@ -59,21 +90,27 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("whole", [0, 1, 7])
 @pytest.mark.parametrize(
     "m, n, splits, num_ctas", [(300, 700, 1, 132), (5000, 700, 1, 8), (70, 4096, 5, 12), (64, 64, 3, 2)]
 )
-def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, cluster, monkeypatch):
+def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, cluster, whole, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
 
-    monkeypatch.setattr(tiles, "cutlass", SimpleNamespace(min=min))
+    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
+    monkeypatch.setattr(tiles, "cutlass", choose)
     monkeypatch.setattr(tiles, "Int32", int)
     schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64, cluster=cluster), splits)
     assert schedule is not None
-    shape = SimpleNamespace(splits=splits, split_units=schedule.split_units, units=schedule.units)
+    whole = min(whole, schedule.num_tiles_cut)
+    schedule = replace(schedule, whole=whole)
+    names = ("whole", "splits", "split_units", "units")
+    shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names})
     done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
     blocks = schedule.blocks // cluster
-    total = blocks * schedule.token_tiles * splits
+    total = schedule.num_items // cluster
+    parts: dict[tuple[int, int], int] = {}
     for cta in range(num_ctas):
         items = tiles.Items(
             shape=shape,  # pyright: ignore[reportArgumentType]
@@ -90,7 +127,11 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, cluste
             item = items.item(index)
             assert item.begin < item.end
             done[item.block, item.token_tile, item.begin : item.end] += 1
+            assert (item.splits == splits) if index >= whole else (item.begin, item.end) == (0, schedule.units)
             if item.split:  # what it waits for comes from the items just before
                 before = items.item(index - 1)
                 assert (before.block, before.token_tile, before.end) == (item.block, item.token_tile, item.begin)
+            if item.splits > 1:  # parts of the workspace are each tile's own
+                assert parts.setdefault((item.block, item.token_tile), item.number) == item.number
+    assert sorted(parts.values()) == list(range(schedule.num_tiles_cut * cluster if splits > 1 else 0))
     assert (done == 1).all()

@@ -11,7 +11,7 @@ from cute_kernels.runtime.spec import KernelSpec, compile_options
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "tiles")
-NUM_ADDRESSES, NUM_INTEGERS = 7, 7  # of a launch, after x
+NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
-MAX_SPLIT_SUMS = 64  # of a thread where parts of K are combined: more leave no registers to do it with
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 COPY_REGISTERS = 24  # of the threads that copy
@@ -41,6 +40,10 @@ class WgmmaConfig:
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
         splits_k: whether K may be cut into parts.
+        weight_warps: that ask for weights. One asks for a tile in some hundred clocks, more than short units leave.
+        stagger: stages by which the second warpgroup begins later than the first, so that one stores its results
+            while the other multiplies.
+        token_band: token tiles that are computed side by side, see `tiles.Items`.
         cluster: CTAs of neighbouring output features that share activations: each brings a part to all of them.
     """
 
@@ -56,6 +59,9 @@ class WgmmaConfig:
     num_stages: int = 5
     splits_k: bool = False
     cluster: int = 1
+    weight_warps: int = 1
+    stagger: int = 0
+    token_band: int = 8
 
     @property
     def tile_k(self) -> int:
@@ -83,7 +89,7 @@ class WgmmaConfig:
 
     @property
     def num_threads(self) -> int:
-        """Multiplying warpgroups, and one of which two warps copy: registers are given to whole warpgroups."""
+        """Multiplying warpgroups, and one of copying warps: registers are given to whole warpgroups."""
         return (self.warpgroups + 1) * WARPGROUP_THREADS
 
     @property
@@ -131,6 +137,11 @@ class WgmmaConfig:
         return self.code_stage_bytes + self.scale_stage_bytes + self.zero_stage_bytes
 
     @property
+    def weight_tile_bytes(self) -> int:
+        """Codes, scales and zero points of a tile of a stage."""
+        return self.weight_stage_bytes // self.block_tiles
+
+    @property
     def stage_bytes(self) -> int:
         return self.x_stage_bytes + self.weight_stage_bytes
 
@@ -164,8 +175,9 @@ class WgmmaConfig:
         """A C identifier that tells configurations apart."""
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         shape = f"m{self.tokens}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
+        order = f"w{self.weight_warps}" + f"d{self.stagger}" * (self.stagger > 0) + f"b{self.token_band}"
         split = "_split" if self.splits_k else ""
-        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}{split}"
+        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}c{self.cluster}{order}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -182,6 +194,8 @@ class WgmmaConfig:
             "unit_k": UNIT_K,
             "group_steps": (1, 2, 4),
             "cluster": (1, 2),
+            "weight_warps": tuple(range(1, min(self.block_tiles, WARPGROUP_WARPS - 1) + 1)),
+            "stagger": tuple(range(self.num_stages)) if self.warpgroups == 2 else (0,),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -194,8 +208,8 @@ class WgmmaConfig:
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
-        if self.splits_k and self.thread_sums > MAX_SPLIT_SUMS:
-            return f"{self.thread_sums} sums of a thread cannot be combined, {MAX_SPLIT_SUMS} can"
+        if self.token_band < 1:
+            return f"token_band {self.token_band} is not at least 1"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -24,7 +24,8 @@ VECTOR = epilogue.VECTOR
 ROW_BYTES = 2 * TILE_N  # of a token's results of a tile in 16 bits
 PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different banks
 PACKED_VECTOR = 8  # results of 16 bytes
-COMBINE_BATCH = 4  # vectors of another part that a thread asks for at a time
+VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
+COMBINE_BATCH = 8  # vectors of another part that a thread asks for at a time, at most
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+        self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
@@ -73,44 +75,45 @@ class TileEpilogue:
     # -- parts of K ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def combine(self, operands, shape, store: Store, item, number, sums):
-        """Stores the sums of a part of K of tile ``number``, or adds the others' to those of the last part.
+    def combine(self, operands, store: Store, item, sums):
+        """Stores the sums of a part of K of a tile, or adds the others' to those of the last part.
 
         Every thread stores its own sums and finds the same thread's, so they lie in the order of the registers.
         """
-        if shape.splits > 1:
+        if item.splits > 1:
             part_bytes = 4 * self.config.block_rows * self.config.tokens
-            place = operands.workspace + Int64(number * (shape.splits - 1)) * part_bytes
+            place = operands.workspace + Int64(item.number * (item.splits - 1)) * part_bytes
             place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
-            if item.split < shape.splits - 1:
+            if item.split < item.splits - 1:
                 place = place + Int64(item.split) * part_bytes
                 for i in cutlass.range_constexpr(self.config.thread_sums // 4):
                     vector = [sums[4 * i + j] for j in range(4)]
-                    ptx.store_global(place + i * (16 * WARPGROUP_THREADS), vector)
+                    ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
             else:
-                for _ in cutlass.range(shape.splits - 1, unroll=1):
-                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, COMBINE_BATCH):
+                for _ in cutlass.range(item.splits - 1, unroll=1):
+                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, self.combine_batch):
                         self.add_part(place, sums, first)
                     place = place + part_bytes
 
     @cute.jit
     def add_part(self, place, sums, first: int):
-        """Adds COMBINE_BATCH vectors of another part to the sums, once they have come, and puts EMPTY back."""
-        words = cute.make_rmem_tensor(4 * COMBINE_BATCH, Uint32)
+        """Adds some vectors of another part to the sums, once they have come, and puts EMPTY back."""
+        batch = self.combine_batch
+        words = cute.make_rmem_tensor(4 * batch, Uint32)
         missing = Int32(1)
         while missing != 0:
             missing = Int32(0)
-            for i in cutlass.range_constexpr(COMBINE_BATCH):
-                loaded = ptx.load_relaxed(place + (first + i) * (16 * WARPGROUP_THREADS), 4)
+            for i in cutlass.range_constexpr(batch):
+                loaded = ptx.load_relaxed(place, 4, offset=(first + i) * VECTOR_STRIDE)
                 for j in cutlass.range_constexpr(4):
                     words[4 * i + j] = loaded[j]
-            for i in cutlass.range_constexpr(4 * COMBINE_BATCH):
+            for i in cutlass.range_constexpr(4 * batch):
                 missing = cutlass.select_(words[i] == Uint32(EMPTY_WORD), Int32(1), missing)
-        for i in cutlass.range_constexpr(COMBINE_BATCH):
+        for i in cutlass.range_constexpr(batch):
             for j in cutlass.range_constexpr(4):
                 place_of = 4 * (first + i) + j
                 sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)
-            ptx.store_global(place + (first + i) * (16 * WARPGROUP_THREADS), [Uint32(EMPTY_WORD)] * 4)
+            ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
 
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 

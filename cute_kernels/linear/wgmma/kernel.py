@@ -44,7 +44,6 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-TOKEN_BAND = 8  # token tiles that are computed side by side
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class WgmmaKernel:
         n: Int32,
         num_tiles: Int32,
         units: Int32,
+        whole: Int32,
         splits: Int32,
         num_ctas: Int32,
         activation: Int32,
@@ -102,9 +102,10 @@ class WgmmaKernel:
 
         x: [m, k], k a multiple of 8, 16-byte aligned. Addresses: codes uint8 [num_tiles, units * unit_tiles, 2048],
         scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
-        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles of the output, splits - 1,
-        block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; splits: parts of K, none of
-        them empty, 1 unless the configuration splits K. activation, out_kind: see `cute_kernels.linear.epilogue`.
+        out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles that are cut, splits - 1,
+        block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; whole: tiles, those of a
+        cluster counted as one, that are not cut; splits: parts of K of the others, none of them empty, 1 unless the
+        configuration splits K. activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
@@ -118,7 +119,7 @@ class WgmmaKernel:
         if const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
         split_units = cute.ceil_div(units, splits)
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, splits, split_units, activation, out_kind)
+        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind)
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
@@ -159,8 +160,10 @@ class WgmmaKernel:
             cute.arch.setmaxregister_decrease(COPY_REGISTERS)
             if warp == config.math_warps:
                 self.copy_activations(shape, memory, items, copy_x, x_view)
-            elif warp == config.math_warps + 1:
-                self.copy_weights(operands, shape, memory, items, lane)
+            else:
+                for i in cutlass.range_constexpr(config.weight_warps):
+                    if warp == config.math_warps + 1 + i:
+                        self.copy_weights(operands, shape, memory, items, i)
         if const_expr(config.cluster > 1):
             # A CTA's memory stays until the others have had their last word to it.
             cute.arch.cluster_arrive_relaxed()
@@ -196,7 +199,7 @@ class WgmmaKernel:
     def init_barriers(self, memory: Memory):
         config = self.config
         for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 2)  # weights, activations
+            cute.arch.mbarrier_init(memory.full + i, 1 + config.weight_warps)  # activations, weights
             cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.cluster)
         cute.arch.mbarrier_init_fence()
 
@@ -208,10 +211,10 @@ class WgmmaKernel:
             shape=shape,
             first=cta // config.cluster,
             stride=num_ctas // config.cluster,
-            count=blocks * token_tiles * shape.splits,
+            count=shape.whole + (blocks * token_tiles - shape.whole) * shape.splits,
             blocks=blocks,
             token_tiles=token_tiles,
-            band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
+            band=cutlass.min(Int32(config.token_band), token_tiles),
             cluster=config.cluster,
             rank=cta % config.cluster,
         )
@@ -253,28 +256,29 @@ class WgmmaKernel:
                 stage, phase = advance(stage, phase, config.num_stages)
 
     @cute.jit
-    def copy_weights(self, operands, shape, memory, items, lane):
-        """Brings the codes, scales and zero points of every unit; one lane."""
+    def copy_weights(self, operands, shape, memory, items, number: int):
+        """Brings the codes, scales and zero points of every unit, the ``number``-th warp's share of its tiles."""
         config = self.config
         stage, phase = Int32(0), Int32(1)
-        if lane == 0:
-            for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-                item = items.item(index)
-                for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    self.copy_unit(operands, shape, memory, item.block, unit, stage)
-                    stage, phase = advance(stage, phase, config.num_stages)
+        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+            item = items.item(index)
+            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    self.copy_unit(operands, shape, memory, item.block, unit, stage, number)
+                stage, phase = advance(stage, phase, config.num_stages)
 
-    def copy_unit(self, operands, shape, memory, block, unit, stage):
-        """Asks for a unit of a block: of each tile one run of codes, one of scales, one of zero points."""
+    def copy_unit(self, operands, shape, memory, block, unit, stage, number: int):
+        """Asks for a share of a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
+        share = range(number, config.block_tiles, config.weight_warps)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(share) * config.weight_tile_bytes)
         address = Int32(barrier.toint())
         tile_bytes = config.unit_tiles * TILE_BYTES
         group_bytes = config.unit_groups * SCALE_BYTES
         zero_bytes = config.unit_groups * ZERO_BYTES
-        for i in range(config.block_tiles):
+        for i in share:
             # Of the last block, tiles behind the last one are that one again.
             tile = cutlass.min(block * config.block_tiles + i, shape.num_tiles - 1)
             ptx.bulk_copy_to_shared(
@@ -332,6 +336,8 @@ class WgmmaKernel:
         last = Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.m_tiles * tile_sums, Float32)
+        if const_expr(config.stagger > 0):
+            self.stay_behind(memory, items, group)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
             first_tile = item.block * config.block_tiles + group * config.m_tiles
@@ -345,13 +351,19 @@ class WgmmaKernel:
             finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
             self.release(memory, last, teller, lane)
             self.put_sums(sums, finished, channel)
-            number = item.block * items.token_tiles + item.token_tile
             if const_expr(config.splits_k):
-                self.epilogue.combine(operands, shape, store, item, number, sums)
-            if item.split == shape.splits - 1:
+                self.epilogue.combine(operands, store, item, sums)
+            if item.split == item.splits - 1:
                 for i in cutlass.range_constexpr(config.m_tiles):
                     corner = Corner((first_tile + i) * TILE_N, item.token_tile * config.tokens)
                     self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+
+    @cute.jit
+    def stay_behind(self, memory, items, group):
+        """Lets the second warpgroup begin some stages later: so it remains, as the tensor cores serve both alike."""
+        first = items.item(items.first)
+        if (group > 0) & (first.end - first.begin > self.config.stagger):
+            cute.arch.mbarrier_wait(memory.full + self.config.stagger, 0)
 
     def put_sums(self, sums, finished, channel):
         """Keeps the finished sums, times the scales of their rows where those hold for all of K."""

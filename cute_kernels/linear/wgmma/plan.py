@@ -41,6 +41,7 @@ class TilePlan:
             n,
             schedule.num_tiles,
             schedule.units,
+            schedule.whole,
             schedule.splits,
             schedule.num_ctas,
             activation,

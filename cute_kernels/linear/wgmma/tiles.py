@@ -19,7 +19,8 @@ class Shape:
     num_tiles: Any  # tiles of 64 output features
     units: Any  # of the padded K
     scale_groups: Any  # of the padded K, 1 where scales are per output feature
-    splits: Any  # parts that K is cut into
+    whole: Any  # tiles that are computed whole, those of a cluster as one
+    splits: Any  # parts that the K of the tiles after them is cut into
     split_units: Any  # of a part; the last may have fewer
     activation: Any
     out_kind: Any
@@ -27,21 +28,25 @@ class Shape:
 
 @dataclass(frozen=True)
 class Item:
-    """A part of K of one tile of the output; run-time integers."""
+    """A tile of the output, or a part of K of one; run-time integers."""
 
     block: Any  # of output features, this CTA's
     token_tile: Any
     begin: Any  # units
     end: Any
-    split: Any  # which part of K
+    split: Any  # which part of K,
+    splits: Any  # of how many
+    number: Any  # of the tile among those that are cut
 
 
 @dataclass(frozen=True)
 class Items:
     """The items of one CTA: every ``stride``-th; run-time integers.
 
-    The parts of a tile follow one another, so neighbouring CTAs have them at the same time, and whoever waits for
-    parts waits for items before its own: no two CTAs wait for each other.
+    The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
+    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023). The parts of a tile follow one another, so
+    neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
+    CTAs wait for each other.
 
     CTAs of a cluster take neighbouring blocks of the same tokens, so a cluster counts as one with a wider block. Tiles
     are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
@@ -60,8 +65,11 @@ class Items:
 
     def item(self, index) -> Item:
         shape = self.shape
-        tile = index // shape.splits
-        split = index - tile * shape.splits
+        place = cutlass.max(index - shape.whole, 0)
+        number = place // shape.splits
+        cut = index >= shape.whole
+        split = cutlass.select_(cut, place - number * shape.splits, Int32(0))
+        tile = cutlass.select_(cut, shape.whole + number, index)
         per_band = self.band * self.blocks
         band = tile // per_band
         rest = tile - band * per_band
@@ -72,6 +80,8 @@ class Items:
             block=block * self.cluster + self.rank,
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
-            end=cutlass.min(begin + shape.split_units, shape.units),
+            end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
             split=split,
+            splits=cutlass.select_(cut, shape.splits, Int32(1)),
+            number=number * self.cluster + self.rank,
         )

@@ -1,0 +1,286 @@
+"""Benchmark of weight-only linear layers: one row of x to thousands, beside the floor of the weight bytes and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.linear_peers import GROUP_SIZE, PEERS, LinearPeer, Product, Weights
+from bench.peers import AGREEMENT, relative_error
+from bench.report import aligned, number
+from bench.suites import TOLERANCE, Bench, WrongOutput
+from bench.timing import time_cold_in_turn
+from cute_kernels.linear import PackedWeight, linear
+from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.plan import FEW_ROWS
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.schedule import Problem, make_schedule
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.schedule import make_tile_schedule
+from cute_kernels.runtime import KernelSpec
+
+LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
+ROWS = tuple(1 << i for i in range(14))
+QUICK_ROWS = (1, 16, 128, 1024)
+BITS = (4, 8)
+CHECKED_ROWS = 16
+MANY_FLOPS = 2e12  # of a call beyond which fewer samples do
+FEW_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One product: x [m, k] in bf16 with W [n, k] in codes of ``bits``, groups of GROUP_SIZE inputs, symmetric."""
+
+    n: int
+    k: int
+    m: int
+    bits: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes and scales, which each call must read."""
+        return self.n * self.k * self.bits // 8 + 2 * self.n * (self.k // GROUP_SIZE)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def format(self) -> str:
+        return f"w{self.bits}a16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.n} x {self.k}, M = {self.m}"
+
+
+def specs(layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS) -> list[KernelSpec]:
+    """The kernels that the benchmark runs; most of them ship."""
+    found: dict[KernelSpec, None] = {}
+    for n, k in layers:
+        for bits in BITS:
+            for m in rows:
+                k_pad = padded_shape((n, k), GROUP_SIZE)[1]
+                problem = Problem(m, n, k, k_pad, bits, "bf16", GROUP_SIZE)
+                if m > FEW_ROWS:
+                    found[WgmmaSpec(make_tile_schedule(problem).config)] = None
+                else:
+                    found[LinearSpec(make_schedule(problem).config)] = None
+    return list(found)
+
+
+def make_weights(n: int, k: int, bits: int, device: torch.device | str = "cuda") -> Weights:
+    """Random codes and scales that make products of about unit size."""
+    generator = torch.Generator(device).manual_seed(0)
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=generator, device=device)
+    spread = k**-0.5 / (1 << (bits - 1))
+    scales = spread * (0.5 + torch.rand((n, k // GROUP_SIZE), generator=generator, device=device))
+    return Weights(codes, scales.to(torch.bfloat16), bits)
+
+
+def pack(weights: Weights) -> PackedWeight:
+    n, k = weights.codes.shape
+    return pack_codes(
+        lambda start, stop: weights.codes[start:stop],
+        weights.scales,
+        None,
+        bits=weights.bits,
+        group_size=GROUP_SIZE,
+        shape=(n, k),
+    )
+
+
+@dataclass
+class Layer:
+    """One weight as everybody wants it: packed here, prepared by each peer that is here."""
+
+    weights: Weights
+    packed: PackedWeight
+    products: dict[str, Product]
+    why_not: dict[str, str]
+
+    @staticmethod
+    def of(weights: Weights, peers: Iterable[LinearPeer]) -> Layer:
+        layer = Layer(weights, pack(weights), {}, {})
+        for peer in peers:
+            if weights.bits in peer.bits:
+                reason = peer.missing()
+                try:
+                    if reason is None:
+                        layer.products[peer.name] = peer.prepare(weights)
+                except Exception as error:  # one peer's failure must not lose the others' results
+                    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                if reason is not None:
+                    layer.why_not[peer.name] = reason
+        return layer
+
+
+def run(
+    bench: Bench,
+    layers: Iterable[tuple[int, int]] = LAYERS,
+    rows: Iterable[int] = ROWS,
+    all_bits: Iterable[int] = BITS,
+    peers: Iterable[LinearPeer] = PEERS,
+) -> None:
+    """One row per layer, width of codes and number of rows under the record's key "linear"."""
+    found: list[dict[str, Any]] = []
+    rows, peers = tuple(rows), tuple(peers)
+    for n, k in layers:
+        for bits in all_bits:
+            work = partial(_run_layer, bench, found, n, k, bits, rows, peers)
+            bench.attempt(f"linear: w{bits}a16 {n} x {k}", work)
+
+
+def _run_layer(
+    bench: Bench,
+    found: list[dict[str, Any]],
+    n: int,
+    k: int,
+    bits: int,
+    rows: Iterable[int],
+    peers: Iterable[LinearPeer],
+) -> None:
+    layer = Layer.of(make_weights(n, k, bits), peers)
+    dense = layer.weights.dense.float()
+    for m in rows:
+        shape = LinearShape(n, k, m, bits)
+        try:
+            found.append(measure(bench, shape, layer, dense))
+        except Exception as error:
+            what = f"linear: {shape.format} {shape.name}"
+            bench.say(f"{what}: FAILED: {bench.recorder.add_failure(what, error)[:300]}")
+        bench.recorder.set("linear", found)
+
+
+def measure(bench: Bench, shape: LinearShape, layer: Layer, dense: torch.Tensor) -> dict[str, Any]:
+    """Checks and times one product, ours and the peers' in turn: so they meet the same clocks."""
+    x = torch.randn((shape.m, shape.k), device=dense.device).to(torch.bfloat16)
+    out = torch.full((shape.m, shape.n), torch.nan, dtype=x.dtype, device=x.device)  # whatever is not written shows
+    own = partial(linear, x, layer.packed, out=out)
+    own()
+    chosen = torch.linspace(0, shape.m - 1, min(shape.m, CHECKED_ROWS), device=x.device).long()
+    want = x[chosen].float() @ dense.T
+    error = check(out, chosen, want)
+    calls: dict[str, Callable[[], object]] = {"": own}
+    why_not = dict(layer.why_not)
+    for name, product in layer.products.items():
+        reason = _disagreement(product, x, chosen, want)
+        if reason is None:
+            calls[name] = partial(product, x)
+        else:
+            why_not[name] = reason
+    protocol = bench.protocol
+    if shape.flops > MANY_FLOPS:
+        protocol = replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
+    times = time_cold_in_turn(calls, bench.flush, protocol)
+    us = times.pop("")
+    floor = bench.floor(shape.weight_bytes)
+    return {
+        "name": shape.name,
+        "format": shape.format,
+        "shape": asdict(shape),
+        "weight_bytes": shape.weight_bytes,
+        "error": error,
+        "us": us.as_dict(),
+        "tflops": shape.flops / us.median_us * 1e-6,
+        "floor": {"us": floor.us, "kernel": floor.kernel},
+        "floor_ratio": us.median_us / floor.us,
+        "peers": {name: {"us": time.median_us} for name, time in times.items()}
+        | {name: {"us": None, "why_not": reason} for name, reason in why_not.items()},
+    }
+
+
+def check(out: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error of the chosen rows; WrongOutput if it is too large or any output is not finite."""
+    error, finite = relative_error(out[chosen], want), bool(torch.isfinite(out).all())
+    if not (error <= TOLERANCE and finite):
+        raise WrongOutput(f"relative error {error:.2e} (at most {TOLERANCE:g}), NaN or inf: {not finite}")
+    return error
+
+
+def _disagreement(product: Product, x: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> str | None:
+    """Why a peer's product is not timed."""
+    try:
+        error = relative_error(product(x)[chosen], want)
+    except Exception as failure:
+        return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    return None if error <= AGREEMENT else f"disagrees with the reference: relative error {error:.2e}"
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def text(record: dict[str, Any]) -> str:
+    """The run as an aligned table."""
+    rows = record.get("linear", [])
+    names = list(dict.fromkeys(name for row in rows for name, peer in row["peers"].items() if peer["us"] is not None))
+    cells = [["format", "N x K", "M", "us", "min", "floor", "/ floor", "TFLOPS", *names]]
+    cells += [_cells(row, names) for row in rows]
+    reasons = {
+        f"{name} ({row['format']})": peer["why_not"]
+        for row in rows
+        for name, peer in row["peers"].items()
+        if peer["us"] is None
+    }
+    lines = [str(record["environment"]["gpu"]), "", *aligned(cells), ""]
+    lines += [f"{name}: {reason}" for name, reason in reasons.items()]
+    lines += [
+        f"{'ok     ' if bar['met'] else 'NOT MET'} {bar['what']}: {bar['measured']} ({bar['bar']})"
+        for bar in record["bars"]
+    ]
+    met = sum(bar["met"] for bar in record["bars"])
+    lines += [f"{met} of {len(record['bars'])} bars met"]
+    lines += [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:
+    shape, us = row["shape"], row["us"]["median_us"]
+    return [
+        row["format"],
+        f"{shape['n']} x {shape['k']}",
+        str(shape["m"]),
+        number(us),
+        number(row["us"]["min_us"]),
+        number(row["floor"]["us"]),
+        number(row["floor_ratio"], 2),
+        number(row["tflops"], 0),
+        *(number(row["peers"].get(name, {}).get("us")) for name in peers),
+    ]
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """A line for each layer and width of codes, microseconds for each number of rows, in brackets the best peer's."""
+    rows = record["linear"]
+    columns = sorted({row["shape"]["m"] for row in rows})
+    lines = [["N x K", "weights", "floor", *(f"M = {m}" for m in columns)], ["---"] * (3 + len(columns))]
+    for (layer, form), group in _layers(rows):
+        by_m = {row["shape"]["m"]: row for row in group}
+        cells = [_with_best(by_m[m]) if m in by_m else "-" for m in columns]
+        lines.append([layer, form, number(group[0]["floor"]["us"]), *cells])
+    environment = record["environment"]
+    about = (
+        f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
+        f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}; us, median of "
+        f"{record.get('samples')} calls with a cold L2; groups of {GROUP_SIZE}; in brackets the fastest peer's."
+    )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
+
+
+def _layers(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((f"{row['shape']['n']} x {row['shape']['k']}", row["format"]), []).append(row)
+    yield from groups.items()
+
+
+def _with_best(row: dict[str, Any]) -> str:
+    times = [peer["us"] for peer in row["peers"].values() if peer["us"] is not None]
+    best = f" ({number(min(times))})" if times else ""
+    return f"**{number(row['us']['median_us'])}**{best}"

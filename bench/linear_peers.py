@@ -1,0 +1,152 @@
+"""Other libraries' products with 4-bit and 8-bit weights, as data: whether each is here, how it takes the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GROUP_SIZE = 128
+Product = Callable[[torch.Tensor], torch.Tensor]  # x [M, K] -> [M, N]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """codes: uint8 [N, K] below 2**bits. scales: bf16 [N, K / GROUP_SIZE]. W = (codes - 2**(bits - 1)) * scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bits: int
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """W in bf16: each weight rounded once."""
+        n, k = self.codes.shape
+        centred = (self.codes.view(n, -1, GROUP_SIZE).to(torch.bfloat16) - (1 << (self.bits - 1))).mul_(
+            self.scales[:, :, None]
+        )
+        return centred.view(n, k)
+
+
+@dataclass(frozen=True)
+class LinearPeer:
+    """`missing` says why the peer is not here (None: it is); `prepare` packs weights once and returns the product."""
+
+    name: str
+    bits: tuple[int, ...]
+    missing: Callable[[], str | None]
+    prepare: Callable[[Weights], Product]
+
+
+def _cublas(weights: Weights) -> Product:
+    dense = weights.dense
+    return lambda x: torch.matmul(x, dense.T)
+
+
+# -- vLLM's Marlin and Machete, from its build ------------------------------------------------------------------------
+
+
+@functools.cache
+def _vllm_missing() -> str | None:
+    """Loads vLLM's extension, unpacked under $PEERS_DIR or installed, and says why it cannot."""
+    roots = [Path(os.environ["PEERS_DIR"]) / "vllm"] if "PEERS_DIR" in os.environ else []
+    with contextlib.suppress(ImportError):
+        roots += [Path(place) for place in importlib.import_module("vllm").__path__]
+    found = [path for root in roots for path in sorted(root.glob("_C*.so"))]
+    if not found:
+        return "not installed: no vllm package, and no vllm/_C*.so under $PEERS_DIR"
+    try:
+        for library in found:
+            torch.ops.load_library(str(library))
+        importlib.import_module("vllm.scalar_type")
+    except (OSError, ImportError) as error:
+        return f"not loadable: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    missing = [name for name in ("marlin_gemm", "machete_mm") if not hasattr(torch.ops._C, name)]
+    return f"no operator {', '.join(missing)} in {found[0].name}" if missing else None
+
+
+def _type_id(bits: int) -> int:
+    types = importlib.import_module("vllm.scalar_type").scalar_types
+    return {4: types.uint4b8, 8: types.uint8b128}[bits].id
+
+
+def words_of(weights: Weights) -> torch.Tensor:
+    """int32 [K / (32 / bits), N]: consecutive inputs of an output feature in a word, the first one lowest."""
+    bits, rows = weights.bits, weights.codes.T
+    words = torch.zeros((rows.shape[0] * bits // 32, rows.shape[1]), dtype=torch.int32, device=rows.device)
+    for i in range(32 // bits):
+        words |= rows[i :: 32 // bits].to(torch.int32) << (bits * i)
+    return words
+
+
+def _marlin(weights: Weights) -> Product:
+    n, k = weights.codes.shape
+    device = weights.codes.device
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    packed = torch.ops._C.gptq_marlin_repack(words_of(weights), nothing, k, n, weights.bits, False)
+    # Its threads want the scales of 64 neighbouring features in the order of their fragments.
+    order = [i + 8 * j for i in range(8) for j in range(8)]
+    scales = weights.scales.T.reshape(-1, 64)[:, order].reshape(-1, n).contiguous()
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    workspace = torch.zeros(num_sms, dtype=torch.int32, device=device)
+    call = functools.partial(_by_name, torch.ops._C.marlin_gemm.default)
+    given = {
+        "b_q_weight": packed,
+        "b_scales": scales,
+        "workspace": workspace,
+        "b_type_id": _type_id(weights.bits),
+        "size_n": n,
+        "size_k": k,
+        "is_k_full": True,
+        "use_atomic_add": False,
+        "use_fp32_reduce": True,
+        "is_zp_float": False,
+    }
+    return lambda x: call(a=x, size_m=x.shape[0], **given)
+
+
+def _by_name(operator, **given: object) -> torch.Tensor:
+    """Calls an operator whose schema grew over releases: what is not named here is optional and stays None."""
+    return operator(*(given.get(argument.name) for argument in operator._schema.arguments))
+
+
+def _machete(weights: Weights) -> Product:
+    operators, dtype = torch.ops._C, torch.bfloat16
+    columns = words_of(weights).T.contiguous().T
+    packed = operators.machete_prepack_B(columns, dtype, _type_id(weights.bits), dtype)
+    scales, type_id = weights.scales.T.contiguous(), _type_id(weights.bits)
+    return lambda x: operators.machete_mm(x, packed, type_id, dtype, scales, None, GROUP_SIZE, None, None, None)
+
+
+# -- QuACK ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _quack_missing() -> str | None:
+    try:
+        importlib.import_module("quack.gemm_w4")
+    except Exception as error:
+        return f"not installed: import quack.gemm_w4: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def _quack(weights: Weights) -> Product:
+    quack = importlib.import_module("quack.gemm_w4")
+    nibbles = weights.codes[:, 0::2] | (weights.codes[:, 1::2] << 4)
+    blob, scales = quack.prepare_w4_weight(nibbles.contiguous(), weights.scales, "int4")
+    return lambda x: quack.gemm_w4a16(x, blob, scales, wformat="int4")
+
+
+CUBLAS = "cuBLAS bf16"
+PEERS = (
+    LinearPeer(CUBLAS, (4, 8), lambda: None, _cublas),
+    LinearPeer("Marlin", (4, 8), _vllm_missing, _marlin),
+    LinearPeer("Machete", (4, 8), _vllm_missing, _machete),
+    LinearPeer("QuACK", (4,), _quack_missing, _quack),
+)
