@@ -30,6 +30,19 @@ LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
 LINEAR_PEER_RATIO = 1.03  # the noise of a run
 LINEAR_MANY_ROWS, LINEAR_TFLOPS = 1024, 820
 LINEAR_LARGE = ((8192, 28672), (57344, 8192))
+MLA_BARS = {  # of `bench.mla_workloads`' shapes: what is judged, and its limit
+    "sparse mla_fp8 b=128 h=128 s_q=2 topk=2048": ("tflops", 460),
+    "sparse mla_fp8 b=148 h=128 s_q=2 topk=32768": ("tflops", 520),
+    "sparse mla_fp8 b=128 h=64 s_q=1 topk=2048": ("tflops", 370),
+    "sparse mla_fp8 b=128 h=16 s_q=1 topk=2048": ("tb_per_s", 2.2),
+    "sparse mla_fp8 b=2 h=128 s_q=2 topk=2048": ("us", 20),
+    "dense mla_bf16 b=128 h=128 s_q=2 s_k=8192": ("tflops", 660),
+    "dense mla_bf16 b=128 h=64 s_q=1 s_k=8192": ("tb_per_s", 4.1),
+    "dense mla_bf16 b=128 h=16 s_q=1 s_k=8192": ("tb_per_s", 4.1),
+    "dense mla_bf16 b=1 h=128 s_q=1 s_k=32768": ("us", 50),
+}
+MLA_UNITS = {"tflops": "TFLOPS", "tb_per_s": "TB/s", "us": "us"}
+MLA_PEER_RATIO = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,31 @@ def judge(record: Record) -> list[Verdict]:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
     verdicts += [verdict for row in record.get("append", []) for verdict in _judge_append(row)]
     verdicts += [verdict for row in record.get("linear", []) for verdict in _judge_linear(row)]
+    verdicts += [verdict for row in record.get("mla", []) if row.get("us") for verdict in _judge_mla(row)]
+    verdicts += [verdict for row in record.get("mla_append", []) for verdict in _judge_mla_append(row)]
     return verdicts
+
+
+def _judge_mla(row: Record) -> list[Verdict]:
+    """The shape's own bar, each peer, and whether any output was outside the tolerances."""
+    us, name, verdicts = row["us"]["median_us"], row["name"], []
+    if name in MLA_BARS:
+        quantity, limit = MLA_BARS[name]
+        measured = us if quantity == "us" else row[quantity]
+        what = f"{name}: {'time' if quantity == 'us' else 'rate'}"
+        verdicts.append(Verdict(what, measured, limit, MLA_UNITS[quantity], at_most=quantity == "us"))
+    for peer, found in row["peers"].items():
+        if found.get("us"):
+            verdicts.append(Verdict(f"{name}: time over {peer}'s", us / found["us"], MLA_PEER_RATIO, ""))
+    verdicts.append(Verdict(f"{name}: elements outside the tolerances", row["error"]["outside"], 0, ""))
+    return verdicts
+
+
+def _judge_mla_append(row: Record) -> list[Verdict]:
+    if row["shape"]["tokens"] < APPEND_PREFILL_TOKENS:
+        return []
+    ratio = row["us"]["median_us"] / row["copy_us"]
+    return [Verdict(f"{row['name']}: time over a copy of its bytes", ratio, APPEND_PREFILL_COPY_RATIO, "")]
 
 
 def _judge_linear(row: Record) -> list[Verdict]:
