@@ -80,23 +80,27 @@ def judge(record: Record) -> list[Verdict]:
         verdicts.append(Verdict("host cost of one eager call", host, HOST_MICROSECONDS, "us"))
     verdicts += [verdict for row in record.get("append", []) for verdict in _judge_append(row)]
     verdicts += [verdict for row in record.get("linear", []) for verdict in _judge_linear(row)]
-    verdicts += [verdict for row in record.get("mla", []) if row.get("us") for verdict in _judge_mla(row)]
+    verdicts += _judge_mla([row for row in record.get("mla", []) if row.get("us")])
     verdicts += [verdict for row in record.get("mla_append", []) for verdict in _judge_mla_append(row)]
     return verdicts
 
 
-def _judge_mla(row: Record) -> list[Verdict]:
-    """The shape's own bar, each peer, and whether any output was outside the tolerances."""
-    us, name, verdicts = row["us"]["median_us"], row["name"], []
-    if name in MLA_BARS:
-        quantity, limit = MLA_BARS[name]
-        measured = us if quantity == "us" else row[quantity]
-        what = f"{name}: {'time' if quantity == 'us' else 'rate'}"
-        verdicts.append(Verdict(what, measured, limit, MLA_UNITS[quantity], at_most=quantity == "us"))
-    for peer, found in row["peers"].items():
-        if found.get("us"):
-            verdicts.append(Verdict(f"{name}: time over {peer}'s", us / found["us"], MLA_PEER_RATIO, ""))
-    verdicts.append(Verdict(f"{name}: elements outside the tolerances", row["error"]["outside"], 0, ""))
+def _judge_mla(rows: list[Record]) -> list[Verdict]:
+    """Each shape's own bar and each peer; all outputs by the tolerances."""
+    verdicts = []
+    for row in rows:
+        us, name = row["us"]["median_us"], row["name"]
+        if name in MLA_BARS:
+            quantity, limit = MLA_BARS[name]
+            measured = us if quantity == "us" else row[quantity]
+            what = f"{name}: {'time' if quantity == 'us' else 'rate'}"
+            verdicts.append(Verdict(what, measured, limit, MLA_UNITS[quantity], at_most=quantity == "us"))
+        for peer, found in row["peers"].items():
+            if found.get("us"):
+                verdicts.append(Verdict(f"{name}: time over {peer}'s", us / found["us"], MLA_PEER_RATIO, ""))
+    if rows:
+        outside = sum(row["error"]["outside"] for row in rows)
+        verdicts.append(Verdict("MLA decode: elements outside FlashMLA's tolerances", outside, 0, ""))
     return verdicts
 
 

@@ -197,7 +197,7 @@ def text(record: dict[str, Any]) -> str:
     for row in rows:
         for name, peer in row["peers"].items():
             said = peer.get("why_not") or peer.get("label")
-            reasons |= {f"{name}, {row['name']}: {said}": None} if said else {}
+            reasons |= {f"{name} ({row['suite']} {row['kv_format']}): {said}": None} if said else {}
     lines += ["", *reasons] if reasons else []
     lines += mla_append.table(record.get("mla_append", []))
     return "\n".join([*lines, *closing(record)])
