@@ -11,13 +11,12 @@ import torch
 
 from bench import mla_append
 from bench.mla_peers import PEERS, MlaPeer, Prepared, Result
-from bench.mla_workloads import HEAD_DIM, SUITES, MlaInputs, MlaShape, make_inputs, shapes
+from bench.mla_workloads import SUITES, MlaInputs, MlaShape, make_inputs, shapes
 from bench.report import OURS, aligned, closing, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_graph_cold
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import CombineConfig
-from cute_kernels.mla.launch import config_of
+from cute_kernels.mla.config import CombineConfig, served_config
 from cute_kernels.runtime import KernelSpec
 
 # What FlashMLA's tests ask of an output against an fp32 one: per element, and (a - b)^2 / (a^2 + b^2) over all.
@@ -34,7 +33,7 @@ def specs(suites: Iterable[str] = SUITES) -> list[KernelSpec]:
     suites, found = tuple(suites), dict[KernelSpec, None]()
     for shape in shapes(suites):
         tokens = {"sparse": "sparse", "dense": "paged"}[shape.suite]
-        found[MlaSpec(config_of(tokens, shape.kv_format, HEAD_DIM))] = None
+        found[MlaSpec(served_config(tokens, shape.kv_format))] = None
         found[CombineSpec(CombineConfig())] = None
     if "append" in suites:
         found |= dict.fromkeys(mla_append.specs())

@@ -128,3 +128,9 @@ class CombineConfig:
     def name(self) -> str:
         """C identifier of the variant."""
         return f"mla_combine_{self.num_threads}"
+
+
+def served_config(tokens: str, form: str) -> MlaConfig:
+    """The variant that calls are served by; `MlaConfig.can_implement` says where there is none."""
+    fence = "writer" if form == "mla_fp8" else "reader"
+    return MlaConfig(tokens, form, fence=fence)

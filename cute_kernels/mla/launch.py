@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, served_config
 from cute_kernels.mla.schedule import WorkShape, choose_parts
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
@@ -143,21 +143,16 @@ def _chosen(
 def _plan(
     tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
 ) -> Plan:
-    config = config_of(tokens, cache.form.name, head_dim)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_parts = choose_parts(WorkShape(rows, num_heads, num_tokens, num_sms))
-    return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
-
-
-def config_of(tokens: str, kv_format: str, head_dim: int) -> MlaConfig:
-    """The kernel that serves a cache's format, "sparse" or "paged"; NotImplementedError where there is none."""
-    config = MlaConfig(tokens, kv_format, fence="writer" if kv_format == "mla_fp8" else "reader")
+    form = cache.form.name
+    config = served_config(tokens, form)
     reason = config.can_implement()
     if reason is None and head_dim != HEAD_DIM:
         reason = f"head_dim is {head_dim}"
     if reason is not None:
-        raise NotImplementedError(f"MLA decode over {kv_format} has no CUDA kernel yet: {reason}")
-    return config
+        raise NotImplementedError(f"MLA decode over {form} has no CUDA kernel yet: {reason}")
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_parts = choose_parts(WorkShape(rows, num_heads, num_tokens, num_sms))
+    return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
 
 
 def make_plan(config: MlaConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
