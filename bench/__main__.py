@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import mla_workloads, workloads
 from bench import record as records
-from bench import workloads
 
 if TYPE_CHECKING:
     from bench.suites import Bench
@@ -62,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--samples", type=int, default=15, help="timed calls per figure")
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.set_defaults(run=_moe)
+
+    mla = commands.add_parser("mla", help="MLA decode, sparse and dense, beside FlashMLA and the floor; MLA append")
+    mla.add_argument("--suite", choices=(*mla_workloads.SUITES, "all"), default="all")
+    mla.add_argument("--quick", action="store_true", help="fewer shapes and floor kernels")
+    mla.add_argument("--no-peers", action="store_true")
+    mla.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    mla.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    mla.set_defaults(run=_mla)
 
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
     accuracy.add_argument("--minutes", type=float, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU")
@@ -149,6 +157,17 @@ def _moe(options: argparse.Namespace) -> int:
     return _finish(bench.recorder, moe.text)
 
 
+def _mla(options: argparse.Namespace) -> int:
+    bench = _gpu_bench("mla", options, options.quick)
+    if bench is None:
+        return 2
+    from bench import mla, mla_peers
+
+    suites = mla_workloads.SUITES if options.suite == "all" else (options.suite,)
+    mla.run(bench, suites, () if options.no_peers else mla_peers.PEERS)
+    return _finish(bench.recorder, mla.text)
+
+
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:
     """What times kernels and records it; None, with a word to the user, where there is no GPU."""
     import torch
@@ -219,11 +238,13 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, linear, report
+    from bench import accuracy_report, linear, mla, report
 
     record = records.load(options.result)
     if record.get("kind") == "linear":
         table, mark = linear.markdown(record), report.MARK_LINEAR
+    elif record.get("kind") == "mla":
+        table, mark = mla.markdown(record), report.MARK_MLA
     elif record.get("kind") == "accuracy":
         table, mark = accuracy_report.markdown(record), accuracy_report.MARK
     else:

@@ -137,7 +137,7 @@ def run(bench: Bench, chosen: Iterable[AppendShape], formats: Iterable[str], pee
     formats = tuple(formats)
     empty = time_cold(lambda: torch.cuda._sleep(0), bench.flush, bench.protocol).median_us
     bench.recorder.set("empty_launch_us", empty)
-    copy_bytes_per_us = COPY_BYTES / _copy_us(bench, COPY_BYTES)
+    copy_bytes_per_us = COPY_BYTES / copy_us(bench, COPY_BYTES)
     bench.recorder.set("copy_gb_per_s", round(copy_bytes_per_us * 1e-3, 1))
 
     def work(shape: AppendShape, kv_format: str) -> None:
@@ -173,12 +173,12 @@ def _measure(
         torch_ops = time_cold(partial(append_kv_reference, call), bench.flush, bench.protocol)
         row["peers"] = {"torch ops": torch_ops.median_us}
     if shape.suite == "prefill":
-        row["copy_us"] = _copy_us(bench, num_bytes)
+        row["copy_us"] = copy_us(bench, num_bytes)
     return row
 
 
-def _copy_us(bench: Bench, num_bytes: int) -> float:
-    """Time of a device copy that reads and writes ``num_bytes`` together."""
+def copy_us(bench: Bench, num_bytes: int) -> float:
+    """Microseconds of a device copy that reads and writes ``num_bytes`` together, at least 2."""
     source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return time_cold(lambda: target.copy_(source), bench.flush, bench.protocol).median_us

@@ -34,6 +34,19 @@ MOE_MANY_TOKENS, MOE_RIVAL = 2048, "torch grouped bf16"
 MOE_RATES = {("Mixtral-8x7B", 8192): 620}  # TFLOPS of the first product
 MOE_HOST_MICROSECONDS = 25.0
 LINEAR_LARGE = ((8192, 28672), (57344, 8192))
+MLA_BARS = {  # of `bench.mla_workloads`' shapes: what is judged, and its limit
+    "sparse mla_fp8 b=128 h=128 s_q=2 topk=2048": ("tflops", 460),
+    "sparse mla_fp8 b=148 h=128 s_q=2 topk=32768": ("tflops", 520),
+    "sparse mla_fp8 b=128 h=64 s_q=1 topk=2048": ("tflops", 370),
+    "sparse mla_fp8 b=128 h=16 s_q=1 topk=2048": ("tb_per_s", 2.2),
+    "sparse mla_fp8 b=2 h=128 s_q=2 topk=2048": ("us", 20),
+    "dense mla_bf16 b=128 h=128 s_q=2 s_k=8192": ("tflops", 660),
+    "dense mla_bf16 b=128 h=64 s_q=1 s_k=8192": ("tb_per_s", 4.1),
+    "dense mla_bf16 b=128 h=16 s_q=1 s_k=8192": ("tb_per_s", 4.1),
+    "dense mla_bf16 b=1 h=128 s_q=1 s_k=32768": ("us", 50),
+}
+MLA_UNITS = {"tflops": "TFLOPS", "tb_per_s": "TB/s", "us": "us"}
+MLA_PEER_RATIO = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ def judge(record: Record) -> list[Verdict]:
     verdicts += [verdict for row in record.get("moe", []) for verdict in _judge_moe(row)]
     for name, us in record.get("moe_host_us", {}).items():
         verdicts.append(Verdict(f"moe: host cost of a layer, {name}", us, MOE_HOST_MICROSECONDS, "us"))
+    verdicts += _judge_mla([row for row in record.get("mla", []) if row.get("us")])
+    verdicts += [verdict for row in record.get("mla_append", []) for verdict in _judge_mla_append(row)]
     return verdicts
 
 
@@ -90,6 +105,32 @@ def _judge_moe(row: Record) -> list[Verdict]:
         rate = MOE_RATES[model, tokens]
         verdicts.append(Verdict(f"{name}: rate", first["tflops"], rate, "TFLOPS", at_most=False))
     return verdicts
+
+
+def _judge_mla(rows: list[Record]) -> list[Verdict]:
+    """Each shape's own bar and each peer; all outputs by the tolerances."""
+    verdicts = []
+    for row in rows:
+        us, name = row["us"]["median_us"], row["name"]
+        if name in MLA_BARS:
+            quantity, limit = MLA_BARS[name]
+            measured = us if quantity == "us" else row[quantity]
+            what = f"{name}: {'time' if quantity == 'us' else 'rate'}"
+            verdicts.append(Verdict(what, measured, limit, MLA_UNITS[quantity], at_most=quantity == "us"))
+        for peer, found in row["peers"].items():
+            if found.get("us"):
+                verdicts.append(Verdict(f"{name}: time over {peer}'s", us / found["us"], MLA_PEER_RATIO, ""))
+    if rows:
+        outside = sum(row["error"]["outside"] for row in rows)
+        verdicts.append(Verdict("MLA decode: elements outside FlashMLA's tolerances", outside, 0, ""))
+    return verdicts
+
+
+def _judge_mla_append(row: Record) -> list[Verdict]:
+    if row["shape"]["tokens"] < APPEND_PREFILL_TOKENS:
+        return []
+    ratio = row["us"]["median_us"] / row["copy_us"]
+    return [Verdict(f"{row['name']}: time over a copy of its bytes", ratio, APPEND_PREFILL_COPY_RATIO, "")]
 
 
 def _judge_linear(row: Record) -> list[Verdict]:

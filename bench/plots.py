@@ -46,6 +46,8 @@ def plot(record: Record, folder: Path) -> list[Path]:
         files.append(_plot_ladder(ladders, record, folder))
     if record.get("linear"):
         files.append(_plot_linear(record["linear"], record, folder))
+    if any(row.get("us") for row in record.get("mla", [])):
+        files.append(_plot_mla([row for row in record["mla"] if row.get("us")], record, folder))
     if accuracy:
         files.append(_plot_accuracy(accuracy, record, folder))
     return files
@@ -176,6 +178,26 @@ def _others(row: Record) -> list[float]:
     from bench.linear_peers import CUBLAS
 
     return [peer["us"] for name, peer in row["peers"].items() if name != CUBLAS and peer["us"]]
+
+
+def _plot_mla(rows: Sequence[Record], record: Record, folder: Path) -> Path:
+    """Rates of each shape, ours and the peers': of products, and of the tokens that are gathered."""
+    names = [OURS, *peer_names(rows)]
+    figure, panels = _figure(2, share_y=True, height=0.16 * len(rows) * (len(names) + 1) + 1)
+    height = 0.8 / len(names)
+    quantities = {"tflops": "TFLOPS", "tb_per_s": "TB/s of tokens"}
+    for panel, (quantity, title) in zip(panels, quantities.items(), strict=True):
+        for place, (name, colour) in enumerate(zip(names, ("#0b6e4f", *PEER_COLOURS), strict=False)):
+            values = [(row if name == OURS else row["peers"].get(name, {})).get(quantity) for row in rows]
+            at = [i + (place - (len(names) - 1) / 2) * height for i in range(len(rows))]
+            pairs = [(y, value) for y, value in zip(at, values, strict=True) if value]
+            panel.barh([y for y, _ in pairs], [x for _, x in pairs], height=0.9 * height, color=colour, label=name)
+        panel.set_xlabel(title)
+        panel.grid(True, axis="x", alpha=0.3)
+    panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    panels[0].invert_yaxis()
+    _legend_beside(panels[-1])
+    return _save(figure, record, folder / "mla_rates.svg")
 
 
 def _plot_accuracy(rows: Sequence[Record], record: Record, folder: Path) -> Path:

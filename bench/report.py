@@ -70,9 +70,13 @@ def text(record: Record) -> str:
     if record.get("host_us"):
         costs = ", ".join(f"{name} {us:.2f} us" for name, us in record["host_us"].items())
         lines += ["", f"host cost per call: {costs}"]
-    lines += _bars(record.get("bars", []))
-    lines += [f"failed: {failure['what']}: {failure['error'][:200]}" for failure in record["failures"]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *closing(record)])
+
+
+def closing(record: Record) -> list[str]:
+    """What any run ends with: its bars, and what failed."""
+    failed = [f"failed: {failure['what']}: {failure['error'][:200]}" for failure in record["failures"]]
+    return [*_bars(record.get("bars", [])), *failed]
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -149,6 +153,7 @@ def markdown(record: Record, suite: str = "main") -> str:
 
 
 MARK_LINEAR = "<!-- bench:linear -->"
+MARK_MLA = "<!-- bench:mla -->"
 MARK_END = "<!-- /bench -->"
 
 

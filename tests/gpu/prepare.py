@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from bench import linear as linear_bench
+from bench import mla as mla_bench
 from cute_kernels.families import shipped_specs
 from cute_kernels.runtime import default_cache
 from tests.gpu.specs import by_module
@@ -18,7 +19,7 @@ ARCH = "sm_90a"
 
 def main() -> int:
     shipped = set(shipped_specs())
-    needed = [*(spec for specs in by_module().values() for spec in specs()), *linear_bench.specs()]
+    needed = [*(spec for specs in by_module().values() for spec in specs()), *linear_bench.specs(), *mla_bench.specs()]
     wanted = dict.fromkeys(spec for spec in needed if spec not in shipped)
     default_cache().artifacts(
         wanted, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s")

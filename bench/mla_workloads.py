@@ -1,0 +1,177 @@
+"""What `python -m bench mla` decodes: shapes as data, what they cost, and inputs made from them on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.mla import mla_decode, sparse_mla_decode
+from cute_kernels.mla.formats import V_DIM, format_of
+from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+
+SUITES = ("sparse", "dense", "append")
+HEAD_DIM = 576
+PAGE_SIZE = 64
+CONTEXT = 32768  # tokens of a request that the sparse shapes choose from, as in FlashMLA's own benchmark
+# Queries and tokens of this size make scores of about unit size: some tokens matter more than others.
+TOKEN_DEVIATION, SOFTMAX_SCALE = 0.1, 0.5
+CHUNK_TOKENS = 1 << 17  # that are held in fp32 while a cache is made
+CHECKED_REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """One decode step: ``q_len`` queries of ``num_heads`` heads for each of ``batch`` requests of ``seq_len`` tokens.
+
+    topk: tokens that each query has chosen; 0 for all of them.
+    """
+
+    kv_format: str
+    batch: int
+    num_heads: int
+    q_len: int = 1
+    seq_len: int = CONTEXT
+    topk: int = 0
+
+    @property
+    def suite(self) -> str:
+        return "sparse" if self.topk else "dense"
+
+    @property
+    def flops(self) -> int:
+        """Of both products, 576 columns of K and 512 of V, over every token that a query names: as FlashMLA counts.
+
+        What causality hides of q_len > 1 is counted, too: at most q_len - 1 tokens of thousands.
+        """
+        return 2 * self.batch * self.q_len * self.num_heads * (self.topk or self.seq_len) * (HEAD_DIM + V_DIM)
+
+    @property
+    def token_bytes(self) -> int:
+        return format_of(self.kv_format).row_bytes(HEAD_DIM)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of tokens: a sparse step's once for each query that names them, a dense step's once."""
+        return self.batch * (self.q_len * self.topk or self.seq_len) * self.token_bytes
+
+    @property
+    def name(self) -> str:
+        tokens = f"topk={self.topk}" if self.topk else f"s_k={self.seq_len}"
+        return f"{self.suite} {self.kv_format} b={self.batch} h={self.num_heads} s_q={self.q_len} {tokens}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+SPARSE = (
+    MlaShape("mla_fp8", batch=128, num_heads=128, q_len=2, topk=2048),
+    MlaShape("mla_fp8", batch=148, num_heads=128, q_len=2, topk=32768),
+    MlaShape("mla_fp8", batch=128, num_heads=128, q_len=1, topk=2048),
+    MlaShape("mla_fp8", batch=128, num_heads=64, q_len=1, topk=2048),
+    MlaShape("mla_fp8", batch=128, num_heads=16, q_len=1, topk=2048),
+    MlaShape("mla_fp8", batch=2, num_heads=128, q_len=2, topk=2048),
+)
+_WHOLE_CONTEXTS = (
+    {"batch": 128, "num_heads": 128, "q_len": 2, "seq_len": 8192},
+    {"batch": 128, "num_heads": 64, "seq_len": 8192},
+    {"batch": 128, "num_heads": 16, "seq_len": 8192},
+    {"batch": 1, "num_heads": 128, "seq_len": 32768},
+)
+DENSE = tuple(MlaShape(kv_format, **shape) for kv_format in ("mla_bf16", "mla_fp8") for shape in _WHOLE_CONTEXTS)
+QUICK = (SPARSE[0], SPARSE[4], SPARSE[5], DENSE[0], DENSE[2], DENSE[3])
+
+
+def shapes(suites: tuple[str, ...], quick: bool = False) -> list[MlaShape]:
+    """The shapes of the suites "sparse" and "dense", in the order of the table."""
+    return [shape for shape in (QUICK if quick else (*SPARSE, *DENSE)) if shape.suite in suites]
+
+
+@dataclass(frozen=True)
+class MlaInputs:
+    """Tensors of one shape, in the layouts that FlashMLA and `cute_kernels.mla` share but for an axis of one KV head.
+
+    q: bf16 [batch, q_len, num_heads, 576]. cache: [num_pages, PAGE_SIZE, row]. block_table: int32 [batch, pages of a
+    request]. seq_lens: int32 [batch]. indices: int32 [batch, q_len, topk], None for whole contexts.
+    """
+
+    shape: MlaShape
+    q: torch.Tensor
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    indices: torch.Tensor | None
+
+    def sample(self, count: int = CHECKED_REQUESTS) -> tuple[torch.Tensor, MlaInputs]:
+        """(int64 [n], the inputs of these requests alone): up to ``count`` requests, spread over the batch."""
+        batch = self.shape.batch
+        rows = torch.linspace(0, batch - 1, min(batch, count), device=self.q.device).long()
+        indices = None if self.indices is None else self.indices[rows]
+        return rows, MlaInputs(
+            self.shape, self.q[rows], self.cache, self.block_table[rows], self.seq_lens[rows], indices
+        )
+
+    def run(self, **options: Any) -> Any:
+        """The public call; options: out, return_lse."""
+        given: dict[str, Any] = {"kv_format": self.shape.kv_format, "softmax_scale": SOFTMAX_SCALE} | options
+        if self.indices is None:
+            return mla_decode(self.q, self.cache, self.block_table, self.seq_lens, **given)
+        return sparse_mla_decode(self.q, self.cache, self.indices, **given)
+
+    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) in fp64, as `run` returns them."""
+        given: dict[str, Any] = {"kv_format": self.shape.kv_format, "softmax_scale": SOFTMAX_SCALE}
+        given["compute_dtype"] = torch.float64
+        if self.indices is None:
+            return mla_decode_reference(self.q, self.cache, self.block_table, self.seq_lens, **given)
+        return sparse_mla_decode_reference(self.q, self.cache, self.indices, **given)[:2]
+
+    def read_bytes(self) -> int:
+        """Bytes that the step cannot do without: each token that anybody sees once, and q; to whole KiB."""
+        if self.indices is None:
+            tokens = int(self.seq_lens.sum())
+        else:
+            seen = torch.zeros(self.cache.shape[0] * PAGE_SIZE, dtype=torch.bool, device=self.cache.device)
+            seen[self.indices.flatten().long()] = True
+            tokens = int(seen.sum())
+        num_bytes = tokens * self.shape.token_bytes + self.q.numel() * self.q.element_size()
+        return -(-num_bytes // 1024) * 1024
+
+
+def make_inputs(shape: MlaShape, device: torch.device | str = "cuda", seed: int = 0) -> MlaInputs:
+    """Random queries and tokens, pages in random order; a query's chosen tokens are distinct and in random order."""
+    generator = torch.Generator(device).manual_seed(seed)
+    pages_of_each = -(-shape.seq_len // PAGE_SIZE)
+    num_pages = shape.batch * pages_of_each
+    order = torch.randperm(num_pages, generator=generator, device=device)
+    table = order.view(shape.batch, pages_of_each).to(torch.int32)
+    size = (shape.batch, shape.q_len, shape.num_heads, HEAD_DIM)
+    q = torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device)
+    return MlaInputs(
+        shape=shape,
+        q=q,
+        cache=make_cache(shape.kv_format, num_pages, generator),
+        block_table=table,
+        seq_lens=torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device),
+        indices=_choose(shape, table, generator) if shape.topk else None,
+    )
+
+
+def make_cache(kv_format: str, num_pages: int, generator: torch.Generator) -> torch.Tensor:
+    """[num_pages, PAGE_SIZE, row] of random tokens on the generator's device, by the format's own quantiser."""
+    form, device = format_of(kv_format), generator.device
+    row = form.row_elements(HEAD_DIM)
+    rows = torch.empty((num_pages * PAGE_SIZE, row), dtype=form.cache_dtypes[0], device=device)
+    for chunk in rows.split(CHUNK_TOKENS):
+        numbers = torch.randn((chunk.shape[0], HEAD_DIM), generator=generator, device=device) * TOKEN_DEVIATION
+        chunk.copy_(form.quantize(numbers))
+    return rows.view(num_pages, PAGE_SIZE, row)
+
+
+def _choose(shape: MlaShape, table: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """int32 [batch, q_len, topk]: slots of tokens of each request, chosen by each query for itself."""
+    dice = torch.rand((shape.batch, shape.q_len, shape.seq_len), generator=generator, device=table.device)
+    tokens = dice.argsort(dim=-1)[..., : shape.topk]
+    pages = table.long()[:, None, :].expand(-1, shape.q_len, -1).gather(2, tokens // PAGE_SIZE)
+    return (pages * PAGE_SIZE + tokens % PAGE_SIZE).to(torch.int32)
