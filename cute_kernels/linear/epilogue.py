@@ -257,12 +257,13 @@ class Epilogue:
     def store_elements(self, base, index, results, count, kind):
         """The first ``count`` of four results, two or four of them in one access where that is aligned."""
         if kind == FP32:
-            if (count == VECTOR) & (index % 4 == 0):
-                ptx.store_global(base + index * 4, [results[i] for i in range(VECTOR)])
+            address = base + index * 4
+            if (count == VECTOR) & (address % 16 == 0):
+                ptx.store_global(address, [results[i] for i in range(VECTOR)])
             else:
                 for i in cutlass.range_constexpr(VECTOR):
                     if i < count:
-                        ptx.store_global(base + (index + i) * 4, [results[i]])
+                        ptx.store_global(address + 4 * i, [results[i]])
         else:
             pairs = [[results[0], results[1]], [results[2], results[3]]]
             words = cute.make_rmem_tensor(2, Uint32)
@@ -270,15 +271,16 @@ class Epilogue:
                 words[i] = ptx.pack_f16x2(*pairs[i])
                 if kind == BF16:
                     words[i] = ptx.pack_bf16x2(*pairs[i])
-            if (count == VECTOR) & (index % 4 == 0):
-                ptx.store_global(base + index * 2, [words[0], words[1]])
-            elif (count == 2) & (index % 2 == 0):
-                ptx.store_global(base + index * 2, [words[0]])
+            address = base + index * 2
+            if (count == VECTOR) & (address % 8 == 0):
+                ptx.store_global(address, [words[0], words[1]])
+            elif (count == 2) & (address % 4 == 0):
+                ptx.store_global(address, [words[0]])
             else:
                 for i in cutlass.range_constexpr(VECTOR):
                     if i < count:
                         half = words[i // 2] >> (16 * (i % 2))
-                        numbers.store_global_part(base + (index + i) * 2, 0, half, 2)
+                        numbers.store_global_part(address + 2 * i, 0, half, 2)
 
 
 def silu(x: Float32) -> Any:

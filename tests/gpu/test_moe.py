@@ -11,6 +11,7 @@ import torch
 from cute_kernels.linear.config import BF16, SWIGLU
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
@@ -50,7 +51,7 @@ SPARE = 2  # places behind those of the experts
 
 
 def problem(places: int, experts: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group=128, zero=False):
-    return GroupedProblem(places, experts, n, k, -(-k // 128) * 128, bits, DTYPES[dtype], group or 0, zero)
+    return GroupedProblem(places, experts, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
 
 
 def specs() -> list[KernelSpec]:

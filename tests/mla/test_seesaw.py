@@ -237,7 +237,7 @@ def play(monkeypatch, seed: int, num_blocks: int) -> None:
         ("cute", SimpleNamespace(arch=arch)),
         ("cutlass", ranges),
         ("Int32", int),
-        ("wgmma", SimpleNamespace(wait=machine.wait)),
+        ("wgmma_tiles", SimpleNamespace(wait=machine.wait)),
         ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
     ):
