@@ -16,9 +16,9 @@ from cute_kernels.linear.wgmma.compile import WgmmaSpec
 from cute_kernels.linear.wgmma.plan import make_tile_plan
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.workspace import POOL
-from tests.gpu.test_linear import CUDA, DTYPES, TOLERANCE, activations, assert_near, every_format, run
+from tests.gpu.test_linear import CUDA, DTYPES, TOLERANCE, activations, assert_near, every_format, exact_product, run
 from tests.gpu.test_linear import FORMATS as FORMAT_PARAMS
-from tests.linear.cases import Known, known
+from tests.linear.cases import known
 
 pytestmark = pytest.mark.gpu
 
@@ -47,14 +47,6 @@ def specs() -> list[WgmmaSpec]:
     for m in INVARIANT_ROWS:
         configs += [make_tile_schedule(replace(problem(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
     return [WgmmaSpec(config) for config in dict.fromkeys(configs)]
-
-
-def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
-    """x W^T in fp64 with W as the tensor cores see it; with one scale per row, that comes after the sums."""
-    dense = reference.dense.to(CUDA)
-    if reference.group_size:
-        dense = dense.to(reference.scales.dtype).double()
-    return x.double() @ dense.T
 
 
 @every_format
