@@ -89,7 +89,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 
 
 def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
-    """x W^T in fp64 with W as the tensor cores see it: of many rows rounded, where a scale is not that of a whole row."""
+    """x W^T in fp64 with W as the tensor cores see it: rounded for many rows, where a scale is not a whole row's."""
     dense = reference.dense.to(CUDA)
     if x.shape[0] > FEW_ROWS and reference.group_size:
         dense = dense.to(reference.scales.dtype).double()
