@@ -9,7 +9,7 @@ from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.features import Features
 from cute_kernels.attention.merge_states import merge_specs
 from cute_kernels.attention.schedule import Problem, candidate_configs
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 DENSE_PAIRS = [("bf16", "bf16"), ("fp16", "fp16")]
 INT4_PAIRS = [(f"int4_g{groups}", q_dtype) for groups in (1, 2, 4, 8) for q_dtype in ("bf16", "fp16")]
@@ -71,9 +71,7 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
 
     from cute_kernels.attention.kernel import DecodeKernel
 
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
+    check_config(config)
     kernel = DecodeKernel(config)
     return cute.compile(
         kernel.with_features if config.has_features else kernel,

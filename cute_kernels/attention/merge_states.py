@@ -18,7 +18,7 @@ from cute_kernels.attention.checks import check_contiguous
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 VECTOR_BYTES = 16
@@ -82,9 +82,7 @@ def compile_merge_states(config: MergeStatesConfig, arch: str, *options: str) ->
 
     from cute_kernels.attention.merge_states_kernel import MergeStatesKernel
 
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
+    check_config(config)
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
     rows = tuple(cute.sym_int() for _ in range(config.ndim - 1))
     row = cute.sym_int(divisibility=config.vector_elements)

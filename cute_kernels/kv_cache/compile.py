@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from cute_kernels import kv_formats
 from cute_kernels.kv_cache.config import DTYPES, AppendConfig, BulkConfig, row_alignment
 from cute_kernels.kv_formats import FORMATS, format_of
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 SHIPPED_SMALL_FORMATS = ("bf16", "int4_g1", "int4_g4")  # at head_dim 64 and 256
 
@@ -136,9 +136,7 @@ def fake_arguments(config: AppendConfig, memory: Any) -> list[Any]:
 
 
 def _check(config: Any) -> None:
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
+    check_config(config)
 
 
 def compile_bulk(config: BulkConfig, arch: str, *options: str) -> Any:

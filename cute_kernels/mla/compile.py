@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.mla.config import FORMS, TOKENS, CombineConfig, MlaConfig, served_config
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 
 class _MlaFamily(KernelSpec):
@@ -57,9 +57,7 @@ def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
 
     from cute_kernels.mla.kernel import MlaKernel
 
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
+    check_config(config)
     results = [_fake_rows(576), *[Int64(0)] * 4, Float32(1.0), Int32(1)]
     pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
     chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cute_kernels import kv_cache
 from cute_kernels.mla import formats
 from cute_kernels.mla_cache.config import WriteConfig
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 from layouts.kv.mla import ROPE_DIM
 
 
@@ -52,9 +52,7 @@ def compile_write(config: WriteConfig, arch: str, *options: str) -> Any:
 
     from cute_kernels.mla_cache.kernel import WriteKernel
 
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
+    check_config(config)
     return cute.compile(
         WriteKernel(config),
         *fake_arguments(config, cutlass.AddressSpace.gmem),

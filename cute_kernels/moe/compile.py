@@ -13,7 +13,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, make_schedule
 from cute_kernels.moe.wgmma.schedule import has_many_rows, make_tiles
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product of few rows, after x,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
@@ -55,7 +55,7 @@ class GroupedWgmmaSpec(KernelSpec):
         return f"grouped_{self.config.name}"
 
     def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("compile", "schedule", "wgmma/kernel", "wgmma/tiles")
+        own = _modules("compile", "schedule", "wgmma/kernel", "wgmma/schedule", "wgmma/tiles")
         return *own, *linear_wgmma.WgmmaSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
@@ -95,7 +95,7 @@ class RoutingSpec(KernelSpec):
         return self.config.name
 
     def source_roots(self) -> tuple[Path, ...]:
-        return _modules("compile", "config", "routing")
+        return _modules("compile", "config", "routing", "schedule")
 
     def compile(self, arch: str) -> Any:
         return compile_routing(self.config, arch)
@@ -140,120 +140,49 @@ def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
     return GroupedSpec(make_schedule(problem).config)
 
 
-def _check(config: Any) -> None:
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
-
-
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
     from cute_kernels.moe.kernel import GroupedKernel
 
-    _check(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
-    shape = (cute.sym_int(), cute.sym_int(divisibility=8))
-    return cute.compile(
-        GroupedKernel(config),
-        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16),
-        *[cutlass.Int64(0)] * NUM_ADDRESSES,
-        *[cutlass.Int32(1)] * NUM_INTEGERS,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    return compile_matrix_kernel(GroupedKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
 
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
     from cute_kernels.moe.wgmma.kernel import GroupedWgmmaKernel
 
-    _check(config)
+    check_config(config)
     if config.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
-    shape = (cute.sym_int(), cute.sym_int(divisibility=8))
-    return cute.compile(
-        GroupedWgmmaKernel(config),
-        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16),
-        *[cutlass.Int64(0)] * NUM_TILE_ADDRESSES,
-        *[cutlass.Int32(1)] * NUM_TILE_INTEGERS,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    counts = (NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS)
+    return compile_matrix_kernel(GroupedWgmmaKernel(config), config.dtype, counts, arch, *options)
 
 
 def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
     from cute_kernels.moe.gather import GatherKernel
 
-    _check(config)
-    return cute.compile(
-        GatherKernel(config),
-        make_fake_compact_tensor(
-            {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype],
-            (cute.sym_int(), cute.sym_int(divisibility=8)),
-            stride_order=(1, 0),
-            assumed_align=16,
-        ),
-        *[cutlass.Int64(0)] * 3,
-        cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    return compile_matrix_kernel(GatherKernel(config), config.dtype, (3, 1), arch, *options)
 
 
 def compile_routing(config: RoutingConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
     from cute_kernels.moe.routing import RoutingKernel
 
-    _check(config)
-    dtype = cutlass.Int64 if config.id_bits == 64 else cutlass.Int32
-    shape = (cute.sym_int(), cute.sym_int())
-    return cute.compile(
-        RoutingKernel(config),
-        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=config.id_bits // 8),
-        *[cutlass.Int64(0)] * 3,
-        cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    any_place: dict[str, int] = {"divisibility": 1, "assumed_align": config.id_bits // 8}
+    return compile_matrix_kernel(RoutingKernel(config), f"int{config.id_bits}", (3, 1), arch, *options, **any_place)
 
 
 def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
     from cute_kernels.moe.combine import CombineKernel
 
-    _check(config)
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[config.dtype]
-    shape = (cute.sym_int(), cute.sym_int())
-    return cute.compile(
-        CombineKernel(config),
-        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=dtype.width // 8),
-        *[cutlass.Int64(0)] * 3,
-        cutlass.Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    any_place: dict[str, int] = {"divisibility": 1, "assumed_align": 4 if config.dtype == "fp32" else 2}
+    return compile_matrix_kernel(CombineKernel(config), config.dtype, (3, 1), arch, *options, **any_place)

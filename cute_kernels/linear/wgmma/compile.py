@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.runtime.spec import KernelSpec, compile_options
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "tiles")
@@ -44,23 +44,7 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
-    reason = config.can_implement()
-    if reason is not None:
-        raise ValueError(f"config: {reason} ({config})")
-    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
-    shape = (cute.sym_int(), cute.sym_int(divisibility=8))
-    x = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
-    numbers = [cutlass.Int64(0)] * NUM_ADDRESSES + [cutlass.Int32(1)] * NUM_INTEGERS
-    return cute.compile(
-        WgmmaKernel(config),
-        x,
-        *numbers,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=compile_options(arch, *options),
-    )
+    check_config(config)
+    return compile_matrix_kernel(WgmmaKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
