@@ -43,9 +43,7 @@ def _tensor(pointer, layout, dtype) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
-def mma(
-    n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: Any = BFloat16
-) -> cute.TiledMma:
+def mma(n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: Any = BFloat16) -> cute.TiledMma:
     """One warpgroup's product with M = 64, N = ``n`` and fp32 sums; made anew for every use, as it holds state."""
     operation = warpgroup.MmaF16BF16Op(
         dtype,

@@ -91,7 +91,7 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
 
 
 def _fake_rows(columns: int, dtype: str) -> Any:
-    """"bf16" or "fp16" [batch, q_len, num_heads, columns], contiguous."""
+    """ "bf16" or "fp16" [batch, q_len, num_heads, columns], contiguous."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 

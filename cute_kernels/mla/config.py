@@ -163,7 +163,9 @@ class MlaConfig:
         if self.copies and self.crossover:
             return "crossover is True; tiles that are copied are each CTA's own"
         if self.seesaw and self.head_dim != HEAD_DIM:
-            return f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
+            return (
+                f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
+            )
         if self.crossover and (self.seesaw or self.fence != "reader"):
             return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'reader'"
         if not 0 <= self.prefetch <= MAX_PREFETCH:
