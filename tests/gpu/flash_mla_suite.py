@@ -66,7 +66,7 @@ class Tally:
 class Timer:
     """Stands for what FlashMLA's profiling timer returns: one kernel, and its time by CUDA events, in seconds."""
 
-    def __init__(self, function: Callable[[], Any], num_tests: int = 30, *_: Any, **__: Any):
+    def __init__(self, function: Callable[[], Any], num_tests: int = 30, *unused: Any, **options: Any):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(num_tests):
