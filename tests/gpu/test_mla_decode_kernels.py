@@ -15,6 +15,7 @@ from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import CombineConfig, MlaConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +30,7 @@ SPARSE = [
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", seesaw=True, prefetch=4, fence="reader"),
     MlaConfig(fence="reader", crossover=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_bf16", fence="reader"),
     MlaConfig(form="mla_bf16", fence="reader", seesaw=True),
 ]
@@ -51,6 +53,8 @@ def address(tensor: torch.Tensor | None) -> int:
 
 def pages_of(cache: torch.Tensor) -> tuple[int, int, int, int]:
     page_stride, token_stride, _ = (stride * cache.element_size() for stride in cache.stride())
+    if cache.shape[2] == MlaModel1().row_bytes:
+        token_stride = MlaModel1.DATA_BYTES
     return cache.data_ptr(), page_stride, token_stride, cache.shape[1]
 
 
@@ -67,7 +71,7 @@ def run(config: MlaConfig, call: DenseCall | SparseCall, tokens: tuple[int, ...]
 
 def check_sparse(config: MlaConfig, num_parts: int = 1, **shape: Any) -> None:
     shape = {"num_pages": 40, "page_size": 64, "length": True, "sinks": True} | shape
-    call = moved(make_sparse(config.form, deviation=DEVIATION, **shape), "cuda")
+    call = moved(make_sparse(config.form, head_dim=config.head_dim, deviation=DEVIATION, **shape), "cuda")
     topk, lengths = call.indices.shape[2], call.options.get("topk_length")
     num_tokens = call.cache.shape[0] * call.cache.shape[1]
     tokens = (*pages_of(call.cache), num_tokens, call.indices.data_ptr(), topk, address(lengths), *NO_CACHE)

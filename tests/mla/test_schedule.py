@@ -43,6 +43,11 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="int4"), "form"),
         (MlaConfig(tokens="all"), "tokens"),
         (MlaConfig(scales="fp16"), "scales"),
+        (MlaConfig(scales="ue8m0"), "scales"),
+        (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
+        (MlaConfig(form="mla_model1", head_dim=512), "scales"),
+        (MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", seesaw=True), "seesaw"),
+        (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
     ):
         reason = config.can_implement()
         assert reason is not None and word in reason
