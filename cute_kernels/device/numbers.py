@@ -254,6 +254,18 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32, *, loc
 
 
 @dsl_user_op
+def copy_to_cluster_if(
+    condition: Int32, target: Int32, source: Int32, num_bytes: int, barrier: Int32, *, loc=None, ip=None
+) -> None:
+    """cp.async.bulk of ``num_bytes`` (a multiple of 16; addresses too) of this CTA's shared memory into a CTA of the
+    cluster, counted on a barrier there, if condition is not 0. Stores before it need a fence of the async proxy."""
+    operands = [Int32(condition), Int32(target), Int32(source), Int32(barrier)]
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    asm = f"{{ .reg .pred p; setp.ne.s32 p, $0, 0; @p {copy} [$1], [$2], {num_bytes}, [$3]; }}"
+    _effect(operands, asm, "r,r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
     """Arrives at an mbarrier of any CTA of the cluster, by its address there."""
     asm = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"

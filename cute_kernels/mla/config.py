@@ -32,7 +32,9 @@ TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
 PREFETCH_BY = ("line", "bulk")
+QUERIES_BY = ("tma", "threads")
 MAX_PREFETCH = 16
+MAX_SLABS = HEAD_DIM // 64
 SERVED_PREFETCH = 4  # blocks
 
 
@@ -50,7 +52,10 @@ class MlaConfig:
         filled and given back one by one.
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
+    send_slabs: with crossover, slabs of 64 columns that a warp writes before it sends its rows of them.
     prefetch: how many blocks ahead tokens are brought into L2, 0 for not at all.
+    queries_by: "tma": a swizzled copy of 64 heads and 64 columns at a time, asked for before all else; "threads":
+        loads and stores of the multiplying warpgroups.
     prefetch_by: "line": an instruction of a warp for 32 lines of 128 bytes; "bulk": a bulk prefetch a token.
     """
 
@@ -61,17 +66,20 @@ class MlaConfig:
     fence: str = "writer"
     seesaw: bool = False
     crossover: bool = False
+    send_slabs: int = 3
     prefetch: int = 0
     prefetch_by: str = "line"
+    queries_by: str = "tma"
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form in SCALES else ""
         width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
-        order = f"{'_seesaw' * self.seesaw}{'_crossover' * self.crossover}"
+        order = f"{'_seesaw' * self.seesaw}{f'_crossover{self.send_slabs}' * self.crossover}"
         ahead = f"_prefetch{self.prefetch}{self.prefetch_by}" if self.prefetch else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}"
+        queries = "_threads" if self.queries_by == "threads" else ""
+        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}{queries}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -143,12 +151,18 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES) + BARRIER_BYTES
         return stages + self.query_bytes + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        choices = {"tokens": TOKENS, "form": tuple(FORMATS), "fence": FENCES, "prefetch_by": PREFETCH_BY}
+        choices = {
+            "tokens": TOKENS,
+            "form": tuple(FORMATS),
+            "fence": FENCES,
+            "prefetch_by": PREFETCH_BY,
+            "queries_by": QUERIES_BY,
+        }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
@@ -166,10 +180,12 @@ class MlaConfig:
             return (
                 f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
             )
-        if self.crossover and (self.seesaw or self.fence != "reader"):
-            return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'reader'"
-        if not 0 <= self.prefetch <= MAX_PREFETCH:
-            return f"prefetch is {self.prefetch}; want 0 to {MAX_PREFETCH} blocks"
+        if self.crossover and (self.seesaw or self.fence != "writer"):
+            return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'writer'"
+        if not 1 <= self.send_slabs <= MAX_SLABS:
+            return f"send_slabs is {self.send_slabs}; want 1 to {MAX_SLABS}"
+        if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
+            return f"prefetch is {self.prefetch}; want 0 or 2 to {MAX_PREFETCH} blocks"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None

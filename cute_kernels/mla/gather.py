@@ -70,7 +70,8 @@ class Prefetcher:
     """Brings the tokens of a gathering warp into L2 some blocks before they are asked for.
 
     The lanes of a warp share its tokens of a block, a token's lines of 128 bytes among two lanes or more. The entry of
-    a token is read a block ahead of that.
+    a token is read a block ahead of that. The first two blocks are asked for at once, the others behind the first tile:
+    at the beginning of a launch all SMs ask together, and the queries come the same way.
     """
 
     locator: Any
@@ -82,22 +83,28 @@ class Prefetcher:
 
     @cute.jit
     def start(self, work, source, first_row, lane):
-        """Asks for the first blocks behind the one that is fetched first; the entry for :meth:`step`."""
-        entry = Int32(NO_ENTRY)
+        """Asks for the first two blocks."""
         if const_expr(self.blocks > 0):
-            entries = [self.load(work, source, work.begin + i, first_row, lane) for i in range(1, self.blocks + 1)]
-            for i in cutlass.range_constexpr(self.blocks - 1):
-                self.ask(work, source, entries[i], work.begin + (i + 1), first_row, lane)
-            entry = entries[self.blocks - 1]
-        return entry
+            entries = [self.load(work, source, work.begin + i, first_row, lane) for i in range(2)]
+            for i in cutlass.range_constexpr(2):
+                self.ask(work, source, entries[i], work.begin + i, first_row, lane)
 
     @cute.jit
     def step(self, work, source, entry, block, first_row, lane):
-        """While ``block`` is filled: asks for the block of ``entry``; the next entry."""
+        """Behind the tile of ``block``: asks for the block of ``entry``; the next entry."""
         if const_expr(self.blocks > 0):
+            if block == work.begin:
+                entry = self.catch_up(work, source, first_row, lane)
             self.ask(work, source, entry, block + self.blocks, first_row, lane)
             entry = self.load(work, source, block + (self.blocks + 1), first_row, lane)
         return entry
+
+    def catch_up(self, work, source, first_row, lane):
+        """Behind the first tile: asks for the blocks that no step asks for; the entry of the first step."""
+        entries = [self.load(work, source, work.begin + i, first_row, lane) for i in range(2, self.blocks + 1)]
+        for i in range(2, self.blocks):
+            self.ask(work, source, entries[i - 2], work.begin + i, first_row, lane)
+        return entries[-1]
 
     def load(self, work, source, block, first_row, lane):
         return self.locator.load_entry(work, source, block, first_row + lane % self.rows)
@@ -154,10 +161,10 @@ class Dequantizing:
         self.load_scales(scales, token)
         held = token.valid
         entry = self.locator.load_entry(work, source, *self.step(work.begin, 1, place))
-        ahead = self.prefetcher.start(work, source, first_row, lane)
+        self.prefetcher.start(work, source, first_row, lane)
+        ahead = Int32(NO_ENTRY)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(self.config.warp_groups):
                 next_block, next_row = self.step(block, group + 1, place)
@@ -168,6 +175,7 @@ class Dequantizing:
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
+            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
     def step(self, block, groups: int, place):
@@ -196,6 +204,9 @@ class Dequantizing:
     def store(self, tile, place, offset: int, values) -> None:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
+
+    def send(self, tile, place, slab: int) -> None:
+        """A warp has written its rows of a slab: nobody else wants them."""
 
     def announce_tile(self, memory, stage, warp, lane) -> None:
         """Says that the warp's part of a tile is written."""
@@ -236,9 +247,11 @@ class Dequantizing:
         self.load_scales(scales, token)
         for i in range(codes):
             self.write_latent(words, i, i, factors[i // shared], tile, place, token, i)
+            self.send(tile, place, i)
         for i in range(codes, self.num_loads):
             self.write_rope(words, i, i - codes, tile, place)
             self.load_piece(words, token, place, i)
+        self.send(tile, place, codes)
 
     def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
         """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
@@ -289,7 +302,8 @@ class DequantizingHalves(Dequantizing):
             self.load_scales(scales[group], token)
             for slot in cutlass.range_constexpr(LEFT_LOADS):
                 self.load_piece(words[group], token, place, self.left_pieces[slot], slot)
-        ahead = self.prefetcher.start(work, source, first_row, lane)
+        self.prefetcher.start(work, source, first_row, lane)
+        ahead = Int32(NO_ENTRY)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             tile = memory.tiles + stage * self.config.tile_bytes
@@ -353,9 +367,11 @@ class SharedTile:
 
 
 class Crossing(Dequantizing):
-    """Half of the tokens of every block, written here and sent to the other CTA of the pair, which sends its half.
+    """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
 
-    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
+    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy, some slabs' at a time, while it
+    decodes the next ones.
     """
 
     def first_row(self, warp):
@@ -381,12 +397,25 @@ class Crossing(Dequantizing):
 
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
-        numbers.store_async(tile.address + tile.distance + (place + offset), values, tile.barrier)
+
+    def send(self, tile: SharedTile, place, slab: int) -> None:
+        """Copies the slabs since the last copy if ``slab`` is the last of so many, a slab a lane."""
+        last = self.layout.num_slabs - 1
+        first = slab - slab % self.config.send_slabs
+        if slab != last and slab != first + self.config.send_slabs - 1:
+            return
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        rows = tile.address + (place.row - place.row % GROUP_TOKENS) * wgmma_tiles.ROW_BYTES
+        source = rows + (first + lane) * SLAB_BYTES
+        wanted = cutlass.select_(lane <= slab - first, Int32(1), Int32(0))
+        numbers.copy_to_cluster_if(wanted, source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
-        """The first warp also says how many bytes are to come from the other CTA."""
-        cute.arch.sync_warp()
+        """As that of one CTA, behind the fence of the last copy; the first warp also says how many bytes are to come
+        from the other CTA."""
         if lane == 0:
             if warp == 0:
                 sent = (self.config.tile_bytes + FLAG_BYTES) // 2
@@ -411,7 +440,8 @@ class Copying:
         entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
         for group in cutlass.range_constexpr(WARP_GROUPS):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
-        ahead = self.prefetcher.start(work, source, first_row, lane)
+        self.prefetcher.start(work, source, first_row, lane)
+        ahead = Int32(NO_ENTRY)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)

@@ -33,7 +33,6 @@ from cute_kernels.sm90 import WARP_THREADS
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
 HALF_SUMS = HALF // 2  # of a thread
 MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
-QUERIES_READY = 1  # named barrier of both multiplying warpgroups; 0 is that of all threads
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Memory:
     flags: Any
     full: Any
     empty: Any
+    queries_full: Any  # a barrier of one phase
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,10 @@ class Multiplying:
         return memory.row_values + (slot * ROW_VALUE_BYTES + (warp * 16 + lane // 4) * 4)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
+
+    def await_queries(self, memory) -> None:
+        """Waits for the CTA's queries."""
+        cute.arch.mbarrier_wait(memory.queries_full, 0)
 
     def await_tile(self, memory, stage, phase, half: int) -> None:
         """Waits for a tile, or for a half of it if they come one by one."""

@@ -25,7 +25,7 @@ from cute_kernels.device.lanes import lane_sum
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, WARPGROUP_WARPS
 from cute_kernels.mla.gather import SLAB_BYTES
-from cute_kernels.mla.multiply import HALF_SLABS, HALF_SUMS, MULTIPLYING_THREADS, QUERIES_READY, Multiplying, Rows
+from cute_kernels.mla.multiply import HALF_SLABS, HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
 from cute_kernels.sm90 import WARP_THREADS
 
 WEIGHT_SLAB = 2 * HALF_SLABS  # that of the RoPE columns
@@ -44,7 +44,7 @@ class Seesaw(Multiplying):
     @cute.jit
     def first(self, work, results, memory, softmax_scale, warp, lane):
         """The first warpgroup. warp: 0 to 3."""
-        cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.await_queries(memory)
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         phase = Int32(0)
@@ -72,7 +72,7 @@ class Seesaw(Multiplying):
     @cute.jit
     def second(self, work, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
-        cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.await_queries(memory)
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         phase = Int32(0)

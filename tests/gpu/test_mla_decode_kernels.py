@@ -29,7 +29,7 @@ SPARSE = [
     MlaConfig(seesaw=True, prefetch=8, fence="reader"),
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", seesaw=True, prefetch=4, fence="reader"),
-    MlaConfig(fence="reader", crossover=True),
+    MlaConfig(crossover=True),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_bf16", fence="reader"),
     MlaConfig(form="mla_bf16", fence="reader", seesaw=True),

@@ -183,14 +183,18 @@ def test_model1_tile(monkeypatch, scales, exponents):
         assert size == 16 or (size == 8 and offset % 8 == 0 and offset >= PAGE_SIZE * MODEL1.DATA_BYTES)
 
 
-def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
+@pytest.mark.parametrize("send_slabs", [1, 2, 3, 9])
+def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, send_slabs):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=False)
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(2 * TILE_BYTES, 0xFF, np.uint8), memory)
     machine.install(monkeypatch, gather, dequant, locate)
-    gatherer: Any = gather.make_gatherer(MlaConfig(fence="reader", crossover=True))
+    gatherer: Any = gather.make_gatherer(MlaConfig(crossover=True, send_slabs=send_slabs))
     source = sparse_source(locate.Pages(0, stride, 656, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
     indices = some_indices(3)
+    for name in ("fence_proxy", "sync_warp"):
+        monkeypatch.setattr(gather.cute.arch, name, lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(gather.cute.arch, "lane_idx", lambda: LANES, raising=False)
     for rank in range(2):
         monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
         for warp in range(GATHER_WARPS):

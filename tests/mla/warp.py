@@ -31,7 +31,7 @@ class MlaWarp(warp.Warp):
     """Its methods have the names and arguments of `cute_kernels.device.ptx` and `cute_kernels.device.numbers`.
 
     reads: (first byte, bytes) of every access to global memory that was made.
-    sent: bytes of asynchronous stores, by the address of the barrier that counts them.
+    sent: bytes of asynchronous stores and copies, by the address of the barrier that counts them.
     """
 
     reads: list[tuple[int, int]] = field(default_factory=list)
@@ -72,3 +72,10 @@ class MlaWarp(warp.Warp):
     def store_async(self, address: Lanes, values: list[Lanes], barrier: int) -> None:
         self.store_shared(address, 0, values)
         self.sent[barrier] += 32 * 4 * len(values)
+
+    def copy_to_cluster_if(self, condition: Lanes, target: Lanes, source: Lanes, num_bytes: int, barrier: int) -> None:
+        for wanted, to, of in zip(np.broadcast_to(condition, 32), target, source, strict=True):
+            if wanted:
+                assert to % 16 == 0 and of % 16 == 0 and num_bytes % 16 == 0
+                self.shared_memory[to : to + num_bytes] = self.shared_memory[of : of + num_bytes]
+                self.sent[barrier] += num_bytes
