@@ -205,8 +205,8 @@ class Dequantizing:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
 
-    def send(self, tile, place, slab: int) -> None:
-        """A warp has written its rows of a slab: nobody else wants them."""
+    def send(self, tile, place, first: int, count: int) -> None:
+        """A warp has written its rows of ``count`` slabs: nobody else wants them."""
 
     def announce_tile(self, memory, stage, warp, lane) -> None:
         """Says that the warp's part of a tile is written."""
@@ -242,16 +242,18 @@ class Dequantizing:
 
     def write_group(self, words, scales, token: Token, tile, place) -> None:
         """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place."""
-        codes, shared = self.layout.code_slabs, self.layout.slabs_per_scale
+        codes, shared, together = self.layout.code_slabs, self.layout.slabs_per_scale, self.config.send_slabs
         factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
         self.load_scales(scales, token)
         for i in range(codes):
             self.write_latent(words, i, i, factors[i // shared], tile, place, token, i)
-            self.send(tile, place, i)
+            if (i + 1) % together == 0:
+                self.send(tile, place, i + 1 - together, together)
         for i in range(codes, self.num_loads):
             self.write_rope(words, i, i - codes, tile, place)
             self.load_piece(words, token, place, i)
-        self.send(tile, place, codes)
+        rest = self.layout.num_slabs % together or together
+        self.send(tile, place, self.layout.num_slabs - rest, rest)
 
     def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
         """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
@@ -295,13 +297,13 @@ class DequantizingHalves(Dequantizing):
         for group in cutlass.range_constexpr(WARP_GROUPS):
             row = place.row + group * GROUP_TOKENS
             entry = self.locator.load_entry(work, source, work.begin, row)
-            token = self.locator.locate(work, source, entry, work.begin, row)
+            found = self.locator.locate(work, source, entry, work.begin, row)
             entries[group] = self.locator.load_entry(work, source, work.begin + 1, row)
-            addresses[group] = token.address
-            valid[group] = token.valid
-            self.load_scales(scales[group], token)
+            addresses[group] = found.address
+            valid[group] = found.valid
+            self.load_scales(scales[group], found)
             for slot in cutlass.range_constexpr(LEFT_LOADS):
-                self.load_piece(words[group], token, place, self.left_pieces[slot], slot)
+                self.load_piece(words[group], found, place, self.left_pieces[slot], slot)
         self.prefetcher.start(work, source, first_row, lane)
         ahead = Int32(NO_ENTRY)
         stage, phase = Int32(0), Int32(1)
@@ -316,10 +318,10 @@ class DequantizingHalves(Dequantizing):
             # Where the next tokens lie is found out while this block's right half is awaited.
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS
-                token = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
+                found = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
                 entries[group] = self.locator.load_entry(work, source, block + 2, row)
-                addresses[group] = token.address
-                valid[group] = token.valid
+                addresses[group] = found.address
+                valid[group] = found.valid
             ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
@@ -398,18 +400,14 @@ class Crossing(Dequantizing):
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
 
-    def send(self, tile: SharedTile, place, slab: int) -> None:
-        """Copies the slabs since the last copy if ``slab`` is the last of so many, a slab a lane."""
-        last = self.layout.num_slabs - 1
-        first = slab - slab % self.config.send_slabs
-        if slab != last and slab != first + self.config.send_slabs - 1:
-            return
+    def send(self, tile: SharedTile, place, first: int, count: int) -> None:
+        """Copies a warp's rows of ``count`` slabs, a slab a lane."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         lane = cute.arch.lane_idx()
         rows = tile.address + (place.row - place.row % GROUP_TOKENS) * wgmma_tiles.ROW_BYTES
         source = rows + (first + lane) * SLAB_BYTES
-        wanted = cutlass.select_(lane <= slab - first, Int32(1), Int32(0))
+        wanted = cutlass.select_(lane < count, Int32(1), Int32(0))
         numbers.copy_to_cluster_if(wanted, source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
     @cute.jit
