@@ -108,8 +108,15 @@ class MlaConfig:
         The left half of the seesaw's tiles holds weights that both warpgroups read.
         """
         if self.seesaw:
-            return MULTIPLYING_WARPS, WARPGROUP_WARPS
+            return MULTIPLYING_WARPS * self.cluster, WARPGROUP_WARPS * self.cluster
         return (MULTIPLYING_WARPS * self.cluster,)
+
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """What a CTA of a pair is sent of a tile, or of each half of it; the flags come with the first."""
+        slab_rows = BLOCK_TOKENS * 128 // 2
+        sides = [self.layout.left_slabs, self.layout.right_slabs] if self.seesaw else [range(self.layout.num_slabs)]
+        return tuple(len(slabs) * slab_rows + (FLAG_BYTES // 2) * (i == 0) for i, slabs in enumerate(sides))
 
     @property
     def copies(self) -> bool:
@@ -151,7 +158,7 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES) + BARRIER_BYTES
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + (2 * self.num_halves + 1) * BARRIER_BYTES) + BARRIER_BYTES
         return stages + self.query_bytes + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
 
     def can_implement(self) -> str | None:
@@ -180,8 +187,8 @@ class MlaConfig:
             return (
                 f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
             )
-        if self.crossover and (self.seesaw or self.fence != "writer"):
-            return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'writer'"
+        if self.crossover and self.fence != "writer":
+            return f"fence is {self.fence!r}; crossover wants 'writer'"
         if not 1 <= self.send_slabs <= MAX_SLABS:
             return f"send_slabs is {self.send_slabs}; want 1 to {MAX_SLABS}"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:

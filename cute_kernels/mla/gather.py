@@ -197,7 +197,7 @@ class Dequantizing:
         """Says which of a group's 8 tokens exist."""
         write_flags(memory, stage, group, valid, lane)
 
-    def tile(self, memory, link, stage, group: int):
+    def tile(self, memory, link, stage, group: int, half: int = 0):
         """Where the rows of a warp's group go in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
@@ -208,9 +208,9 @@ class Dequantizing:
     def send(self, tile, place, first: int, count: int) -> None:
         """A warp has written its rows of ``count`` slabs: nobody else wants them."""
 
-    def announce_tile(self, memory, stage, warp, lane) -> None:
-        """Says that the warp's part of a tile is written."""
-        self.announce(memory.full + stage, lane)
+    def announce_tile(self, memory, stage, warp, lane, half: int = 0) -> None:
+        """Says that the warp's part of a tile, or of a half, is written."""
+        self.announce(memory.full + (half * NUM_STAGES + stage), lane)
 
     @cute.jit
     def announce(self, barrier, lane):
@@ -289,12 +289,14 @@ class DequantizingHalves(Dequantizing):
         """Fills a tile for every block of the CTA's share."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
-        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
-        scales = [cute.make_rmem_tensor(self.scale_words, Uint32) for _ in range(WARP_GROUPS)]
-        addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
-        valid = cute.make_rmem_tensor(WARP_GROUPS, Int32)
-        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
-        for group in cutlass.range_constexpr(WARP_GROUPS):
+        link = self.link(memory)
+        groups = self.config.warp_groups
+        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(groups)]
+        scales = [cute.make_rmem_tensor(self.scale_words, Uint32) for _ in range(groups)]
+        addresses = cute.make_rmem_tensor(groups, Int64)
+        valid = cute.make_rmem_tensor(groups, Int32)
+        entries = cute.make_rmem_tensor(groups, Int32)
+        for group in cutlass.range_constexpr(groups):
             row = place.row + group * GROUP_TOKENS
             entry = self.locator.load_entry(work, source, work.begin, row)
             found = self.locator.locate(work, source, entry, work.begin, row)
@@ -308,15 +310,15 @@ class DequantizingHalves(Dequantizing):
         ahead = Int32(NO_ENTRY)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            tile = memory.tiles + stage * self.config.tile_bytes
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                write_flags(memory, stage, warp * WARP_GROUPS + group, valid[group], lane)
+            for group in cutlass.range_constexpr(groups):
+                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, valid[group], lane)
                 token = Token(Int64(addresses[group]), Int32(valid[group]))
-                self.write_left(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
-            self.announce(memory.full + stage, lane)
+                tile = self.tile(memory, link, stage, group)
+                self.write_left(words[group], scales[group], token, tile, place)
+            self.announce_tile(memory, stage, warp, lane)
             # Where the next tokens lie is found out while this block's right half is awaited.
-            for group in cutlass.range_constexpr(WARP_GROUPS):
+            for group in cutlass.range_constexpr(groups):
                 row = place.row + group * GROUP_TOKENS
                 found = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
                 entries[group] = self.locator.load_entry(work, source, block + 2, row)
@@ -324,10 +326,11 @@ class DequantizingHalves(Dequantizing):
                 valid[group] = found.valid
             ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
+            for group in cutlass.range_constexpr(groups):
                 token = Token(Int64(addresses[group]), Int32(valid[group]))
-                self.write_right(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
-            self.announce(memory.full + (NUM_STAGES + stage), lane)
+                tile = self.tile(memory, link, stage, group, 1)
+                self.write_right(words[group], scales[group], token, tile, place)
+            self.announce_tile(memory, stage, warp, lane, 1)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
     def write_left(self, words, scales, token: Token, tile, place) -> None:
@@ -336,8 +339,10 @@ class DequantizingHalves(Dequantizing):
         for slot in range(HALF_SLABS):
             own = factors[slot // self.layout.slabs_per_scale]
             self.write_latent(words, slot, slot, own, tile, place, token, HALF_SLABS + slot)
+        self.send(tile, place, 0, HALF_SLABS)
         for i in range(ROPE_LOADS):
             self.write_rope(words, HALF_SLABS + i, i, tile, place)
+        self.send(tile, place, self.layout.code_slabs, 1)
 
     def write_right(self, words, scales, token: Token, tile, place) -> None:
         """Writes the right half that the registers hold, and asks for the left half and the scales of ``token``."""
@@ -349,6 +354,7 @@ class DequantizingHalves(Dequantizing):
         for slot in range(HALF_SLABS):
             own = factors[slot // self.layout.slabs_per_scale]
             self.write_latent(words, slot, HALF_SLABS + slot, own, tile, place, token, slot)
+        self.send(tile, place, HALF_SLABS, HALF_SLABS)
 
 
 @dataclass(frozen=True)
@@ -393,9 +399,10 @@ class Crossing(Dequantizing):
             barrier = (memory.full + stage).toint() + link.distance
             numbers.store_async(place + link.distance, [flags], barrier)
 
-    def tile(self, memory, link, stage, group: int) -> SharedTile:
+    def tile(self, memory, link, stage, group: int, half: int = 0) -> SharedTile:
         address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-        return SharedTile(address, link.distance, (memory.full + stage).toint() + link.distance)
+        barrier = (memory.full + (half * NUM_STAGES + stage)).toint()
+        return SharedTile(address, link.distance, barrier + link.distance)
 
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
@@ -411,15 +418,19 @@ class Crossing(Dequantizing):
         numbers.copy_to_cluster_if(wanted, source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
     @cute.jit
-    def announce_tile(self, memory, stage, warp, lane):
+    def announce_tile(self, memory, stage, warp, lane, half: cutlass.Constexpr = 0):
         """As that of one CTA, behind the fence of the last copy; the first warp also says how many bytes are to come
         from the other CTA."""
+        barrier = memory.full + (half * NUM_STAGES + stage)
         if lane == 0:
             if warp == 0:
-                sent = (self.config.tile_bytes + FLAG_BYTES) // 2
-                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, sent)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes[half])
             else:
-                cute.arch.mbarrier_arrive(memory.full + stage)
+                cute.arch.mbarrier_arrive(barrier)
+
+
+class CrossingHalves(Crossing, DequantizingHalves):
+    """As :class:`Crossing`, a half of a tile at a time."""
 
 
 class Copying:
@@ -484,5 +495,5 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
     if config.copies:
         return Copying(config)
     if config.crossover:
-        return Crossing(config)
+        return CrossingHalves(config) if config.seesaw else Crossing(config)
     return DequantizingHalves(config) if config.seesaw else Dequantizing(config)

@@ -228,7 +228,7 @@ class MlaKernel:
         row_values = smem.allocate(self.config.row_value_slots * ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
         barriers = NUM_STAGES * self.config.num_halves
-        full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1)
+        full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1 + NUM_STAGES)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -240,6 +240,7 @@ class MlaKernel:
             full=full,
             empty=full + barriers,
             queries_full=full + 2 * barriers,
+            received=full + (2 * barriers + 1),
         )
 
     def init_barriers(self, memory: Memory) -> None:
@@ -247,6 +248,8 @@ class MlaKernel:
             for i in range(half * NUM_STAGES, (half + 1) * NUM_STAGES):
                 cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
                 cute.arch.mbarrier_init(memory.empty + i, empty_arrivals)
+        for i in range(NUM_STAGES):
+            cute.arch.mbarrier_init(memory.received + i, 1)
         cute.arch.mbarrier_init(memory.queries_full, 1 if self.config.queries_by == "tma" else MULTIPLYING_WARPS)
         cute.arch.mbarrier_init_fence()
 

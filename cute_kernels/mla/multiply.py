@@ -49,6 +49,7 @@ class Memory:
     full: Any
     empty: Any
     queries_full: Any  # a barrier of one phase
+    received: Any  # of the seesaw with crossover: the other CTA has this one's rows of the left half of a tile
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,14 @@ class Multiplying:
         cute.arch.mbarrier_wait(memory.full + (half * NUM_STAGES + stage), phase)
         if self.config.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def confirm(self, memory, stage, warp, lane):
+        """Tells the other CTA that its rows of the left half of a tile, which is waited for, are here."""
+        if const_expr(self.config.crossover):
+            if (warp == 0) & (lane == 0):
+                other = 1 - cute.arch.block_idx_in_cluster()
+                numbers.arrive_in_cluster(numbers.address_in((memory.received + stage).toint(), other))
 
     @cute.jit
     def release(self, memory, stage, lane, half: cutlass.Constexpr):

@@ -38,7 +38,6 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="mla_bf16"), "fence"),
         (MlaConfig(form="mla_bf16", fence="reader", crossover=True), "crossover"),
         (MlaConfig(prefetch=17), "prefetch"),
-        (MlaConfig(seesaw=True, crossover=True), "crossover"),
         (MlaConfig(crossover=True, fence="reader"), "fence"),
         (MlaConfig(form="int4"), "form"),
         (MlaConfig(tokens="all"), "tokens"),

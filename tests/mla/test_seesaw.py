@@ -153,6 +153,9 @@ class Model(seesaw.Seesaw):
     def await_queries(self, memory) -> None:
         self.machine.step()
 
+    def confirm(self, memory, stage, warp, lane) -> None:
+        """Of the other CTA of a pair, which there is not."""
+
     def score(self, scores, memory, stage, phase) -> None:
         machine = self.machine
         turn = self.turns[machine.warp]
