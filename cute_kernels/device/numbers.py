@@ -267,6 +267,10 @@ def copy_to_cluster_if(
 
 @dsl_user_op
 def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
-    """Arrives at an mbarrier of any CTA of the cluster, by its address there."""
-    asm = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"
+    """Arrives at an mbarrier of any CTA of the cluster, by its address there.
+
+    Orders what is done with tiles, as arrivals at home do, but no stores to global memory: to release at the scope of
+    the cluster, ptxas waits for all of the thread's stores to be visible on the GPU.
+    """
+    asm = "mbarrier.arrive.shared::cluster.b64 _, [$0];"
     _effect([Int32(barrier)], asm, "r", loc=loc, ip=ip)

@@ -177,6 +177,7 @@ class Dequantizing:
             self.announce_tile(memory, stage, warp, lane)
             ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
+        self.finish(memory, stage, phase)
 
     def step(self, block, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
@@ -207,6 +208,9 @@ class Dequantizing:
 
     def send(self, tile, place, first: int, count: int) -> None:
         """A warp has written its rows of ``count`` slabs: nobody else wants them."""
+
+    def finish(self, memory, stage, phase) -> None:
+        """Behind the last tile: nobody else is to be waited for."""
 
     def announce_tile(self, memory, stage, warp, lane, half: int = 0) -> None:
         """Says that the warp's part of a tile, or of a half, is written."""
@@ -332,6 +336,7 @@ class DequantizingHalves(Dequantizing):
                 self.write_right(words[group], scales[group], token, tile, place)
             self.announce_tile(memory, stage, warp, lane, 1)
             stage, phase = advance(stage, phase, NUM_STAGES)
+        self.finish(memory, stage, phase)
 
     def write_left(self, words, scales, token: Token, tile, place) -> None:
         """Writes the left half and the RoPE columns that the registers hold, and asks for the right half."""
@@ -416,6 +421,14 @@ class Crossing(Dequantizing):
         source = rows + (first + lane) * SLAB_BYTES
         wanted = cutlass.select_(lane < count, Int32(1), Int32(0))
         numbers.copy_to_cluster_if(wanted, source + tile.distance, source, GROUP_BYTES, tile.barrier)
+
+    def finish(self, memory, stage, phase) -> None:
+        """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
+        here, so that this one may leave."""
+        for _ in range(NUM_STAGES):
+            for half in range(self.config.num_halves):
+                cute.arch.mbarrier_wait(memory.empty + (half * NUM_STAGES + stage), phase)
+            stage, phase = advance(stage, phase, NUM_STAGES)
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane, half: cutlass.Constexpr = 0):

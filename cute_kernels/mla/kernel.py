@@ -189,7 +189,8 @@ class MlaKernel:
         begin, end = Work.share(num_blocks, shape.num_parts, part)
         work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
         if const_expr(self.config.crossover):
-            cute.arch.cluster_arrive()
+            # Barriers are made visible by the fence behind their making.
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -206,10 +207,6 @@ class MlaKernel:
             if const_expr(self.config.queries_by == "threads"):
                 self.load_queries(queries.address, work, memory, warp, lane)
             self.multiplier.first(work, results, memory, softmax_scale, warp, lane)
-        if const_expr(self.config.crossover):
-            # Nobody leaves while the other may still write or arrive here.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]

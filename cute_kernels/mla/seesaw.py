@@ -94,6 +94,7 @@ class Seesaw(Multiplying):
         if pairs_end < work.end:
             self.add_even_right(rows, memory, scale, warp, lane)
             wgmma_tiles.wait()
+            self.release_both(memory, 0, lane)
         for row in cutlass.range_constexpr(2):
             rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
         self.publish_rows(rows.totals, memory, TOTALS, warp, lane)
