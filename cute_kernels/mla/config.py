@@ -29,7 +29,7 @@ FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 to
 LAUNCH_REGISTERS = 168  # a thread; what the warpgroups have in the end is at most this in sum as well
 SERIAL_REGISTERS, CROSSOVER_REGISTERS, SEESAW_REGISTERS = (208, 160, 128), (208, 160, 136), (192, 192, 120)
 TOKENS = ("sparse", "paged")
-SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
+SCALES = {"mla_fp8": ("fp32", "mixed", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
 PREFETCH_BY = ("line", "bulk")
 QUERIES_BY = ("tma", "threads")
@@ -45,7 +45,8 @@ class MlaConfig:
     tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
     form: name of the cache's format.
     head_dim: columns of a key, one of the format's.
-    scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
+    scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7;
+        "mixed" is "fp32" that looks, 8 tokens at a time, whether "power_of_2" would do.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     seesaw: the multiplying warpgroups take turns at the softmax, not the first alone; the halves of a tile are then
@@ -189,6 +190,8 @@ class MlaConfig:
             )
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
+        if self.scales == "mixed" and self.seesaw:
+            return "scales is 'mixed' and seesaw True; halves of tokens are decoded one way"
         if not 1 <= self.send_slabs <= MAX_SLABS:
             return f"send_slabs is {self.send_slabs}; want 1 to {MAX_SLABS}"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:

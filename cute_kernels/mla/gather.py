@@ -144,7 +144,9 @@ class Dequantizing:
         self.scale_words = self.layout.scale_bytes // 4
         self.locator = make_locator(config.tokens)
         self.prefetcher = make_prefetcher(config, self.locator)
-        self.dequantizer = Dequantizer(config.scales, exponents=self.layout.is_split)
+        scales = "fp32" if config.scales == "mixed" else config.scales
+        self.dequantizer = Dequantizer(scales, exponents=self.layout.is_split)
+        self.folding = Dequantizer("power_of_2")
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
@@ -172,7 +174,7 @@ class Dequantizing:
                 entry = self.locator.load_entry(work, source, *self.step(block, group + 2, place))
                 self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
                 tile = self.tile(memory, link, stage, group)
-                self.write_group(words, scales, token, tile, place)
+                self.write_tokens(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
             ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
@@ -244,13 +246,25 @@ class Dequantizing:
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
-    def write_group(self, words, scales, token: Token, tile, place) -> None:
+    @cute.jit
+    def write_tokens(self, words, scales, token, tile, place):
         """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place."""
+        if const_expr(self.config.scales == "mixed"):
+            held = [Uint32(scales[j]) for j in range(self.scale_words)]
+            if cute.arch.vote_all_sync(self.folding.can_fold(held)):
+                self.write_group(words, scales, token, tile, place, self.folding)
+            else:
+                self.write_group(words, scales, token, tile, place, self.dequantizer)
+        else:
+            self.write_group(words, scales, token, tile, place, self.dequantizer)
+
+    def write_group(self, words, scales, token: Token, tile, place, dequantizer: Dequantizer) -> None:
+        """:meth:`write_tokens` in one way."""
         codes, shared, together = self.layout.code_slabs, self.layout.slabs_per_scale, self.config.send_slabs
-        factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
+        factors = [dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
         self.load_scales(scales, token)
         for i in range(codes):
-            self.write_latent(words, i, i, factors[i // shared], tile, place, token, i)
+            self.write_latent(words, i, i, factors[i // shared], tile, place, token, i, dequantizer)
             if (i + 1) % together == 0:
                 self.send(tile, place, i + 1 - together, together)
         for i in range(codes, self.num_loads):
@@ -259,13 +273,24 @@ class Dequantizing:
         rest = self.layout.num_slabs % together or together
         self.send(tile, place, self.layout.num_slabs - rest, rest)
 
-    def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
+    def write_latent(
+        self,
+        words,
+        slot: int,
+        slab: int,
+        factors,
+        tile,
+        place,
+        token: Token,
+        piece: int,
+        dequantizer: Dequantizer | None = None,
+    ) -> None:
         """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
         values = []
+        dequantizer = dequantizer or self.dequantizer
         for j in range(4):
-            values += self.dequantizer.word(words[4 * slot + j], factors)
-        if piece is not None:
-            self.load_piece(words, token, place, piece, slot)
+            values += dequantizer.word(words[4 * slot + j], factors)
+        self.load_piece(words, token, place, piece, slot)
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
 

@@ -106,7 +106,9 @@ def write_all(gatherer, token, tile, place) -> None:
     for i in range(gatherer.num_loads):
         gatherer.load_piece(words, token, place, i)
     gatherer.load_scales(scales, token)
-    gatherer.write_group(words, scales, locate.Token(token.address, Int32(0), token.behind), tile, place)
+    gatherer.write_group(
+        words, scales, locate.Token(token.address, Int32(0), token.behind), tile, place, gatherer.dequantizer
+    )
 
 
 def fill_halves(gatherer, token, tile, place) -> None:
@@ -249,6 +251,18 @@ def test_every_code_times_every_scale(monkeypatch):
                 halves = np.stack(decoded, axis=1)
                 found = bf16_values(np.ascontiguousarray(halves).view(np.uint16).reshape(32, 4))
                 assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
+
+
+def test_which_scales_can_be_folded(monkeypatch):
+    MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)).install(monkeypatch, dequant)
+    good = [2.0**-126, 2.0**-8, 1.0, 2.0**7, 0.0]
+    bad = [2.0**8, 1.5, -1.0, np.inf, np.nan, 2.0**-127, 1 + 2.0**-23, -0.0]
+    for position in range(4):
+        lanes = np.ones((4, 32), np.float32)
+        lanes[position, : len(good) + len(bad)] = good + bad
+        found = dequant.Dequantizer.can_fold([Uint32(row.view(np.uint32)) for row in lanes])
+        wanted = [index < len(good) or index >= len(good) + len(bad) for index in range(32)]
+        assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_bf16", 576), ("mla_model1", 512)])
