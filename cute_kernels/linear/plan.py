@@ -11,11 +11,13 @@ import torch
 
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
+from cute_kernels.linear.portable.plan import make_portable_plan
+from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.schedule import Problem, Schedule, make_schedule
 from cute_kernels.linear.wgmma.plan import TilePlan, make_tile_plan
 from cute_kernels.linear.wgmma.schedule import make_tile_schedule
 from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.workspace import POOL
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -80,8 +82,12 @@ def plan_of(
     zero_point: bool,
     device: int,
     batch_invariant: bool = False,
+    portable: bool = False,
 ) -> Plan | TilePlan:
-    """The plan of a product of any number of rows on a CUDA device."""
+    """The plan of a product of any number of rows on a CUDA device.
+
+    portable: whether the portable kernel is wanted where others run too, as tests want it.
+    """
     problem = Problem(
         m=m,
         n=n,
@@ -94,6 +100,8 @@ def plan_of(
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         batch_invariant=batch_invariant,
     )
+    if portable or not is_supported(device):
+        return make_portable_plan(make_portable_schedule(problem), device)
     if m > FEW_ROWS or batch_invariant:
         return make_tile_plan(make_tile_schedule(problem), device)
     return make_plan(make_schedule(problem), m, device)
