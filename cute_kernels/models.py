@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from cute_kernels.linear.module import QuantizedLinear
+from cute_kernels.linear.module import ModelProgress, QuantizedLinear
 from cute_kernels.moe.module import QuantizedMoE, is_moe_block
-
-ModelProgress = Callable[[str, int, int], None]
-"""Called with a layer's name, how many layers are done and how many there are."""
 
 
 def quantize_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import ops
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight
+
+ModelProgress = Callable[[str, int, int], None]
+"""Called with a layer's name, how many layers are done and how many there are."""
 
 
 class QuantizedLinear(nn.Module):

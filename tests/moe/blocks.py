@@ -34,8 +34,13 @@ def mixtral_model(seed: int = 0) -> Any:
 
 
 def qwen3_model(seed: int = 0) -> Any:
-    options: dict[str, Any] = {"num_experts": EXPERTS, "moe_intermediate_size": INNER, "norm_topk_prob": True}
-    return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **options, head_dim=16)), seed)
+    options: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": INNER,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+    }
+    return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, **options)), seed)
 
 
 def deepseek_model(seed: int = 0) -> Any:

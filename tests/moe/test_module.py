@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -21,7 +22,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 def dequantised(block: nn.Module, layer: QuantizedMoE) -> nn.Module:
     """The block with dense experts of the quantised values, gates first."""
-    dense = copy.deepcopy(block)
+    dense: Any = copy.deepcopy(block)
     rows = layer.gate_up.weight.dequantize(BF16)
     dense.experts.gate_up_proj.data = torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
     dense.experts.down_proj.data = layer.down.weight.dequantize(BF16)
