@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -161,6 +163,96 @@ class Launch:
         return out[: shape.m, : self.n]
 
 
+class Pipeline(Launch):
+    """The kernel's own loop over the ring: four warps that take turns at barriers, copies that are late or early.
+
+    Late copies come when they are waited for, and not before; early ones at once. Warps run from barrier to barrier one
+    after the other, so what one does too early is done before the others have done what must come first.
+    """
+
+    def __init__(self, config, weight, x, splits: int, monkeypatch, *, late: bool, order: tuple[int, ...]):
+        super().__init__(config, weight, x, splits, monkeypatch)
+        self.late, self.order = late, order
+        self.groups: dict[int, list[list]] = {warp: [[]] for warp in order}
+        self.turn, self.moved, self.finished = 0, threading.Condition(), set()
+        arch = kernel.cute.arch
+        arch.cp_async_commit_group = lambda: self.groups[self.warp].append([])
+        arch.cp_async_wait_group, arch.sync_threads = self.wait_group, self.pass_on
+        kernel.cutlass.range = lambda first, end, step, unroll: range(first, end, step)
+        kernel.cutlass.range_constexpr = range
+        copy = self.gpu.copy_async
+        monkeypatch.setattr(self.gpu, "copy_async", lambda *operands: self.ask(lambda: copy(*operands)))
+        self.subject.copy_groups = self.copy_groups  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def warp(self) -> int:
+        return int(threading.current_thread().name)
+
+    def ask(self, copy: Callable[[], None]) -> None:
+        if self.late:
+            self.groups[self.warp][-1].append(copy)
+        else:
+            copy()
+
+    def wait_group(self, pending: int) -> None:
+        """All groups that are committed, but for the last ``pending``."""
+        groups = self.groups[self.warp]
+        for group in groups[: len(groups) - 1 - pending]:
+            while group:
+                group.pop(0)()
+
+    def copy_groups(self, source, target, group_bytes, shape, item, unit, tid) -> None:
+        for lane in tid[tid < self.config.m_tiles * self.config.unit_groups * group_bytes // 16]:
+            offset = self.subject.group_offset(group_bytes, shape, item, unit, lane)
+            place, start = (int(np.asarray(value).flat[0]) for value in (source + offset, target + lane * 16))
+
+            def copy(place=place, start=start):
+                self.shared[start : start + 16] = self.gpu.global_memory[place : place + 16]
+
+            self.ask(copy)
+
+    def pass_on(self) -> None:
+        """A barrier, or the end: the next warp's turn, until it is this one's again."""
+        with self.moved:
+            self.turn = (self.turn + 1) % len(self.order)
+            self.moved.notify_all()
+            self.wait_for_turn()
+
+    def wait_for_turn(self) -> None:
+        assert self.moved.wait_for(lambda: self.order[self.turn] == self.warp or len(self.finished) == 4, timeout=60)
+
+    def item(self, item) -> np.ndarray:
+        ends = {name: int(np.asarray(getattr(item, name)).flat[0]) for name in ("begin", "end", "token_tile", "block")}
+        item = replace(item, **ends)
+        results: dict[int, machine.Registers] = {}
+        self.finished.clear()
+        self.turn = 0
+        threads = [threading.Thread(target=self.run_warp, args=(item, results), name=str(w)) for w in self.order]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert len(results) == 4, "a warp has failed"
+        return self.staged([results[warp] for warp in range(4)])
+
+    def run_warp(self, item, results: dict[int, machine.Registers]) -> None:
+        subject, warp = self.subject, self.warp
+        with self.moved:
+            self.wait_for_turn()
+        sums = machine.Registers(self.config.thread_sums, machine.Float32)
+        place = subject.lane_places(self.shape, warp, machine.LANES)
+        channel = subject.load_channel(self.operands, self.shape, item, 0, place)
+        loop = kernel.PortableKernel.multiply_all.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        tid = warp * 32 + machine.LANES
+        loop(subject, sums, self.operands, self.shape, self.ring, item, place, channel, tid, machine.LANES)
+        subject.put_sums(sums, list(sums), channel)
+        results[warp] = sums
+        with self.moved:
+            self.finished.add(warp)
+            self.turn = (self.turn + 1) % len(self.order)
+            self.moved.notify_all()
+
+
 def rounded(weight: PackedWeight) -> torch.Tensor:
     """W in fp64, as the tensor cores see it, or exact where scales come last."""
     exact = weight.dequantize(torch.float64)
@@ -189,6 +281,18 @@ def test_parts_of_k_add_up(config: PortableConfig, monkeypatch):
     found = Launch(config, weight, x, 3, monkeypatch).product()
     exact = (x.double() @ rounded(weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+@pytest.mark.parametrize("config", [SOME[0], replace(SOME[0], num_stages=4), *SOME[-2:]], ids=lambda c: c.name)
+def test_stages_are_filled_before_they_are_read_and_read_before_they_are_filled(config, order, late, monkeypatch):
+    for k, splits in ((64, 1), (128, 1), (520, 1), (576, 3)):
+        k = max(k, config.group_size)
+        weight, x = case(config, 64, k, 9)
+        found = Pipeline(config, weight, x, splits, monkeypatch, late=late, order=order).product()
+        exact = (x.double() @ rounded(weight).T).numpy()
+        np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("config", CONFIGS[:20:3], ids=lambda config: config.name)
