@@ -65,7 +65,7 @@ class Merger:
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
         """Merges the CTA's warps; a row's only split stores the output, others their part."""
-        address = ring.toint()
+        address = ring.toint() + self.config.merge_offset
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
         sync_attending(self.config)
@@ -121,11 +121,12 @@ class Merger:
 
     @cute.jit
     def publish_warp(self, state, address, warp, lane, slice_index):
-        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer."""
         columns, softmax = range(self.config.columns), state.softmax
         totals = [lane_sum(softmax.total[column], (4, 8, 16)) for column in columns]
         values = self.value_reader.outputs(state.values)
-        sync_attending(self.config)  # every warp has read its last tile
+        if const_expr(not self.config.merge_apart):
+            sync_attending(self.config)  # every warp has read its last tile, whose place this may take
         row = warp % self.config.num_roles * self.config.warp_queries + 2 * (lane % 4)
         base = address + (slice_index * self.num_rows + row) * self.pitch
         for column, first, run in values:
