@@ -14,7 +14,7 @@ from cute_kernels.attention.tiles import (
     tiles_of,
     tokens_per_copy,
 )
-from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
+from cute_kernels.kv_formats import DenseFormat, Int4Format, KvFormat, format_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, RESERVED_SHARED_BYTES, WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -62,6 +62,7 @@ class DecodeConfig:
             gives back their place alone. For one warp to a slice and contiguous rows copied in bulk.
         merge_apart: whether the warps' results are merged beside the ring rather than in its place: a warp that is done
             stores its own while others still read their last tokens.
+        shift_products: whether the shifts of INT4 keys with four groups meet the sums of queries in an MMA.
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
         units: whether rows are cut by their lengths where those differ (see
             :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
@@ -89,6 +90,7 @@ class DecodeConfig:
     v_copy: str = "bulk"
     slice_rings: bool = False
     merge_apart: bool = False
+    shift_products: bool = False
     page_tokens: int = 0
     units: bool = False
     features: Features = PLAIN
@@ -268,6 +270,7 @@ class DecodeConfig:
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
         rings = ("x" if self.slice_rings else "") + ("m" if self.merge_apart else "")
+        rings += "k" if self.shift_products else ""
         ring = f"r{self.num_stages}{rings}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
@@ -315,6 +318,10 @@ class DecodeConfig:
             reason = self._cannot_slice()
             if reason is not None:
                 return reason
+        if self.shift_products:
+            form = self.formats[0]
+            if not isinstance(form, Int4Format) or form.num_groups != 4 or self.head_dim < 128 or self.shares_queries:
+                return f"shift_products of {form.name} keys, head_dim {self.head_dim}: not 4 groups of 32 or 64 columns"
         if self.copy_warps < 1:
             return "copy_warps must be at least 1"
         if self.cta_threads > MAX_THREADS:

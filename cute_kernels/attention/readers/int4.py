@@ -24,21 +24,23 @@ from cute_kernels.attention.readers.common import Query, State
 from cute_kernels.attention.readers.rows import RowKeyReader, RowValueReader
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_sum
+from layouts.kv.tile import WORD_BYTES
 
 LOW_NIBBLES = 0x000F000F
 HIGH_NIBBLES = 0x00F000F0
 LOW_NIBBLE_UNIT = 2.0**24  # 1 / value of the fp16 subnormal that stands for nibble 1 at bit 0
 HIGH_NIBBLE_UNIT = 2.0**20
+QUERY_SUM_UNIT = 2.0**-6  # brings sums of up to 64 queries below 2**15 into fp16
 
 
 class Int4KeyReader(RowKeyReader):
     """Scores of INT4 rows: nibbles n and n + 4 of a lane's share of a word make one packed pair."""
 
     code_unit = LOW_NIBBLE_UNIT
-    sum_factor = 1.0 / LOW_NIBBLE_UNIT
 
     def __init__(self, config: DecodeConfig):
         super().__init__(config)
+        self.sum_factor = None if config.shift_products else 1.0 / LOW_NIBBLE_UNIT
         self.lane_codes = self.tile.k_unit // 4
         half = self.lane_codes // 2
         self.pairs = tuple((code, code + half) for code in range(half))
@@ -83,7 +85,43 @@ class Int4KeyReader(RowKeyReader):
             return [[low & LOW_NIBBLES, high & LOW_NIBBLES] for low, high in pairs]
         return [[low & LOW_NIBBLES, high & LOW_NIBBLES, low & HIGH_NIBBLES, high & HIGH_NIBBLES] for low, high in pairs]
 
+    def _sums_of_columns(self, state: State, sums):
+        """As the base class has it; for products of shifts, the block's B operand of these instead of sums.
+
+        Lane (g, t) has head g's sum of group t, where it meets the shift of a header, in two fp16 that add up to it.
+        """
+        if not self.config.shift_products:
+            return super()._sums_of_columns(state, sums)
+        own = Float32(0.0)
+        for group, value in enumerate(sums):
+            own = cutlass.select_(state.t == group, lane_sum(value, (1, 2)) * QUERY_SUM_UNIT, own)
+        high = ptx.pack_f16x2(Float32(0.0), own)
+        low = ptx.pack_f16x2(Float32(0.0), own - ptx.half2_high_to_float(high))
+        return [[high, low]]
+
+    def first_scores(self, state: State, tile_address: Int32, block_offset: int, rows):
+        """Shifts times sums of queries, of all four groups in one MMA: a row of headers is a row of its A operand.
+
+        Lane t's word of a row's headers is that of group t, scale and shift: eight columns of A, which stand there
+        twice, for both parts of the sums.
+        """
+        if not self.config.shift_products:
+            return super().first_scores(state, tile_address, block_offset, rows)
+        address = state.lane_offsets + tile_address
+        words = [ptx.load_shared(address, block_offset + WORD_BYTES * self._row_offset(j)) for j in rows]
+        result: list[list[Any]] = [[] for _ in rows]
+        for tile in range(len(rows) // 2):
+            a = words[2 * tile : 2 * tile + 2] * 2
+            for sums in state.query_sums:
+                products = ptx.mma_m16n8k16([Float32(0.0)] * 4, a, sums, dtype="f16")
+                for half in range(2):
+                    pair = products[2 * half : 2 * half + 2]
+                    result[2 * tile + half] += [product * (1.0 / (LOW_NIBBLE_UNIT * QUERY_SUM_UNIT)) for product in pair]
+        return result
+
     def add_group(self, score, header, dot, query_sum):
+        if query_sum is None:
+            return score + ptx.half2_low_to_float(header) * dot
         offset = ptx.half2_high_to_float(header) * query_sum
         if score is not None:
             offset = score + offset
