@@ -62,6 +62,7 @@ class DecodeConfig:
             gives back their place alone. For one warp to a slice and contiguous rows copied in bulk.
         merge_apart: whether the warps' results are merged beside the ring rather than in its place: a warp that is done
             stores its own while others still read their last tokens.
+        early_gather: whether other splits' results are asked for before the CTA's own are merged.
         shift_products: whether the shifts of INT4 keys with four groups meet the sums of queries in an MMA.
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
         units: whether rows are cut by their lengths where those differ (see
@@ -91,6 +92,7 @@ class DecodeConfig:
     slice_rings: bool = False
     merge_apart: bool = False
     shift_products: bool = False
+    early_gather: bool = False
     page_tokens: int = 0
     units: bool = False
     features: Features = PLAIN
@@ -270,7 +272,7 @@ class DecodeConfig:
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
         rings = ("x" if self.slice_rings else "") + ("m" if self.merge_apart else "")
-        rings += "k" if self.shift_products else ""
+        rings += ("k" if self.shift_products else "") + ("g" if self.early_gather else "")
         ring = f"r{self.num_stages}{rings}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
