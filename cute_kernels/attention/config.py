@@ -63,6 +63,8 @@ class DecodeConfig:
         merge_apart: whether the warps' results are merged beside the ring rather than in its place: a warp that is done
             stores its own while others still read their last tokens.
         early_gather: whether other splits' results are asked for before the CTA's own are merged.
+        wide_combine: whether few splits (up to a thread's batch) all combine a part of their row, so that each loads
+            less, rather than the last one all of it.
         shift_products: whether the shifts of INT4 keys with four groups meet the sums of queries in an MMA.
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
         units: whether rows are cut by their lengths where those differ (see
@@ -93,6 +95,7 @@ class DecodeConfig:
     merge_apart: bool = False
     shift_products: bool = False
     early_gather: bool = False
+    wide_combine: bool = False
     page_tokens: int = 0
     units: bool = False
     features: Features = PLAIN
@@ -272,7 +275,11 @@ class DecodeConfig:
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
         rings = ("x" if self.slice_rings else "") + ("m" if self.merge_apart else "")
-        rings += ("k" if self.shift_products else "") + ("g" if self.early_gather else "")
+        rings += (
+            ("k" if self.shift_products else "")
+            + ("g" if self.early_gather else "")
+            + ("w" if self.wide_combine else "")
+        )
         ring = f"r{self.num_stages}{rings}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
@@ -339,7 +346,8 @@ class DecodeConfig:
         if self.num_roles != 1:
             return f"slice_rings with {self.num_roles} warps to a slice, not 1"
         if self.copies != ("bulk", "bulk") or self.page_tokens:
-            return f"slice_rings of {_joined(*self.copies)} copies, page_tokens {self.page_tokens}: not 'bulk' without pages"
+            copies = _joined(*self.copies)
+            return f"slice_rings of {copies} copies, page_tokens {self.page_tokens}: not 'bulk' without pages"
         if self.num_slices % self.copy_warps:
             return f"slice_rings of {self.num_slices} slices, which {self.copy_warps} copying warps cannot share evenly"
         if any(tokens_per_copy(self, tile) != self.slice_tokens for tile in tiles_of(self)):

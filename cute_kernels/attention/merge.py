@@ -94,6 +94,8 @@ class Merger:
         if rank >= 0:
             # As many threads to a vector as there are, if that is more than one.
             groups_log2 = cutlass.max(combiners_log2 - self.direct_log2, 0)
+            if const_expr(self.config.wide_combine):
+                groups_log2 = cutlass.select_(active <= COMBINE_BATCH, Int32(0), groups_log2)
             share = Share(first=first, count=count, groups_log2=groups_log2, num_splits=active, split=split)
             self.combine(work, results, share, address, tid, keep)
 
@@ -114,6 +116,8 @@ class Merger:
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
             groups_log2 = log2 - 1 - self.direct_log2
             wanted = active > 1 if groups_log2 < 0 else active > COMBINE_BATCH << groups_log2
+            if self.config.wide_combine:
+                wanted = wanted | (active <= COMBINE_BATCH)
             result = cutlass.select_(wanted & (active >= 1 << log2), Int32(log2), result)
         return result
 

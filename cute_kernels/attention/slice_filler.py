@@ -7,7 +7,6 @@ from cutlass import Int32, const_expr
 from cute_kernels.attention.barriers import announce_ready
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.device.ring import advance
-from cute_kernels.sm90 import WARP_THREADS
 
 
 class SliceFiller(RingFiller):
@@ -27,7 +26,8 @@ class SliceFiller(RingFiller):
     def start(self, tiles, row, part, parts, pages, early, copier, lane):
         """Initialises the barriers of the warp's slices and asks for what the cache has of the first tile."""
         config = self.config
-        self.init_own_barriers(tiles.full, copier, lane)
+        # What the first tile needs comes first.
+        self.init_stages(tiles.full, 0, config.early_tiles, copier, lane)
         if const_expr(config.early_tiles > 0):
             if early:
                 entered = self.copier.enter(tiles, row)
@@ -35,18 +35,23 @@ class SliceFiller(RingFiller):
                 for ring in self.own_slices(copier):
                     first = token + ring * config.slice_tokens
                     self.copier.copy_slice(entered, first, tiles.max_seq_len, Int32(0), ring, lane)
+        self.init_stages(tiles.full, config.early_tiles, 2 * config.num_stages, copier, lane)
         announce_ready(config)
 
     @cute.jit
-    def init_own_barriers(self, barriers, copier, lane: Int32):
-        """Full and empty barriers of all stages of the warp's slices, a lane each; one arrival completes any of them."""
-        config = self.config
-        own = config.num_slices // config.copiers
-        for index in cutlass.range(lane, 2 * config.num_stages * own, WARP_THREADS, unroll=1):
-            ring = copier + index % own * config.copiers
-            cute.arch.mbarrier_init(barriers + (index // own * config.num_rings + ring), 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
+    def init_stages(self, barriers, begin: int, end: int, copier, lane):
+        """Initialises the barriers of the warp's slices: full ones of all stages, then empty ones, from begin to end.
+
+        One lane does, at addresses that differ by constants: the instruction takes one address of a warp at a time. One
+        arrival completes any of them.
+        """
+        if const_expr(begin < end):
+            if lane == 0:
+                for stage in cutlass.range_constexpr(begin, end):
+                    for ring in self.own_slices(copier):
+                        cute.arch.mbarrier_init(barriers + (stage * self.config.num_rings + ring), 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
 
     @cute.jit
     def fill(self, cta, work, stage: Int32, phase: Int32, issued: Int32, pages, known):

@@ -128,3 +128,50 @@ def test_tensor_maps_write_chunks_where_the_tile_says(head_dim: int, element_byt
     addresses = [element_bytes * offset for offset in traced(evaluate)]
     found = [address ^ (address >> 7 & mask) << 4 for address in addresses]
     assert found == [s * tile.num_bytes + h * tile.head_bytes + tile.chunk_address(t, c) for t, c, h, s in places]
+
+
+SLICED = [
+    dataclasses.replace(config, slice_rings=True, copy_warps=copy_warps)
+    for name in ("int4_g1", "int4_g2", "int4_g4", "int8_token_head")
+    for config in [candidate_configs(Problem.uniform(1, 4096, 8, 1, 128, name, "bf16"))[0]]
+    for copy_warps in (1, 4)
+]
+
+
+@pytest.mark.parametrize("config", SLICED, ids=lambda config: config.name)
+def test_the_copies_of_slices_bring_a_tile_to_where_its_readers_look(config: DecodeConfig, monkeypatch):
+    """Every row of every slice, once, on its slice's barrier, with as many bytes as the barrier expects."""
+    from cute_kernels.attention import copies
+    from cute_kernels.attention.slice_filler import SliceFiller
+
+    assert config.can_implement() is None
+    copier, size, stage = copies.TileCopier(config), config.slice_tokens, 1
+    issued: list[tuple[int, int, int]] = []
+
+    class Source:
+        def address(self, block, token):
+            return token
+
+    class Barrier:
+        def toint(self):
+            return 0
+
+    monkeypatch.setattr(
+        copies.ptx, "bulk_copy_to_shared", lambda target, source, count, _: issued.append((target, source, count))
+    )
+    tiles = copies.Tiles(0, None, (Source(), Source()), None, None)
+    rings = [ring for warp in range(config.copiers) for ring in SliceFiller(config, copier).own_slices(warp)]
+    assert sorted(rings) == list(range(config.num_rings))
+    for operand, tile in zip(copier.operands, tiles_of(config), strict=True):
+        assert isinstance(tile, RowTile)
+        issued.clear()
+        for ring in rings:
+            operand.copy_run(tiles, None, ring * size, ring * size, size, stage, Barrier())
+            assert issued[-1][2] == operand.arriving_bytes(size)
+        row = WORD_BYTES * tile.token_words
+        found = {start + i: target + i * row for target, start, count in issued for i in range(count // row)}
+        first = operand.stage_address(0, stage)
+        assert found == {token: first + WORD_BYTES * tile.token_offset(token) for token in range(config.tile_tokens)}
+        assert [operand.row_start(token) + first for token in range(config.tile_tokens)] == list(
+            dict(sorted(found.items())).values()
+        )

@@ -15,6 +15,8 @@ a constant the softmax reference is the maximum of s + log2(scale of V) instead 
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -116,7 +118,9 @@ class Int4KeyReader(RowKeyReader):
                 products = ptx.mma_m16n8k16([Float32(0.0)] * 4, a, sums, dtype="f16")
                 for half in range(2):
                     pair = products[2 * half : 2 * half + 2]
-                    result[2 * tile + half] += [product * (1.0 / (LOW_NIBBLE_UNIT * QUERY_SUM_UNIT)) for product in pair]
+                    result[2 * tile + half] += [
+                        product * (1.0 / (LOW_NIBBLE_UNIT * QUERY_SUM_UNIT)) for product in pair
+                    ]
         return result
 
     def add_group(self, score, header, dot, query_sum):
