@@ -12,9 +12,8 @@ from cute_kernels.attention.tiles import (
     most_copy_warps,
     num_groups,
     tiles_of,
-    tokens_per_copy,
 )
-from cute_kernels.kv_formats import DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, RESERVED_SHARED_BYTES, WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -58,14 +57,6 @@ class DecodeConfig:
         contiguous: whether a CTA's heads are all the heads of the cache, so that a tile is one run of bytes.
         k_copy, v_copy: "bulk" (cp.async.bulk of raw rows), "tma" (tensor map with swizzle), or "word" (cp.async of 4
             bytes, for caches whose rows are not 16-byte aligned).
-        slice_rings: whether every slice of a tile has a ring of its own, so that a warp waits for its tokens alone, and
-            gives back their place alone. For one warp to a slice and contiguous rows copied in bulk.
-        merge_apart: whether the warps' results are merged beside the ring rather than in its place: a warp that is done
-            stores its own while others still read their last tokens.
-        early_gather: whether other splits' results are asked for before the CTA's own are merged.
-        wide_combine: whether few splits (up to a thread's batch) all combine a part of their row, so that each loads
-            less, rather than the last one all of it.
-        shift_products: whether the shifts of INT4 keys with four groups meet the sums of queries in an MMA.
         page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
         units: whether rows are cut by their lengths where those differ (see
             :mod:`cute_kernels.attention.assignment`); if not, every row is cut as the grid is.
@@ -91,11 +82,6 @@ class DecodeConfig:
     contiguous: bool = True
     k_copy: str = "bulk"
     v_copy: str = "bulk"
-    slice_rings: bool = False
-    merge_apart: bool = False
-    shift_products: bool = False
-    early_gather: bool = False
-    wide_combine: bool = False
     page_tokens: int = 0
     units: bool = False
     features: Features = PLAIN
@@ -148,23 +134,7 @@ class DecodeConfig:
 
         Not those that copy words: their loops need more than they would keep.
         """
-        warps = self.num_warps, self.copy_warps, self.ctas_per_sm
-        return warps == (8, 4, 1) and "word" not in self.copies and not self.slice_rings
-
-    @property
-    def num_rings(self) -> int:
-        """Rings side by side, which share tiles but not barriers."""
-        return self.num_slices if self.slice_rings else 1
-
-    @property
-    def ring_tokens(self) -> int:
-        """Tokens of a tile that one ring brings."""
-        return self.tile_tokens // self.num_rings
-
-    @property
-    def num_places(self) -> int:
-        """Places of all rings, each with a barrier for its bytes and one for its being read, numbered [stage][ring]."""
-        return self.num_stages * self.num_rings
+        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
     def num_roles(self) -> int:
@@ -238,14 +208,9 @@ class DecodeConfig:
 
     @property
     def merge_bytes(self) -> int:
-        """Shared memory of the merge of the warps' results."""
+        """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
         outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
         return outputs + self.num_slices * self.num_rows * PAIR_BYTES
-
-    @property
-    def merge_offset(self) -> int:
-        """Where in the pool the merge takes place: where the ring was, or beside it."""
-        return _round_up(self.ring_bytes, RAW_TILE_ALIGNMENT) if self.merge_apart else 0
 
     @property
     def partial_words(self) -> int:
@@ -254,17 +219,16 @@ class DecodeConfig:
 
     @property
     def pool_bytes(self) -> int:
-        """Shared memory of the ring and of the merge: so much that no more than ``ctas_per_sm`` CTAs fit an SM.
+        """Shared memory of the ring, and then of the merge: so much that no more than ``ctas_per_sm`` CTAs fit an SM.
 
         With more of them the SMs would have unequal shares.
         """
         too_little = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // (self.ctas_per_sm + 1) - RESERVED_SHARED_BYTES
-        used = max(self.ring_bytes, self.merge_offset + self.merge_bytes)
-        return max(used, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
+        return max(self.ring_bytes, self.merge_bytes, _round_up(too_little + 1, RAW_TILE_ALIGNMENT))
 
     @property
     def smem_bytes(self) -> int:
-        return self.pool_bytes + self.query_bytes + 2 * self.num_places * BARRIER_BYTES
+        return self.pool_bytes + self.query_bytes + 2 * self.num_stages * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -274,13 +238,7 @@ class DecodeConfig:
         blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
-        rings = ("x" if self.slice_rings else "") + ("m" if self.merge_apart else "")
-        rings += (
-            ("k" if self.shift_products else "")
-            + ("g" if self.early_gather else "")
-            + ("w" if self.wide_combine else "")
-        )
-        ring = f"r{self.num_stages}{rings}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
+        ring = f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
         layout = ("" if self.contiguous else "_strided") + (f"_p{self.page_tokens}" if self.page_tokens else "")
         layout += "_units" if self.units else ""
         layout += f"_{self.features.name}" if self.features.name else ""
@@ -323,14 +281,6 @@ class DecodeConfig:
             return f"early_tiles {self.early_tiles} of a cache that is still being written is not 0"
         if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
             return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
-        if self.slice_rings:
-            reason = self._cannot_slice()
-            if reason is not None:
-                return reason
-        if self.shift_products:
-            form = self.formats[0]
-            if not isinstance(form, Int4Format) or form.num_groups != 4 or self.head_dim < 128 or self.shares_queries:
-                return f"shift_products of {form.name} keys, head_dim {self.head_dim}: not 4 groups of 32 or 64 columns"
         if self.copy_warps < 1:
             return "copy_warps must be at least 1"
         if self.cta_threads > MAX_THREADS:
@@ -339,19 +289,6 @@ class DecodeConfig:
             )
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
-        return None
-
-    def _cannot_slice(self) -> str | None:
-        """Why the slices of a tile cannot have rings of their own."""
-        if self.num_roles != 1:
-            return f"slice_rings with {self.num_roles} warps to a slice, not 1"
-        if self.copies != ("bulk", "bulk") or self.page_tokens:
-            copies = _joined(*self.copies)
-            return f"slice_rings of {copies} copies, page_tokens {self.page_tokens}: not 'bulk' without pages"
-        if self.num_slices % self.copy_warps:
-            return f"slice_rings of {self.num_slices} slices, which {self.copy_warps} copying warps cannot share evenly"
-        if any(tokens_per_copy(self, tile) != self.slice_tokens for tile in tiles_of(self)):
-            return f"slice_rings of rows of which no copy brings {self.slice_tokens} tokens"
         return None
 
 

@@ -100,22 +100,6 @@ class TileCopier:
             )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
-    @cute.jit
-    def copy_slice(self, tiles, token: Int32, length: Int32, stage: Int32, ring: Int32, lane: Int32):
-        """As :meth:`copy_tile`, one ring's part of a tile, of which ``token`` is the first; maybe nothing of it.
-
-        A copy brings just these tokens (:meth:`DecodeConfig.can_implement`), and one lane asks for K and for V.
-        """
-        config = self.config
-        barrier = tiles.full + (stage * config.num_rings + ring)
-        tokens = cutlass.min((length - token + 3) & -4, tiles.max_seq_len - token)
-        tokens = cutlass.max(cutlass.min(tokens, config.slice_tokens), 0)
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self._arriving_bytes(tokens))
-            if tokens > 0:
-                for operand in self.operands:
-                    operand.copy_run(tiles, None, token, ring * config.slice_tokens, tokens, stage, barrier)
-
     def _arriving_bytes(self, tokens):
         """Bytes that the barrier counts for a tile of which ``tokens`` tokens are copied."""
         total = Int32(0)
@@ -215,15 +199,6 @@ class TileCopier:
             stop = address + (run + 1) * values.run_bytes
             for target in cutlass.range(aligned + run * values.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1):
                 ptx.store_shared_zero16(target, 0)
-
-    @cute.jit
-    def clear_rows(self, tiles, stage: Int32, first: Int32, end: Int32, lane: Int32):
-        """Zeroes raw rows ``first`` to ``end`` of a stage's tokens of V, all lanes of one warp together."""
-        values = self.operands[1]
-        address = values.stage_address(tiles.ring, stage)
-        start, stop = address + values.row_start(first), address + values.row_start(end)
-        for target in cutlass.range(start + lane * WORD_BYTES, stop, WARP_THREADS * WORD_BYTES, unroll=1):
-            ptx.store_shared_zero(target)
 
     @cute.jit
     def clear_first_values(self, tiles, stage: Int32, end: Int32, tid: Int32):

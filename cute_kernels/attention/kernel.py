@@ -34,7 +34,6 @@ from cute_kernels.attention.merge import LOWEST, Merger, Results
 from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query, query_vectors, store_vectors
-from cute_kernels.attention.slice_filler import SliceFiller
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.ring import advance
@@ -51,7 +50,7 @@ class DecodeKernel:
         self.config = config
         self.key_reader, self.value_reader = make_readers(config)
         self.copier = TileCopier(config)
-        self.filler = (SliceFiller if config.slice_rings else RingFiller)(config, self.copier)
+        self.filler = RingFiller(config, self.copier)
         self.merger = Merger(config, self.value_reader)
         self.logits = Logits(config)
         self.assigner = Assigner(config.tile_tokens, config.features.window)
@@ -215,7 +214,7 @@ class DecodeKernel:
         queries = Int32(0)
         if const_expr(config.shares_queries):
             queries = smem.allocate(config.query_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_places)
+        barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
         query_part = head_block - head_part * shape.query_groups
@@ -273,10 +272,10 @@ class DecodeKernel:
         expected = expected & (work.first_tile == 0)
         if const_expr(self.config.early_tiles > 0):
             if early:
-                if expected & self.has_tokens(cta, work):
+                if expected & (work.length > 0):
                     issued = Int32(1)
                 else:
-                    self.pass_over(cta)
+                    self.pass_over(cta.barriers, cta.warp, cta.lane)
                     stage, phase = advance(stage, phase, self.config.num_stages)
         if work.part < work.num_parts:
             if cta.warp < self.config.num_warps:
@@ -367,26 +366,13 @@ class DecodeKernel:
     # -- attending warps --------------------------------------------------------------------------------------------
 
     @cute.jit
-    def pass_over(self, cta):
+    def pass_over(self, barriers, warp, lane):
         """Lets the early tile go by unread: nobody may leave, or use its place, before it has landed."""
-        if cta.warp < self.config.num_warps:
-            full, empty = self.ring_barriers(cta)
-            cute.arch.mbarrier_wait(full, 0)
+        if warp < self.config.num_warps:
+            cute.arch.mbarrier_wait(barriers, 0)
             cute.arch.sync_warp()
-            if cta.lane == 0:
-                cute.arch.mbarrier_arrive(empty)
-
-    def ring_barriers(self, cta):
-        """The barriers of stage 0 of a warp's ring, on which tokens arrive and are given back."""
-        full = cta.barriers + cta.roles.slice_index if self.config.slice_rings else cta.barriers
-        return full, full + self.config.num_places
-
-    def has_tokens(self, cta, work):
-        """Whether the unit's first tile has tokens of the request: for a warp with a ring of its own, among its own."""
-        if not self.config.slice_rings:
-            return work.length > 0
-        slice_index = cutlass.select_(cta.warp < self.config.num_warps, cta.roles.slice_index, Int32(0))
-        return work.first_token(self.config) + slice_index * self.config.slice_tokens < work.length
+            if lane == 0:
+                cute.arch.mbarrier_arrive(barriers + self.config.num_stages)
 
     @cute.jit
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
@@ -395,10 +381,8 @@ class DecodeKernel:
         if const_expr(config.lends_registers):
             cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
         tiles = cta.tiles
-        full, empty = self.ring_barriers(cta)
+        full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        if const_expr(config.slice_rings):
-            token = token + roles.slice_index * config.slice_tokens
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
         if const_expr(config.shares_queries):
@@ -409,12 +393,19 @@ class DecodeKernel:
         state = WarpState(keys, values, _Softmax(config.columns), logits)
 
         while token < work.length:
-            cute.arch.mbarrier_wait(full + stage * config.num_rings, phase)
-            self.clear_unseen(cta, work, stage, token)
-            masked = self.logits.is_masked(logits, token, config.ring_tokens)
-            first_token = token
-            if const_expr(not config.slice_rings):
-                first_token = token + roles.slice_index * config.slice_tokens
+            cute.arch.mbarrier_wait(full + stage, phase)
+            if token + config.tile_tokens > work.length:
+                # The request's last tile: the rows behind its end must not count, whatever they hold.
+                self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+                sync_attending(config)
+            if const_expr(config.features.window):
+                hidden = work.hidden_tokens(cta.features.window) - token
+                if hidden > 0:
+                    # Rows that no query sees may be anything too, and their pages gone.
+                    self.copier.clear_first_values(tiles, stage, hidden, warp * WARP_THREADS + lane)
+                    sync_attending(config)
+            masked = self.logits.is_masked(logits, token, config.tile_tokens)
+            first_token = token + roles.slice_index * config.slice_tokens
             addresses = self.copier.stage_addresses(tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS)
@@ -423,39 +414,10 @@ class DecodeKernel:
                 self.value_reader.recentre(state.values)
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage * config.num_rings)
+                cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
         self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
-
-    @cute.jit
-    def clear_unseen(self, cta, work, stage: Int32, token: Int32):
-        """Zeroes the rows of V that no query sees: they must not count, whatever they hold.
-
-        Those behind the request's end, and those before a window, whose pages may be gone. ``token``: the first that
-        the place of the warp's ring holds.
-        """
-        config, tiles = self.config, cta.tiles
-        if token + config.ring_tokens > work.length:
-            if const_expr(config.slice_rings):
-                first = cta.roles.slice_index * config.slice_tokens  # of the tile's tokens
-                end = first + config.slice_tokens
-                self.copier.clear_rows(tiles, stage, first + (work.length - token), end, cta.lane)
-                cute.arch.sync_warp()
-            else:
-                self.copier.clear_values(tiles, stage, work.length - token, cta.warp * WARP_THREADS + cta.lane)
-                sync_attending(config)
-        if const_expr(config.features.window):
-            hidden = work.hidden_tokens(cta.features.window) - token
-            if hidden > 0:
-                if const_expr(config.slice_rings):
-                    first = cta.roles.slice_index * config.slice_tokens
-                    end = first + cutlass.min(hidden, config.slice_tokens)
-                    self.copier.clear_rows(tiles, stage, first, end, cta.lane)
-                    cute.arch.sync_warp()
-                else:
-                    self.copier.clear_first_values(tiles, stage, hidden, cta.warp * WARP_THREADS + cta.lane)
-                    sync_attending(config)
 
     @cute.jit
     def share_query(self, cta, vectors):

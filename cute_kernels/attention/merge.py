@@ -65,7 +65,7 @@ class Merger:
     @cute.jit
     def finish(self, work, state, results, ring, warp, lane, slice_index):
         """Merges the CTA's warps; a row's only split stores the output, others their part."""
-        address = ring.toint() + self.config.merge_offset
+        address = ring.toint()
         tid = warp * WARP_THREADS + lane
         self.publish_warp(state, address, warp, lane, slice_index)
         sync_attending(self.config)
@@ -94,8 +94,6 @@ class Merger:
         if rank >= 0:
             # As many threads to a vector as there are, if that is more than one.
             groups_log2 = cutlass.max(combiners_log2 - self.direct_log2, 0)
-            if const_expr(self.config.wide_combine):
-                groups_log2 = cutlass.select_(active <= COMBINE_BATCH, Int32(0), groups_log2)
             share = Share(first=first, count=count, groups_log2=groups_log2, num_splits=active, split=split)
             self.combine(work, results, share, address, tid, keep)
 
@@ -116,8 +114,6 @@ class Merger:
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
             groups_log2 = log2 - 1 - self.direct_log2
             wanted = active > 1 if groups_log2 < 0 else active > COMBINE_BATCH << groups_log2
-            if self.config.wide_combine:
-                wanted = wanted | (active <= COMBINE_BATCH)
             result = cutlass.select_(wanted & (active >= 1 << log2), Int32(log2), result)
         return result
 
@@ -125,12 +121,11 @@ class Merger:
 
     @cute.jit
     def publish_warp(self, state, address, warp, lane, slice_index):
-        """Writes a warp's unnormalised outputs and statistics to the merge buffer."""
+        """Writes a warp's unnormalised outputs and statistics to the merge buffer, which takes the ring's place."""
         columns, softmax = range(self.config.columns), state.softmax
         totals = [lane_sum(softmax.total[column], (4, 8, 16)) for column in columns]
         values = self.value_reader.outputs(state.values)
-        if const_expr(not self.config.merge_apart):
-            sync_attending(self.config)  # every warp has read its last tile, whose place this may take
+        sync_attending(self.config)  # every warp has read its last tile
         row = warp % self.config.num_roles * self.config.warp_queries + 2 * (lane % 4)
         base = address + (slice_index * self.num_rows + row) * self.pitch
         for column, first, run in values:
@@ -218,69 +213,43 @@ class Merger:
         sums = cute.make_rmem_tensor(6, Float32)
         sums.fill(0.0)
         sums[0] = Float32(LOWEST)
-        if const_expr(not self.config.early_gather):
-            if group == 0:
-                self.add_own(address, index, sums)
+        if group == 0:
+            own = self.merge_slices(address, index)
+            sums[0] = own[0]
+            sums[1] = own[1]
+            for c in cutlass.range_constexpr(4):
+                sums[2 + c] = own[2][c]
         row, d = self.vector(index)
         query_row, _, valid = work.query_row(self.config, row)
         if valid:
             source = self.partial_address(work, results, query_row, 0) + d * 4
             step = Int32(COMBINE_BATCH) << share.groups_log2
             for begin in cutlass.range(group, share.num_splits, step, unroll=1):
-                self.gather_batch(work, share, source, self.stats_of(d), begin, address, index, sums)
+                self.gather_batch(work, share, source, self.stats_of(d), begin, sums)
         return sums
 
-    def add_own(self, address, index, sums):
-        """The CTA's own result, to empty sums."""
-        own = self.merge_slices(address, index)
-        for i, value in enumerate((own[0], own[1], *own[2])):
-            sums[i] = value
-
     @cute.jit
-    def gather_batch(self, work, share, source, stats, begin, address, index, sums):
-        """Waits for up to COMBINE_BATCH partial results of other splits, and adds them.
-
-        With ``early_gather`` the CTA's own warps are merged while the first ones are on their way: often they are there
-        already, and a row's slowest split need not wait for them after it has merged.
-        """
+    def gather_batch(self, work, share, source, stats, begin, sums):
+        """Waits for up to COMBINE_BATCH partial results of other splits, and adds them."""
         words = cute.make_rmem_tensor(6 * COMBINE_BATCH, Uint32)
         missing = Int32(1)
-        due = cutlass.select_(begin == 0, Int32(1), Int32(0))
         while missing != 0:
-            self.load_batch(work, share, source, stats, begin, words)
-            if const_expr(self.config.early_gather):
-                if due != 0:
-                    self.add_own(address, index, sums)
-                    due = Int32(0)
-            missing = self.count_missing(words)
-        self.add_batch(share, begin, words, sums)
-
-    @cute.jit
-    def load_batch(self, work, share, source, stats, begin, words):
-        """Up to COMBINE_BATCH partial results of other splits as they are now; zeros for splits that there are not."""
-        for i in cutlass.range_constexpr(COMBINE_BATCH):
-            split, absent = self.batch_split(share, begin, i)
-            if not absent:
-                place = source + self.partial_offset(work, split)
-                vector = ptx.load_relaxed(place, 4)
-                pair = ptx.load_relaxed(place + stats, 2)
-                for w in cutlass.range_constexpr(6):
-                    words[6 * i + w] = pair[w] if w < 2 else vector[w - 2]
-            else:
-                for w in cutlass.range_constexpr(6):
-                    words[6 * i + w] = Uint32(0)
-
-    def count_missing(self, words):
-        """1 if a word is still EMPTY, else 0."""
-        missing = Int32(0)
-        for w in range(6 * COMBINE_BATCH):
-            missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
-        return missing
-
-    def add_batch(self, share, begin, words, sums):
-        """Adds what :meth:`load_batch` has loaded."""
+            missing = Int32(0)
+            for i in cutlass.range_constexpr(COMBINE_BATCH):
+                split, absent = self.batch_split(share, begin, i)
+                if not absent:
+                    place = source + self.partial_offset(work, split)
+                    vector = ptx.load_relaxed(place, 4)
+                    pair = ptx.load_relaxed(place + stats, 2)
+                    for w in cutlass.range_constexpr(6):
+                        words[6 * i + w] = pair[w] if w < 2 else vector[w - 2]
+                else:
+                    for w in cutlass.range_constexpr(6):
+                        words[6 * i + w] = Uint32(0)
+            for w in cutlass.range_constexpr(6 * COMBINE_BATCH):
+                missing = cutlass.select_(words[w] == Uint32(EMPTY_WORD), Int32(1), missing)
         pairs, vectors = [], []
-        for i in range(COMBINE_BATCH):
+        for i in cutlass.range_constexpr(COMBINE_BATCH):
             absent = self.batch_split(share, begin, i)[1]
             values = [words[6 * i + w].bitcast(Float32) for w in range(6)]
             pairs.append([cutlass.select_(absent, Float32(LOWEST), values[0]), values[1]])

@@ -65,8 +65,7 @@ def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | Sw
 def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
     """Tokens that one bulk or tensor-map copy brings."""
     if isinstance(tile, RowTile):
-        most = config.slice_tokens if config.slice_rings else config.page_tokens
-        return min(tile.copy_tokens, most or tile.copy_tokens)
+        return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
     return min(config.tile_tokens, config.page_tokens or MAX_BOX)
 
 

@@ -17,18 +17,6 @@ from layouts.kv.tile import BLOCK_TOKENS
 INT4 = DecodeConfig("int4_g4", "int4_g4", "bf16", 128, 128, ctas_per_sm=1)
 DENSE = DecodeConfig("bf16", "bf16", "bf16", 128, 128, num_slices=2, ctas_per_sm=1, k_copy="tma", v_copy="tma")
 MIXED = DecodeConfig("int8_channel", "int4_g2", "fp16", 192, 128, num_slices=2, ctas_per_sm=1, k_copy="tma")
-SLICED = DecodeConfig(
-    "int4_g1",
-    "int4_g1",
-    "bf16",
-    128,
-    128,
-    num_slices=8,
-    ctas_per_sm=1,
-    slice_rings=True,
-    merge_apart=True,
-    copy_warps=4,
-)
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
 
 
@@ -36,7 +24,7 @@ def change(config: DecodeConfig, **fields) -> DecodeConfig:
     return dataclasses.replace(config, **fields)
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, SLICED, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
 def test_what_ships_can_be_implemented(config: DecodeConfig):
     assert config.can_implement() is None
 
@@ -58,17 +46,6 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (change(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
         (change(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (change(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
-        (change(SLICED, num_heads=2), "slice_rings with 2 warps to a slice, not 1"),
-        (change(SLICED, num_query_blocks=2), "slice_rings with 2 warps to a slice, not 1"),
-        (change(SLICED, k_copy="word", v_copy="word"), "slice_rings of word copies"),
-        (change(SLICED, page_tokens=64), "slice_rings of bulk copies, page_tokens 64"),
-        (change(SLICED, copy_warps=3), "slice_rings of 8 slices, which 3 copying warps cannot share evenly"),
-        (
-            change(SLICED, k_format="int4_g8", v_format="int4_g8"),
-            "slice_rings of rows of which no copy brings 32 tokens",
-        ),
-        (change(INT4, k_format="int4_g2", shift_products=True), "shift_products of int4_g2 keys"),
-        (change(INT4, head_dim=64, shift_products=True), "shift_products of int4_g4 keys, head_dim 64"),
         (change(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
     ],
 )
@@ -88,7 +65,7 @@ def test_warps_tokens_and_threads_follow_from_the_fields():
     assert config.slice_tokens == 2 * BLOCK_TOKENS and config.tile_tokens == 6 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, SLICED, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
 def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeConfig):
     k_bytes, v_bytes = config.tile_bytes
     first_v = config.ring_offsets[1]
@@ -153,17 +130,3 @@ def test_a_configuration_survives_json():
     config = change(INT4, features=Features(window=True, bias="bf16"))
     fields = json.loads(json.dumps(config.to_dict()))
     assert DecodeConfig(**fields | {"features": Features(**fields["features"])}) == config
-
-
-def test_rings_of_slices_have_barriers_of_their_own_and_the_merge_a_place_beside_them():
-    shared = change(SLICED, slice_rings=False)
-    assert (shared.num_rings, shared.ring_tokens, shared.num_places) == (1, shared.tile_tokens, shared.num_stages)
-    assert (SLICED.num_rings, SLICED.ring_tokens, SLICED.num_places) == (8, BLOCK_TOKENS, 8 * SLICED.num_stages)
-    assert SLICED.smem_bytes - shared.smem_bytes == 2 * 7 * SLICED.num_stages * 8
-    assert SLICED.merge_offset >= SLICED.ring_bytes and change(SLICED, merge_apart=False).merge_offset == 0
-    assert SLICED.pool_bytes >= SLICED.merge_offset + SLICED.merge_bytes
-    assert not SLICED.lends_registers
-    names = [
-        change(SLICED, **{field: value}).name for field in ("slice_rings", "merge_apart") for value in (False, True)
-    ]
-    assert len(set(names)) == 3

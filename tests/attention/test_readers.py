@@ -64,13 +64,12 @@ def case(
     q_dtype: str = "bf16",
     blocks_per_warp: int = 1,
     aligned: bool = True,
-    **fields,
 ) -> Case:
     formats = (k_format, v_format or k_format)
     q_dtype = next((name for name in formats if name in ("bf16", "fp16")), q_dtype)
     heads = (num_kv_heads * 8, num_kv_heads)
     problem = Problem(1, 4096, *heads, head_dim, v_head_dim or head_dim, *formats, q_dtype, aligned=aligned)
-    config = dataclasses.replace(candidate_configs(problem)[0], blocks_per_warp=blocks_per_warp, **fields)
+    config = dataclasses.replace(candidate_configs(problem)[0], blocks_per_warp=blocks_per_warp)
     return Case(config, group)
 
 
@@ -109,11 +108,8 @@ SEVERAL_BLOCKS = [
     for blocks, group in ((2, 16), (4, 27))
 ]
 SEVERAL_BLOCKS += [case("int8_g2", "int4_g1", 64, blocks_per_warp=2, group=11)]
-SHIFT_PRODUCTS = [
-    case("int4_g4", v_format, d, group=group, blocks_per_warp=blocks, shift_products=True)
-    for v_format, d, group, blocks in ((None, 128, 8, 1), (None, 256, 5, 1), ("int4_g1", 128, 8, 1), (None, 128, 13, 2))
-]
-CASES = [*ALIKE, *PAIRS, *SEVERAL_BLOCKS, *SHIFT_PRODUCTS]
+SEVERAL_BLOCKS += [case(name, blocks_per_warp=2, group=13) for name in ("int4_g4", "int4_g8")]
+CASES = [*ALIKE, *PAIRS, *SEVERAL_BLOCKS]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_int4_case = pytest.mark.parametrize(
