@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.mla.config import FORMS, TOKENS, CombineConfig, MlaConfig, served_config
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 
@@ -24,7 +25,7 @@ class MlaSpec(_MlaFamily):
     """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
     stream."""
 
-    config: MlaConfig
+    config: MlaConfig | FewHeadsConfig
 
     def compile(self, arch: str) -> Any:
         return compile_mla(self.config, arch)
@@ -46,7 +47,7 @@ def shipped_specs() -> list[KernelSpec]:
     return [*served, CombineSpec(CombineConfig())]
 
 
-def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
+def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
     Raises ValueError if the configuration cannot be implemented.
@@ -55,6 +56,7 @@ def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
     from cutlass import Float32, Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
+    from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
     from cute_kernels.mla.kernel import MlaKernel
 
     check_config(config)
@@ -62,7 +64,7 @@ def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
     pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
     chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
     table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
-    kernel = MlaKernel(config)
+    kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
     return cute.compile(
         kernel.sparse if config.tokens == "sparse" else kernel.paged,
         *results,
