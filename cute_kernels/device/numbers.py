@@ -215,9 +215,7 @@ def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None,
 
 
 @dsl_user_op
-def copy_async_if(
-    condition: Int32, destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None
-) -> None:
+def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
     """:func:`copy_async` if condition is not 0."""
     operands = [Int32(condition), Int32(destination), Int64(source), Int32(num_bytes)]
     asm = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.cg.shared.global [$1], [$2], 16, $3; }"
@@ -226,7 +224,7 @@ def copy_async_if(
 
 @dsl_user_op
 def barrier_any(condition: Int32, barrier: int, num_threads: int, *, loc=None, ip=None) -> Int32:
-    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if any one's condition is not 0, else 0."""
+    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if the condition of any is not 0."""
     asm = (
         "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
         f"bar.red.or.pred q, {barrier}, {num_threads}, p; selp.s32 $0, 1, 0, q; }}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.mla.config import FORMS, TOKENS, CombineConfig, MlaConfig, served_config
-from cute_kernels.mla.few_heads.config import FewHeadsConfig
+from cute_kernels.mla.few_heads.config import HEADS, FewHeadsConfig, served_few_heads
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 
@@ -44,7 +44,8 @@ class CombineSpec(_MlaFamily):
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
     served = [MlaSpec(served_config(tokens, form)) for tokens in TOKENS for form in FORMS]
-    return [*served, CombineSpec(CombineConfig())]
+    few_heads = [MlaSpec(served_few_heads(tokens, heads)) for tokens in TOKENS for heads in HEADS]
+    return [*served, *few_heads, CombineSpec(CombineConfig())]
 
 
 def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, served_config
-from cute_kernels.mla.schedule import WorkShape, choose_parts
+from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
+from cute_kernels.mla.schedule import WorkShape, choose
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 
@@ -144,18 +145,17 @@ def _plan(
     tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
 ) -> Plan:
     form = cache.form.name
-    config = served_config(tokens, form)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    config, num_parts = choose(tokens, form, WorkShape(rows, num_heads, num_tokens, num_sms))
     reason = config.can_implement()
     if reason is None and head_dim != HEAD_DIM:
         reason = f"head_dim is {head_dim}"
     if reason is not None:
         raise NotImplementedError(f"MLA decode over {form} has no CUDA kernel yet: {reason}")
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_parts = choose_parts(WorkShape(rows, num_heads, num_tokens, num_sms))
     return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
 
 
-def make_plan(config: MlaConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
+def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
     """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``."""
     function = load(MlaSpec(config), arch)
     if num_parts == 1:

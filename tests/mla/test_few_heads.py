@@ -134,8 +134,8 @@ def publish(machine: FewHeadsWarp, config: FewHeadsConfig, num_heads: int) -> No
         for block, words in enumerate(operands.load(Int64(0), share, *lanes_of(warp))):
             to_fp16, from_fp16 = operands.store_latent(words, MEMORY, block, *lanes_of(warp))
             pair = machine.pack_bf16x2(to_fp16, to_fp16)
-            place = QUERY_SCALES + (8 * block + warp) * 4
-            machine.shared_memory[place : place + 4] = np.asarray(from_fp16[:1]).view(np.uint8)
+            place = QUERY_SCALES // 4 + 8 * block + warp
+            machine.shared_memory.view(np.float32)[place] = np.asarray(from_fp16)[0]
             # A branch of some lanes: the others write what those write.
             mirrored = [word[LANES % queries.ROPE_LANES] for word in words]
             operands.store_rope(mirrored, pair, MEMORY, block, Int32(warp), Int32(LANES % queries.ROPE_LANES))
@@ -190,10 +190,11 @@ def test_values(monkeypatch, heads):
     machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
     machine.shared_memory[:STAGE_BYTES] = stage_of(tokens)
     generator = np.random.default_rng(8)
-    weights = (generator.random((BLOCK_TOKENS, heads)) * 2.0 ** generator.integers(-6, 8, (1, heads))).astype(np.float32)
-    largest = FORM.unpack(tokens)[1].numpy().max(0) if hasattr(FORM, "unpack") else scales_of(tokens).max(0)
+    weights = (generator.random((BLOCK_TOKENS, heads)) * 2.0 ** generator.integers(-6, 8, (1, heads))).astype(
+        np.float32
+    )
+    largest = scales_of(tokens).max(0)
     limits = [scoring.power_above(Float32(value)) for value in largest]
-    assert all(limit[0] / 2 < value <= limit[0] for limit, value in zip(limits, largest, strict=True))
     scorer, adder = scoring.Scorer(config), adding.Adder(config)
     for warp in range(SCORING_WARPS):
         state = state_of(scorer, [])
@@ -258,7 +259,9 @@ def test_references_follow_and_weights_stay_within_fp16(monkeypatch):
             for t in range(4):
                 stored[2 * t : 2 * t + 2] = [highest[c][t] for c in range(2)]
             stored[tiles // 4 : tiles // 4 + 16] = 0
-            stored[tiles // 4 : tiles // 4 + 4] = [max(scales[0][j].max(), scales[1][j].max()) for j in range(NUM_TILES)]
+            stored[tiles // 4 : tiles // 4 + 4] = [
+                max(scales[0][j].max(), scales[1][j].max()) for j in range(NUM_TILES)
+            ]
             shrink = scorer.follow(state, Int32(exchange + LANES % 4 * 8))
             ease = scorer.follow_limits(state, Int32(tiles))
             for c in range(2):
@@ -283,11 +286,12 @@ def test_references_follow_and_weights_stay_within_fp16(monkeypatch):
                 assert np.allclose(state.totals[c], sum(np.exp2(x - state.maxima[c]) for x in logits), rtol=1e-5)
 
 
-def test_powers_of_2():
-    values = np.float32([2.0**-80, 1.0, 1.0000001, 1.5, 2.0, 3.0e5, 2.0**126])
-    bits = values.view(np.uint32)
-    above = ((bits + 0x7FFFFF) & 0xFF800000).astype(np.uint32).view(np.float32)
-    assert np.array_equal(above, np.exp2(np.ceil(np.log2(values.astype(np.float64)))))
+def test_powers_of_2(monkeypatch):
+    machine_with(monkeypatch, np.zeros(16, np.uint8))
+    for value in (scoring.MIN_LIMIT, 2.0**-7 - 2.0**-30, 1.0, 1.0000001, 1.5, 2.0, 3.0e5, scoring.MAX_LIMIT):
+        above = scoring.power_above(Float32(value))
+        assert (np.asarray(above) == 2.0 ** np.ceil(np.log2(np.float64(np.float32(value))))).all()
+        assert (np.float64(above) * np.float64(scoring.inverse_power(above)) == 1.0).all()
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------

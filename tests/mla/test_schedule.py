@@ -8,20 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import MlaConfig
-from cute_kernels.mla.schedule import MAX_PARTS, WorkShape, choose_parts, cost_us
+from cute_kernels.mla.config import MlaConfig, served_config
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
+from cute_kernels.mla.schedule import FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
 
 
-@given(SHAPES)
-def test_no_part_is_empty_and_none_is_cheaper(shape):
-    parts = choose_parts(shape)
+@given(SHAPES, st.sampled_from((WIDE, *FEW_HEADS)))
+def test_no_part_is_empty_and_none_is_cheaper(shape, rate):
+    parts = choose_parts(shape, rate)
     size = -(-shape.num_blocks // parts)
     assert 1 <= parts <= min(MAX_PARTS, shape.num_blocks)
     assert (parts - 1) * size < shape.num_blocks
-    assert cost_us(shape, parts) <= cost_us(shape, 1)
+    assert cost_us(shape, parts, rate) <= cost_us(shape, 1, rate)
+
+
+def test_few_heads_have_a_kernel_of_their_own():
+    for heads, wanted in ((1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)):
+        for tokens in ("sparse", "paged"):
+            config, parts = choose(tokens, "mla_fp8", WorkShape(128, heads, 2048))
+            assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
+            assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
+    assert choose("sparse", "mla_fp8", WorkShape(256, 128, 2048))[0] == served_config("sparse", "mla_fp8")
+    assert choose("paged", "mla_bf16", WorkShape(128, 16, 8192))[0] == served_config("paged", "mla_bf16")
 
 
 def test_few_rows_are_cut_and_a_full_gpu_is_not():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, TOKEN_BYTES, TOKENS, V_HEAD_DIM
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
@@ -26,22 +27,27 @@ WARP_COLUMNS = V_HEAD_DIM // ADDING_WARPS  # of the output, that an adding warp 
 LATENT_STEPS = V_HEAD_DIM // 16  # MMAs that contract the codes of a row
 ROPE_STEPS = (HEAD_DIM - V_HEAD_DIM) // 16
 NUM_STEPS = LATENT_STEPS + ROPE_STEPS
+LAUNCH_REGISTERS = 128  # a thread
+# What they have in the end: copying warps leave theirs to the others.
+SCORING_REGISTERS, ADDING_REGISTERS, COPYING_REGISTERS = 160, 136, 80
 WEIGHT_BUFFERS = 2
 MATRIX_BYTES = 16 * BLOCK_TOKENS  # weights of 8 heads for a tile: 16 bytes a token
 FLAG_BYTES = 4 * COPYING_WARPS  # of a block: a word of 16 bits for every 16 tokens
 MAX_STAGES = 5
+SERVED_STAGES = {8: 4, 16: 4, 32: 3}
 
 
 @dataclass(frozen=True)
 class FewHeadsConfig:
     """One variant of MLA decode for few heads.
 
-    tokens: as in `MlaConfig`.
+    tokens, form: as in `MlaConfig`; there is one form.
     heads: columns of a CTA's products: 8, 16 or 32. Rows with more of them take more CTAs.
     stages: blocks of tokens that shared memory holds.
     ahead: blocks ahead of its copies that a token's index, or page, is asked for.
     """
 
+    form: ClassVar[str] = "mla_fp8"
     tokens: str = "sparse"
     heads: int = 16
     stages: int = 4
@@ -50,7 +56,7 @@ class FewHeadsConfig:
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        return f"mla_fp8_{self.tokens}_h{self.heads}_s{self.stages}a{self.ahead}"
+        return f"{self.form}_{self.tokens}_h{self.heads}_s{self.stages}a{self.ahead}"
 
     @property
     def head_blocks(self) -> int:
@@ -113,3 +119,8 @@ class FewHeadsConfig:
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
+
+
+def served_few_heads(tokens: str, heads: int) -> FewHeadsConfig:
+    """The variant that calls are served by."""
+    return FewHeadsConfig(tokens, heads, SERVED_STAGES[heads])

@@ -1,8 +1,8 @@
 """MLA decode for up to 32 heads a CTA: raw FP8 tokens in a ring, decoded on their way into mma.sync.
 
 Shape of the work: 4 copying warps keep the ring full (:mod:`.copying`); 4 scoring warps make weights of scores
-(:mod:`.scoring`); 8 adding warps have 64 columns of the output each (:mod:`.adding`). They go on at their own pace, from
-stage to stage and from one buffer of weights to the other.
+(:mod:`.scoring`); 8 adding warps have 64 columns of the output each (:mod:`.adding`). They go on at their own pace,
+from stage to stage and from one buffer of weights to the other.
 
 docs/design/mla_few_heads.md has the balance of clocks and bytes behind it.
 """
@@ -14,7 +14,15 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.mla.few_heads.adding import Adder
-from cute_kernels.mla.few_heads.config import COMPUTING_WARPS, NUM_THREADS, SCORING_WARPS, FewHeadsConfig
+from cute_kernels.mla.few_heads.config import (
+    ADDING_REGISTERS,
+    COMPUTING_WARPS,
+    COPYING_REGISTERS,
+    NUM_THREADS,
+    SCORING_REGISTERS,
+    SCORING_WARPS,
+    FewHeadsConfig,
+)
 from cute_kernels.mla.few_heads.copying import Copier
 from cute_kernels.mla.few_heads.memory import allocate, init_barriers
 from cute_kernels.mla.few_heads.scoring import Scorer
@@ -63,8 +71,11 @@ class FewHeadsKernel(MlaKernel):
         work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
         cute.arch.sync_threads()
         if warp >= COMPUTING_WARPS:
+            cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
             self.copier.run(work, source, memory, warp - COMPUTING_WARPS, lane)
         elif warp >= SCORING_WARPS:
+            cute.arch.setmaxregister_increase(ADDING_REGISTERS)
             self.adder.run(q, work, results, memory, warp - SCORING_WARPS, lane)
         else:
+            cute.arch.setmaxregister_increase(SCORING_REGISTERS)
             self.scorer.run(work, results, memory, softmax_scale, warp, lane)

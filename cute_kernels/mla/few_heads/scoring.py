@@ -4,10 +4,11 @@ S^T = K Q^T: 16 tokens are the rows of an MMA, 8 heads its columns, so that lane
 2t and 2t + 1 of every block of 8. Codes become fp16 by the hardware's conversion, exactly; a tile's products are added
 up apart and multiplied by the token's scale of that tile in fp32.
 
-Weights are stored for every tile on its own, as they contain the tokens' scales: weight * scale / limit, where a tile's
-limit is a power of 2 above every scale seen so far. They are at most 2**15, where fp16 ends; a token whose scale is less
-than 2**-29 of another one's of the same tile begins to lose bits. As the maximum, limits are raised now and then only
-(the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026): all four warps ask each other once a block.
+Weights are stored for every tile on its own, as they contain the tokens' scales: weight * scale / limit * 2**7, where a
+tile's limit is a power of 2 above every scale seen so far. With weights up to 2**8 they are at most 2**15, where fp16
+ends; those of weight 1 lose bits where a token's scale is less than 2**-21 of another one's of the same tile. As the
+maximum, limits are raised now and then only (the lazily rescaled maximum: FlashAttention-4, Zadouri et al. 2026): all
+four warps ask each other once a block.
 """
 
 from __future__ import annotations
@@ -330,9 +331,7 @@ class Scorer:
 
 def fragment(low, high) -> list[Any]:
     """A operand of 16 tokens and 16 columns: words of four codes of tokens g and g + 8, which become their columns."""
-    lows, highs = (
-        [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)] for word in (low, high)
-    )
+    lows, highs = ([ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)] for word in (low, high))
     return [lows[0], highs[0], lows[1], highs[1]]
 
 
