@@ -279,6 +279,30 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32, *, loc
 
 
 @dsl_user_op
+def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
+    """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
+    operands = [Int32(address), *(Float32(value) for value in values)]
+    _effect(operands, f"st.shared::cluster.v2.f32 [$0 + {offset}], {{$1, $2}};", "r,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_in_cluster(address: Int32, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
+    """2 or 4 words of the shared memory of a CTA of the cluster, by their address there."""
+    u32 = Uint32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_words))
+    struct = llvm.inline_asm(
+        _struct(u32, num_words),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared::cluster.v{num_words}.u32 {{{outputs}}}, [${num_words}];",
+        ",".join(["=r"] * num_words) + ",r,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
+
+
+@dsl_user_op
 def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
     """Arrives at an mbarrier of any CTA of the cluster, by its address there."""
     asm = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"

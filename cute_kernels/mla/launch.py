@@ -158,8 +158,8 @@ def _plan(
 def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
     """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``."""
     function = load(MlaSpec(config), arch)
-    if num_parts == 1:
-        return Plan(function, None, 1, 0)
+    if num_parts == 1 or (isinstance(config, FewHeadsConfig) and config.cluster > 1):
+        return Plan(function, None, num_parts, 0)  # a cluster adds up its parts itself
     words = num_query_rows * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
     return Plan(function, load(CombineSpec(CombineConfig()), arch), num_parts, words)
 

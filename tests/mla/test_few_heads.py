@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.mla import locate, work
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM
-from cute_kernels.mla.few_heads import adding, copying, memory, queries, scoring
+from cute_kernels.mla.few_heads import adding, copying, joining, memory, queries, scoring
 from cute_kernels.mla.few_heads.config import (
     ADDING_WARPS,
     COPYING_WARPS,
@@ -30,12 +30,13 @@ from cute_kernels.mla.few_heads.config import (
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts import banks
 from layouts.kv.mla import MlaFp8
-from tests.attention.warp import LANES, Float32, Int32, Int64, Registers, Uint32, halves
+from tests.attention.warp import LANES, Float32, Int32, Int64, Registers, Uint32, bf16_bits, bf16_values, halves
 from tests.mla.test_gather import NUM_PAGES, PAGE_SIZE, fp8_tokens, paged, some_indices, sparse_source
 from tests.mla.warp import MlaWarp
 
 FORM = MlaFp8()
 HEADS = (8, 16, 32)
+CLUSTER_STRIDE = 1 << 17  # from a CTA's shared memory to the next one's
 QUERIES, QUERY_SCALES, WEIGHTS, END = STAGE_BYTES, 90_000, 91_136, 91_136 + NUM_TILES * 4 * MATRIX_BYTES
 MEMORY = SimpleNamespace(ring=0, queries=QUERIES, query_scales=QUERY_SCALES, weights=WEIGHTS)
 
@@ -65,6 +66,15 @@ class FewHeadsWarp(MlaWarp):
                 places = matrix[LANES // 4] // 2 + 2 * (LANES % 4) + half
                 self.shared_memory.view(np.uint16)[places] = halves(word)[:, half]
 
+    def address_in(self, address, rank) -> Any:
+        return address + rank * CLUSTER_STRIDE
+
+    def store_in_cluster(self, address, offset: int, values) -> None:
+        self.store_shared(address, offset, values)
+
+    def load_in_cluster(self, address, num_words: int) -> list[Any]:
+        return self.load_shared_vector(address, 0, num_words)
+
     def bits(self, x) -> Any:
         return Float32(x).view(np.uint32)
 
@@ -77,7 +87,7 @@ class FewHeadsWarp(MlaWarp):
 
 def machine_with(monkeypatch, global_memory: np.ndarray) -> FewHeadsWarp:
     machine = FewHeadsWarp(np.full(END, 0xFF, np.uint8), global_memory)
-    machine.install(monkeypatch, adding, copying, locate, memory, queries, scoring, work)
+    machine.install(monkeypatch, adding, copying, joining, locate, memory, queries, scoring, work)
     return machine
 
 
@@ -294,6 +304,54 @@ def test_powers_of_2(monkeypatch):
         assert (np.float64(above) * np.float64(scoring.inverse_power(above)) == 1.0).all()
 
 
+# -- parts of a cluster ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("heads", HEADS)
+def test_sums_of_a_cluster_meet(monkeypatch, heads, cluster):
+    """Every CTA stores its sums where their columns are added up; all columns are, once."""
+    config = FewHeadsConfig(heads=heads, stages=3, cluster=cluster)
+    machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
+    machine.shared_memory = np.full(cluster * CLUSTER_STRIDE, 0xFF, np.uint8)
+    adder = adding.Adder(config)
+    values = np.random.default_rng(10).standard_normal((cluster, heads, 512)).astype(np.float32)
+    for part, warp in np.ndindex(cluster, ADDING_WARPS):
+        sums = Registers(adding.CHUNKS * config.head_blocks * 4, Float32)
+        for index in np.ndindex(config.head_blocks, adding.CHUNKS, 2, 2):
+            block, chunk, i, c = index
+            column = warp * WARP_COLUMNS + 16 * chunk + 2 * (LANES // 4) + i
+            sums[adder.place(block, chunk) + 2 * i + c] = Float32(values[part, 8 * block + 2 * (LANES % 4) + c, column])
+        factors = [Float32(2.0)] * 2 * config.head_blocks
+        adder.send(sums, factors, MEMORY, Int32(part), *lanes_of(warp))
+    for access in machine.accesses:
+        assert banks.wavefronts(access.addresses, access.width, access.kind) == 2
+        assert np.ptp(np.asarray(access.addresses) // CLUSTER_STRIDE) == 0
+    joiner = adder.joiner
+    for owner, head in np.ndindex(cluster, heads):
+        place = SimpleNamespace(ring=owner * CLUSTER_STRIDE)
+        for first in range(0, joiner.columns, 64):
+            found = bf16_values(halves(joiner.total(place, head, first, Int32(LANES)))).reshape(-1)
+            column = owner * joiner.columns + first
+            wanted = np.float32(0)
+            for part in range(cluster):
+                wanted = wanted + 2 * values[part, head, column : column + 64]
+            assert np.array_equal(found, bf16_values(bf16_bits(wanted)))
+
+
+def test_a_cluster_knows_its_maximum_and_total(monkeypatch):
+    machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
+    machine.shared_memory = np.zeros(4 * CLUSTER_STRIDE, np.uint8)
+    joiner = joining.Joiner(FewHeadsConfig(heads=32, stages=3, cluster=4))
+    maxima, totals = np.float32([3.0, scoring.LOWEST, -5.0, 4.5]), np.float32([10.0, 0.0, 1e3, 2.0])
+    for part in range(4):
+        place = SimpleNamespace(statistics=Int32(part * CLUSTER_STRIDE))
+        joiner.store_statistics(place, Int32(LANES), Float32(maxima[part]), Float32(totals[part]))
+    maximum, total = joiner.whole(SimpleNamespace(statistics=Int32(0)), Int32(LANES))
+    assert (np.asarray(maximum) == 4.5).all()
+    assert np.allclose(total, (totals * np.exp2(maxima.astype(np.float64) - 4.5)).sum(), rtol=1e-6)
+
+
 # -- configurations ----------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +365,7 @@ def test_configurations_fit_and_say_why_not():
         (FewHeadsConfig(stages=1), "stages"),
         (FewHeadsConfig(heads=32, stages=5), "shared memory"),
         (FewHeadsConfig(ahead=0), "ahead"),
+        (FewHeadsConfig(cluster=3), "cluster"),
     ):
         reason = config.can_implement()
         assert reason is not None and word in reason

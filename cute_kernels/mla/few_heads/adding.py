@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
@@ -26,6 +26,7 @@ from cute_kernels.mla.few_heads.config import (
     WEIGHT_BUFFERS,
     FewHeadsConfig,
 )
+from cute_kernels.mla.few_heads.joining import Joiner, meet
 from cute_kernels.mla.few_heads.memory import QUERIES_READY, RESULTS_READY, matrix_lane
 from cute_kernels.mla.few_heads.queries import Queries
 from cute_kernels.mla.work import partial_values
@@ -42,6 +43,7 @@ class Adder:
     def __init__(self, config: FewHeadsConfig):
         self.config = config
         self.queries = Queries(config)
+        self.joiner = Joiner(config)
 
     @cute.jit
     def run(self, q, work, results, memory, warp, lane):
@@ -67,9 +69,15 @@ class Adder:
                 cute.arch.mbarrier_arrive(memory.empty + stage)
             stage, phase = advance(stage, phase, self.config.stages)
             buffer, turn = advance(buffer, turn, WEIGHT_BUFFERS)
+        if const_expr(self.config.cluster > 1):
+            meet()
         cute.arch.barrier(barrier_id=RESULTS_READY, number_of_threads=COMPUTING_THREADS)
         factors = self.load_factors(memory.results, tile, lane)
-        if (work.shape.num_parts == 1) | (work.begin < work.end):
+        if const_expr(self.config.cluster > 1):
+            self.send(sums, factors, memory, work.part, warp, lane)
+            meet()
+            self.joiner.write(work, results, memory, work.part, warp, lane)
+        elif (work.shape.num_parts == 1) | (work.begin < work.end):
             self.write(sums, factors, work, results, warp, lane)
 
     def place(self, block: int, chunk: int) -> int:
@@ -138,6 +146,15 @@ class Adder:
                         for chunk in cutlass.range_constexpr(CHUNKS):
                             word = ptx.pack_bf16x2(*self.pair(sums, factor, block, chunk, c))
                             ptx.store_global(place, [word], offset=32 * chunk)
+
+    def send(self, sums, factors, memory, part, warp, lane) -> None:
+        """Stores the sums where the cluster adds up their columns."""
+        place = self.joiner.destination(memory, warp, lane, part)
+        for block in range(self.config.head_blocks):
+            for c in range(2):
+                for chunk in range(CHUNKS):
+                    pair = self.pair(sums, factors[2 * block + c], block, chunk, c)
+                    self.joiner.send(place, block, chunk, c, pair)
 
     def pair(self, sums, factor, block: int, chunk: int, c: int) -> list[Any]:
         """A head's two neighbouring columns of a chunk, multiplied by its factor."""

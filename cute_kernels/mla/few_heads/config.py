@@ -34,6 +34,7 @@ WEIGHT_BUFFERS = 2
 MATRIX_BYTES = 16 * BLOCK_TOKENS  # weights of 8 heads for a tile: 16 bytes a token
 FLAG_BYTES = 4 * COPYING_WARPS  # of a block: a word of 16 bits for every 16 tokens
 MAX_STAGES = 5
+CLUSTERS = (1, 2, 4, 8)
 SERVED_STAGES = {8: 4, 16: 4, 32: 3}
 
 
@@ -44,6 +45,7 @@ class FewHeadsConfig:
     tokens, form: as in `MlaConfig`; there is one form.
     heads: columns of a CTA's products: 8, 16 or 32. Rows with more of them take more CTAs.
     stages: blocks of tokens that shared memory holds.
+    cluster: 1, or the number of parts of every row, which one cluster of CTAs then has and adds up.
     ahead: blocks ahead of its copies that a token's index, or page, is asked for.
     """
 
@@ -52,11 +54,13 @@ class FewHeadsConfig:
     heads: int = 16
     stages: int = 4
     ahead: int = 3
+    cluster: int = 1
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        return f"{self.form}_{self.tokens}_h{self.heads}_s{self.stages}a{self.ahead}"
+        cluster = f"c{self.cluster}" if self.cluster > 1 else ""
+        return f"{self.form}_{self.tokens}_h{self.heads}_s{self.stages}a{self.ahead}{cluster}"
 
     @property
     def head_blocks(self) -> int:
@@ -72,6 +76,16 @@ class FewHeadsConfig:
     def step_vectors(self) -> int:
         """Such loads for a step of 16 columns."""
         return 2 * self.head_blocks // self.vector_words
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of tokens."""
+        return self.stages * STAGE_BYTES
+
+    @property
+    def statistic_bytes(self) -> int:
+        """Shared memory of two numbers a head that a cluster's CTAs tell each other."""
+        return 8 * self.heads if self.cluster > 1 else 0
 
     @property
     def query_bytes(self) -> int:
@@ -101,10 +115,11 @@ class FewHeadsConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = self.stages * (STAGE_BYTES + FLAG_BYTES + 2 * BARRIER_BYTES)
+        stages = self.ring_bytes + self.stages * (FLAG_BYTES + 2 * BARRIER_BYTES)
         # Buffers of weights have factors and a word that says whether these are to be used.
         buffers = WEIGHT_BUFFERS * (self.weight_bytes + self.factor_bytes + 16 + 2 * BARRIER_BYTES)
-        return stages + buffers + self.query_bytes + self.head_bytes + self.exchange_bytes + self.factor_bytes
+        once = self.query_bytes + self.head_bytes + self.exchange_bytes + self.factor_bytes + self.statistic_bytes
+        return stages + buffers + once
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
@@ -114,6 +129,8 @@ class FewHeadsConfig:
             return f"heads is {self.heads}; want one of {HEADS}"
         if not 2 <= self.stages <= MAX_STAGES:
             return f"stages is {self.stages}; want 2 to {MAX_STAGES}"
+        if self.cluster not in CLUSTERS:
+            return f"cluster is {self.cluster}; want one of {CLUSTERS}"
         if not 1 <= self.ahead <= 8:
             return f"ahead is {self.ahead}; want 1 to 8"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -10,7 +10,7 @@ docs/design/mla_few_heads.md has the balance of clocks and bytes behind it.
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
 from cute_kernels.mla.few_heads.adding import Adder
@@ -24,6 +24,7 @@ from cute_kernels.mla.few_heads.config import (
     FewHeadsConfig,
 )
 from cute_kernels.mla.few_heads.copying import Copier
+from cute_kernels.mla.few_heads.joining import meet
 from cute_kernels.mla.few_heads.memory import allocate, init_barriers
 from cute_kernels.mla.few_heads.scoring import Scorer
 from cute_kernels.mla.kernel import MlaKernel
@@ -48,6 +49,7 @@ class FewHeadsKernel(MlaKernel):
         self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),
             block=(NUM_THREADS, 1, 1),
+            cluster=(1, self.config.cluster, 1) if self.config.cluster > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -73,6 +75,9 @@ class FewHeadsKernel(MlaKernel):
         if warp >= COMPUTING_WARPS:
             cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
             self.copier.run(work, source, memory, warp - COMPUTING_WARPS, lane)
+            if const_expr(self.config.cluster > 1):
+                meet()
+                meet()
         elif warp >= SCORING_WARPS:
             cute.arch.setmaxregister_increase(ADDING_REGISTERS)
             self.adder.run(q, work, results, memory, warp - SCORING_WARPS, lane)

@@ -15,7 +15,6 @@ from cute_kernels.mla.few_heads.config import (
     FLAG_BYTES,
     ROW_BYTES,
     SCORING_WARPS,
-    STAGE_BYTES,
     WEIGHT_BUFFERS,
     FewHeadsConfig,
 )
@@ -37,6 +36,7 @@ class Memory:
     raised: Any  # word [buffer], 16 bytes apart: whether there are such factors
     exchange: Any  # fp32 [scoring warp, head], then [scoring warp, tile]
     results: Any  # fp32 [tile, head]: what sums are multiplied by in the end
+    statistics: Any  # fp32 [head, (maximum, total)] of a part of a cluster
     flags: Any  # word [stage, scoring warp]: which of its 16 tokens exist
     full: Any  # a stage holds tokens
     empty: Any  # nobody needs them any more
@@ -51,14 +51,15 @@ def allocate(config: FewHeadsConfig) -> Memory:
         return smem.allocate(size, byte_alignment=16).toint()
 
     stages, buffers = config.stages, WEIGHT_BUFFERS
-    ring = smem.allocate(stages * STAGE_BYTES, byte_alignment=128).toint()
+    ring = smem.allocate(config.ring_bytes, byte_alignment=128).toint()
     queries, query_scales = take(config.query_bytes), take(config.head_bytes)
     weights, factors = take(buffers * config.weight_bytes), take(buffers * config.factor_bytes)
     raised, exchange = take(buffers * 16), take(config.exchange_bytes)
     results, flags = take(config.factor_bytes), take(stages * FLAG_BYTES)
+    statistics = take(config.statistic_bytes) if config.cluster > 1 else None
     barriers = smem.allocate_array(cutlass.Int64, 2 * (stages + buffers))
     return Memory(
-        ring, queries, query_scales, weights, factors, raised, exchange, results, flags,
+        ring, queries, query_scales, weights, factors, raised, exchange, results, statistics, flags,
         full=barriers,
         empty=barriers + stages,
         weighed=barriers + 2 * stages,

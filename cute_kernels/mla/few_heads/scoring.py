@@ -42,6 +42,7 @@ from cute_kernels.mla.few_heads.config import (
     WEIGHT_BUFFERS,
     FewHeadsConfig,
 )
+from cute_kernels.mla.few_heads.joining import Joiner, meet
 from cute_kernels.mla.few_heads.memory import EXCHANGING, QUERIES_READY, RAISING, RESULTS_READY, matrix_lane
 from cute_kernels.mla.few_heads.queries import Queries
 from cute_kernels.mla.output import exists_sink
@@ -72,6 +73,7 @@ class Scorer:
     def __init__(self, config: FewHeadsConfig):
         self.config = config
         self.queries = Queries(config)
+        self.joiner = Joiner(config)
         self.columns = 2 * config.head_blocks
 
     @cute.jit
@@ -290,28 +292,41 @@ class Scorer:
                     pair = [state.maxima[2 * block + c] for c in range(2)]
                     ptx.store_shared(maxima + lane * 8, 32 * block, pair)
         cute.arch.barrier(barrier_id=EXCHANGING, number_of_threads=SCORING_THREADS)
-        if warp == 0:
-            if lane < self.config.heads:
-                self.finish_head(state, work, results, memory, lane)
+        if const_expr(self.config.cluster > 1):
+            if (warp == 0) & (lane < self.config.heads):
+                self.joiner.store_statistics(memory, lane, *self.statistics(memory, lane))
+            meet()
+        if (warp == 0) & (lane < self.config.heads):
+            self.finish_head(state, work, results, memory, lane)
         cute.arch.barrier_arrive(barrier_id=RESULTS_READY, number_of_threads=COMPUTING_THREADS)
+        if const_expr(self.config.cluster > 1):
+            meet()
 
     @cute.jit
     def finish_head(self, state, work, results, memory, head):
         """As :meth:`finish`, of one head."""
-        total = Float32(0.0)
-        for warp in cutlass.range_constexpr(SCORING_WARPS):
-            total = total + ptx.load_shared(memory.exchange + head * 4, warp * self.config.head_bytes).bitcast(Float32)
-        maximum = ptx.load_shared(memory.query_scales + head * 4, 0).bitcast(Float32)
+        maximum, total = self.statistics(memory, head)
         factor = Float32(1.0)
         if work.first_head + head < work.shape.num_heads:
             query_row = work.query_row(head)
-            if work.shape.num_parts > 1:
+            if const_expr(self.config.cluster > 1):
+                highest, whole = self.joiner.whole(memory, head)
+                factor = self.finish_row(results, highest, whole, query_row, work.first_head + head)
+                factor = factor * ptx.exp2(maximum - highest)
+            elif work.shape.num_parts > 1:
                 ptx.store_global(partial_stats(results, work.shape, query_row, work.part), [maximum, total])
             else:
                 factor = self.finish_row(results, maximum, total, query_row, work.first_head + head)
         for tile in cutlass.range_constexpr(NUM_TILES):
             value = factor * (state.limits[tile] * 2.0**-WEIGHT_SLACK)
             ptx.store_shared(memory.results + head * 4, tile * self.config.head_bytes, [value])
+
+    def statistics(self, memory, head) -> tuple[Any, Any]:
+        """(maximum, total) of a head over the CTA's tokens."""
+        total = Float32(0.0)
+        for warp in range(SCORING_WARPS):
+            total = total + ptx.load_shared(memory.exchange + head * 4, warp * self.config.head_bytes).bitcast(Float32)
+        return ptx.load_shared(memory.query_scales + head * 4, 0).bitcast(Float32), total
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head) -> Float32:
