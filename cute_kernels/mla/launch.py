@@ -156,10 +156,14 @@ def _plan(
 
 
 def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
-    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``."""
+    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``: those of the cluster, if the
+    parts of a row are one."""
     function = load(MlaSpec(config), arch)
-    if num_parts == 1 or (isinstance(config, FewHeadsConfig) and config.cluster > 1):
-        return Plan(function, None, num_parts, 0)  # a cluster adds up its parts itself
+    cluster = config.cluster if isinstance(config, FewHeadsConfig) else 1
+    if cluster > 1 and num_parts != cluster:
+        raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
+    if num_parts == cluster:
+        return Plan(function, None, num_parts, 0)
     words = num_query_rows * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
     return Plan(function, load(CombineSpec(CombineConfig()), arch), num_parts, words)
 

@@ -26,6 +26,12 @@ FEW_HEADS = [
     FewHeadsConfig(heads=16),
     FewHeadsConfig(heads=32, stages=2),
 ]
+CLUSTERS = [
+    FewHeadsConfig("sparse", 32, 3, cluster=8),
+    FewHeadsConfig("sparse", 32, 3, cluster=4),
+    FewHeadsConfig("sparse", 16, 4, cluster=2),
+    FewHeadsConfig("sparse", 8, 4, cluster=8),
+]
 SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(),
     MlaConfig(fence="reader"),
@@ -50,7 +56,7 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED]), CombineSpec(CombineConfig())]
+    return [*map(MlaSpec, [*SPARSE, *PAGED, *CLUSTERS]), CombineSpec(CombineConfig())]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -147,3 +153,15 @@ def test_any_number_of_heads(config, num_heads):
 def test_larger_scores(config):
     """The softmax's reference is raised now and then."""
     check_sparse(config, num_heads=config.heads, topk=900, deviation=0.5)
+
+
+@pytest.mark.parametrize("topk", [1, 64, 500, 2048])
+@pytest.mark.parametrize("num_heads", [1, 16, 40, 128])
+@pytest.mark.parametrize("config", CLUSTERS, ids=name)
+def test_parts_of_a_cluster(config, num_heads, topk):
+    check_sparse(config, config.cluster, batch=3, q_len=2, num_heads=num_heads, topk=topk)
+
+
+@pytest.mark.parametrize("config", CLUSTERS, ids=name)
+def test_more_clusters_than_there_is_room_for(config):
+    check_sparse(config, config.cluster, batch=90, num_heads=config.heads, topk=700)

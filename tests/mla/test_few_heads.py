@@ -333,7 +333,7 @@ def test_sums_of_a_cluster_meet(monkeypatch, heads, cluster):
         for first in range(0, joiner.columns, 64):
             found = bf16_values(halves(joiner.total(place, head, first, Int32(LANES)))).reshape(-1)
             column = owner * joiner.columns + first
-            wanted = np.float32(0)
+            wanted = np.zeros(64, np.float32)
             for part in range(cluster):
                 wanted = wanted + 2 * values[part, head, column : column + 64]
             assert np.array_equal(found, bf16_values(bf16_bits(wanted)))
@@ -343,7 +343,8 @@ def test_a_cluster_knows_its_maximum_and_total(monkeypatch):
     machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
     machine.shared_memory = np.zeros(4 * CLUSTER_STRIDE, np.uint8)
     joiner = joining.Joiner(FewHeadsConfig(heads=32, stages=3, cluster=4))
-    maxima, totals = np.float32([3.0, scoring.LOWEST, -5.0, 4.5]), np.float32([10.0, 0.0, 1e3, 2.0])
+    maxima = np.array([3.0, scoring.LOWEST, -5.0, 4.5], np.float32)
+    totals = np.array([10.0, 0.0, 1e3, 2.0], np.float32)
     for part in range(4):
         place = SimpleNamespace(statistics=Int32(part * CLUSTER_STRIDE))
         joiner.store_statistics(place, Int32(LANES), Float32(maxima[part]), Float32(totals[part]))
