@@ -191,20 +191,23 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def load_global_if(condition: Int32, address: Int64, offset: int, *, loc=None, ip=None) -> list[Uint32]:
-    """16 bytes of read-only global memory where ``condition`` is not 0, else zeros and no access."""
+def load_global_if(
+    condition: Int32, address: Int64, offset: int, num_words: int = 4, *, loc=None, ip=None
+) -> list[Uint32]:
+    """2 or 4 words of read-only global memory where ``condition`` is not 0, else zeros and no access."""
     u32 = Uint32.mlir_type
+    outputs = [f"${i}" for i in range(num_words)]
     struct = llvm.inline_asm(
-        _struct(u32, 4),
+        _struct(u32, num_words),
         [Int32(condition).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-        f"@p ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$5 + {offset}]; }}",
-        "=&r,=&r,=&r,=&r,r,l",
+        f"{{ .reg .pred p; setp.ne.b32 p, ${num_words}, 0; {' '.join(f'mov.u32 {word}, 0;' for word in outputs)} "
+        f"@p ld.global.nc.v{num_words}.u32 {{{', '.join(outputs)}}}, [${num_words + 1} + {offset}]; }}",
+        ",".join(["=&r"] * num_words) + ",r,l",
         has_side_effects=True,
         loc=loc,
         ip=ip,
     )
-    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(4)]
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
 
 
 @dsl_user_op

@@ -16,6 +16,7 @@ from cute_kernels.mla.config import CombineConfig, MlaConfig
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,7 @@ CLUSTERS = [
     FewHeadsConfig("sparse", 16, 4, cluster=2),
     FewHeadsConfig("sparse", 8, 4, cluster=8),
 ]
+PAGED_CLUSTER = FewHeadsConfig("paged", 8, 4, cluster=8)
 SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(),
     MlaConfig(fence="reader"),
@@ -41,6 +43,7 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", seesaw=True, prefetch=4, fence="reader"),
     MlaConfig(fence="reader", crossover=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_bf16", fence="reader"),
     MlaConfig(form="mla_bf16", fence="reader", seesaw=True),
     *FEW_HEADS,
@@ -56,7 +59,7 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED, *CLUSTERS]), CombineSpec(CombineConfig())]
+    return [*map(MlaSpec, [*SPARSE, *PAGED, *CLUSTERS, PAGED_CLUSTER]), CombineSpec(CombineConfig())]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -65,6 +68,8 @@ def address(tensor: torch.Tensor | None) -> int:
 
 def pages_of(cache: torch.Tensor) -> tuple[int, int, int, int]:
     page_stride, token_stride, _ = (stride * cache.element_size() for stride in cache.stride())
+    if cache.shape[2] == MlaModel1().row_bytes:
+        token_stride = MlaModel1.DATA_BYTES
     return cache.data_ptr(), page_stride, token_stride, cache.shape[1]
 
 
@@ -86,7 +91,8 @@ def run(
 
 
 def check_sparse(config: MlaConfig | FewHeadsConfig, num_parts: int = 1, **shape: Any) -> None:
-    shape = {"num_pages": 40, "page_size": 64, "length": True, "sinks": True, "deviation": DEVIATION} | shape
+    shape = {"num_pages": 40, "page_size": 64, "length": True, "sinks": True} | shape
+    shape = {"head_dim": config.head_dim, "deviation": DEVIATION} | shape
     call = moved(make_sparse(config.form, **shape), "cuda")
     topk, lengths = call.indices.shape[2], call.options.get("topk_length")
     num_tokens = call.cache.shape[0] * call.cache.shape[1]
@@ -160,6 +166,11 @@ def test_larger_scores(config):
 @pytest.mark.parametrize("config", CLUSTERS, ids=name)
 def test_parts_of_a_cluster(config, num_heads, topk):
     check_sparse(config, config.cluster, batch=3, q_len=2, num_heads=num_heads, topk=topk)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_of_whole_contexts_of_a_cluster(causal):
+    check_paged(PAGED_CLUSTER, [0, 1, 64, 449, 2000, 130], 8, causal, q_len=2, num_heads=16, page_size=64)
 
 
 @pytest.mark.parametrize("config", CLUSTERS, ids=name)

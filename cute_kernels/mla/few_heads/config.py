@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, TOKEN_BYTES, TOKENS, V_HEAD_DIM
+from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, TOKENS, V_HEAD_DIM
+from cute_kernels.mla.layout import SLAB_COLUMNS, TokenLayout, layout_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEADS = (8, 16, 32)  # columns of a CTA's products
-NUM_TILES = 4  # of 128 columns of a token, each with a scale
-TILE_COLUMNS = V_HEAD_DIM // NUM_TILES
-ROW_BYTES = TOKEN_BYTES["mla_fp8"]
-SCALES_OFFSET = V_HEAD_DIM  # in a row's bytes
-ROPE_OFFSET = SCALES_OFFSET + 4 * NUM_TILES
+FORM = "mla_fp8"
+LAYOUT = layout_of(FORM, HEAD_DIM)
+NUM_TILES = LAYOUT.num_scales  # of 128 columns of a token, each with a scale
+TILE_COLUMNS = LAYOUT.slabs_per_scale * SLAB_COLUMNS
+ROW_BYTES = LAYOUT.data_bytes
+SCALES_OFFSET = LAYOUT.scales_offset or 0  # in a row's bytes
+ROPE_OFFSET = LAYOUT.rope_offset
 STAGE_BYTES = BLOCK_TOKENS * ROW_BYTES
 
 SCORING_WARPS, ADDING_WARPS, COPYING_WARPS = 4, 8, 4  # in this order
@@ -36,6 +39,9 @@ FLAG_BYTES = 4 * COPYING_WARPS  # of a block: a word of 16 bits for every 16 tok
 MAX_STAGES = 5
 CLUSTERS = (1, 2, 4, 8)
 SERVED_STAGES = {8: 4, 16: 4, 32: 3}
+SERVED_CLUSTER = (8, 8)  # heads, parts
+
+assert NUM_TILES * TILE_COLUMNS == V_HEAD_DIM and LAYOUT.scale_bytes == 4 * NUM_TILES and not LAYOUT.is_split
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ class FewHeadsConfig:
     ahead: blocks ahead of its copies that a token's index, or page, is asked for.
     """
 
-    form: ClassVar[str] = "mla_fp8"
+    form: ClassVar[str] = FORM
+    head_dim: ClassVar[int] = HEAD_DIM
+    layout: ClassVar[TokenLayout] = LAYOUT
     tokens: str = "sparse"
     heads: int = 16
     stages: int = 4
@@ -138,6 +146,12 @@ class FewHeadsConfig:
         return None
 
 
-def served_few_heads(tokens: str, heads: int) -> FewHeadsConfig:
+def served_few_heads(tokens: str, heads: int, cluster: int = 1) -> FewHeadsConfig:
     """The variant that calls are served by."""
-    return FewHeadsConfig(tokens, heads, SERVED_STAGES[heads])
+    return FewHeadsConfig(tokens, heads, SERVED_STAGES[heads], cluster=cluster)
+
+
+def shipped_few_heads() -> list[FewHeadsConfig]:
+    """What bundles hold."""
+    variants = (*((heads, 1) for heads in HEADS), SERVED_CLUSTER)
+    return [served_few_heads(tokens, *variant) for tokens in TOKENS for variant in variants]

@@ -46,7 +46,7 @@ from cute_kernels.mla.few_heads.joining import Joiner, meet
 from cute_kernels.mla.few_heads.memory import EXCHANGING, QUERIES_READY, RAISING, RESULTS_READY, matrix_lane
 from cute_kernels.mla.few_heads.queries import Queries
 from cute_kernels.mla.output import exists_sink
-from cute_kernels.mla.softmax import LOWEST, RESCALE_SLACK
+from cute_kernels.mla.softmax import LOWEST
 from cute_kernels.mla.work import partial_stats
 
 TOKEN_LANES = (4, 8, 16)  # bits in which the numbers of lanes with the same heads differ
@@ -93,7 +93,8 @@ class Scorer:
                 scores[i] = found[i]
             self.mask(scores, work, memory, stage, block, warp, lane)
             cute.arch.mbarrier_wait(memory.added + buffer, turn)
-            raising = numbers.barrier_any(self.exceeds(state, scores, scales), RAISING, SCORING_THREADS)
+            exceeds = self.exceeds(state, scores, scales, work.shape.slack)
+            raising = numbers.barrier_any(exceeds, RAISING, SCORING_THREADS)
             if raising != 0:
                 self.raise_references(state, scores, scales, memory, buffer, warp, lane)
             if (warp == 0) & (lane == 0):
@@ -177,15 +178,15 @@ class Scorer:
 
     # -- softmax ------------------------------------------------------------------------------------------------------
 
-    def exceeds(self, state: State, scores, scales) -> Int32:
-        """Whether a lane's weights would be too large."""
+    def exceeds(self, state: State, scores, scales, slack) -> Int32:
+        """Whether a lane's weights would be too large: above 2**slack, or their tokens' scales above the limits."""
         found = scales[0][0] > state.limits[0]
         for tile in range(NUM_TILES):
             for half in range(2):
                 found = found | (scales[half][tile] > state.limits[tile])
         for i in range(2 * self.columns):
             column = column_of(i)
-            found = found | (scores[i] * state.scales[column] > state.maxima[column] + RESCALE_SLACK)
+            found = found | (scores[i] * state.scales[column] > state.maxima[column] + slack)
         return cutlass.select_(found, Int32(1), Int32(0))
 
     @cute.jit
@@ -330,17 +331,21 @@ class Scorer:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head) -> Float32:
-        """1 / (sum of the weights and the sink's), 0 for a row without keys; writes the log-sum-exp."""
+        """1 / (sum of the weights and the sink's), 0 for a row without keys; writes the log-sum-exp, and the greatest
+        score if it is asked for."""
         denominator = total
         if exists_sink(results):
             sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
             denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
         lse = (maximum + ptx.log2(total)) * ptx.LN_2
+        top = maximum * ptx.LN_2
         factor = ptx.reciprocal(denominator)
         if total == 0.0:
-            lse = Float32.inf
+            lse, top = Float32.inf, -Float32.inf
             factor = Float32(0.0)
         ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+        if results.max_logits != 0:
+            ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
         return factor
 
 
