@@ -14,10 +14,11 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
-from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_model, quantize_weight
+from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_weight
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.mla_cache import append_mla, quantize_mla_kv
-from cute_kernels.moe import PackedExperts, fused_moe, grouped_linear
+from cute_kernels.models import quantize_model
+from cute_kernels.moe import PackedExperts, QuantizedMoE, fused_moe, grouped_linear
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PackedExperts",
     "PackedWeight",
     "QuantizedLinear",
+    "QuantizedMoE",
     "Rope",
     "UnsupportedGPUError",
     "YarnScaling",

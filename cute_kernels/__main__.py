@@ -1,4 +1,4 @@
-"""Command line: `python -m cute_kernels doctor | aot | cache`."""
+"""Command line: `python -m cute_kernels doctor | aot | cache | tune`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 from cute_kernels import families
 from cute_kernels.runtime import aot, doctor
 from cute_kernels.runtime.cache import Progress, default_cache
-from cute_kernels.runtime.device import SUPPORTED_ARCHS
+from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError
 from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError
 from cute_kernels.runtime.store import DiskStore, default_directory
 from cute_kernels.runtime.workers import CompileError
+from cute_kernels.tuning import command as tuning
 
 MARKS = {doctor.OK: "ok     ", doctor.LIMITED: "limited", doctor.MISSING: "missing"}
 
@@ -89,6 +90,10 @@ def run_cache_clear(_: argparse.Namespace) -> int:
     return 0
 
 
+def run_tune(arguments: argparse.Namespace) -> int:
+    return tuning.run(arguments, show_progress)
+
+
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m cute_kernels", description=__doc__)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
@@ -116,6 +121,8 @@ def parser() -> argparse.ArgumentParser:
     )
     cache.add_parser("info", help="list them").set_defaults(run=run_cache_info)
     cache.add_parser("clear", help="remove them").set_defaults(run=run_cache_clear)
+
+    tuning.add_parser(commands).set_defaults(run=run_tune)
     return root
 
 
@@ -125,7 +132,14 @@ def main(argv: list[str] | None = None) -> int:
         arguments.only = ["*"]
     try:
         return arguments.run(arguments)
-    except (aot.BundleError, CompileError, CompilerMissingError, LinkerMissingError, ValueError) as error:
+    except (
+        aot.BundleError,
+        CompileError,
+        CompilerMissingError,
+        LinkerMissingError,
+        UnsupportedGPUError,
+        ValueError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

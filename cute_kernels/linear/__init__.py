@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.linear import ops
-from cute_kernels.linear.module import QuantizedLinear, quantize_model
+from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.weight import PackedWeight
@@ -21,7 +21,6 @@ __all__ = [
     "interleave_weights",
     "linear",
     "linear_reference",
-    "quantize_model",
     "quantize_weight",
 ]
 

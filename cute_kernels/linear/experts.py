@@ -173,14 +173,23 @@ def quantize_experts(
     dtype: torch.dtype | None = None,
     *,
     device: torch.device | str | None = None,
+    halves_in_turn: bool = False,
 ) -> PackedExperts:
-    """`quantize_weight` of every expert of w [E, N, K]; the arguments are its arguments."""
+    """`quantize_weight` of every expert of w [E, N, K]; the arguments are its arguments.
+
+    halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in turn.
+    """
     check_tensors(w=w)
     if w.dim() != 3 or w.shape[0] < 1:
         raise ValueError(f"w: got shape {list(w.shape)}, want [E, N, K] with at least one expert")
-    return _filled(
-        lambda i: quantize_weight(w[i], bits, group_size, zero_point, dtype, device=device), w.shape[0], zero_point
-    )
+    if halves_in_turn and w.shape[1] % 2:
+        raise ValueError(f"w: got {w.shape[1]} rows, want an even number: gates, then ups")
+
+    def expert(i: int) -> PackedWeight:
+        rows = w[i].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if halves_in_turn else w[i]
+        return quantize_weight(rows, bits, group_size, zero_point, dtype, device=device)
+
+    return _filled(expert, w.shape[0], zero_point)
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:

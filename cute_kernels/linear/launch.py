@@ -26,6 +26,7 @@ def launch(
     out_dtype: torch.dtype,
     batch_invariant: bool,
     out: torch.Tensor | None,
+    portable: bool = False,
 ) -> torch.Tensor:
     """activation(x W^T + bias) + residual, [M, N] or [M, N / 2], on the current stream.
 
@@ -36,20 +37,23 @@ def launch(
         group_size: 0 for one scale per row.
         batch_invariant: whether no row may depend on how many others there are.
         out: contiguous, in out_dtype, or None.
+        portable: whether to take the kernel for other GPUs on a Hopper too.
     """
     index = x.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return launch(
                 x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype,
-                batch_invariant, out,
+                batch_invariant, out, portable,
             )  # fmt: skip
     columns = n // 2 if activation == "swiglu" else n
     if out is None:
         out = torch.empty((x.shape[0], columns), dtype=out_dtype, device=x.device)
     x = _aligned(x)
     k_pad = codes.shape[1] * tile_k(bits)
-    plan = plan_of(x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index, batch_invariant)
+    plan = plan_of(
+        x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index, batch_invariant, portable
+    )
     addresses = (
         codes.data_ptr(),
         scales.data_ptr(),

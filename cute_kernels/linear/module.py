@@ -1,9 +1,8 @@
-"""The layer as an nn.Module, and swapping the Linear layers of a model for it."""
+"""The layer as an nn.Module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,60 +174,3 @@ class QuantizedLinear(nn.Module):
             else:
                 setattr(self, name, new.to(device, copy=True))
         self.bits, self.group_size = weight.bits, weight.group_size
-
-
-def quantize_model(
-    model: nn.Module,
-    *,
-    bits: int = 4,
-    group_size: int | None = 128,
-    zero_point: bool = False,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    skip: Sequence[str] = ("lm_head",),
-    progress: ModelProgress | None = None,
-) -> nn.Module:
-    """Swaps the nn.Linear layers of a model for `QuantizedLinear`, in place, one after the other.
-
-    Each layer's weight is freed before the next one is quantised, if nothing else holds it. A layer that stands in
-    several places is quantised once. Subclasses of nn.Linear stay as they are, since their forward is their own.
-
-    Args:
-        bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
-        skip: layers that stay as they are: shell patterns for the qualified name or its last part.
-        progress: called after each layer with its qualified name, the number of layers done and that of all.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or a layer's weight has values that are not finite; the message
-            names it. Layers before that one have been swapped.
-    """
-    if isinstance(model, nn.Linear):
-        raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")
-    if isinstance(skip, str):
-        raise TypeError(f"skip: got the string {skip!r}, want a sequence of names")
-    places: dict[nn.Linear, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) is nn.Linear and not _is_skipped(name, skip):
-            places.setdefault(module, []).append(name)
-    total = len(places)
-    for done in range(1, total + 1):
-        linear = next(iter(places))
-        names = places.pop(linear)
-        try:
-            layer = QuantizedLinear.from_linear(linear, bits, group_size, zero_point, dtype, device=device)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{names[0]}: {error}") from error
-        for name in names:
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, layer)
-        del linear
-        if progress is not None:
-            progress(names[0], done, total)
-    return model
-
-
-def _is_skipped(name: str, skip: Sequence[str]) -> bool:
-    return any(fnmatchcase(candidate, pattern) for pattern in skip for candidate in (name, name.rpartition(".")[2]))

@@ -11,16 +11,19 @@ import torch
 
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
-from cute_kernels.linear.schedule import Problem, Schedule, make_schedule
+from cute_kernels.linear.portable.plan import make_portable_plan
+from cute_kernels.linear.portable.schedule import make_portable_schedule
+from cute_kernels.linear.schedule import FEW_ROWS as FEW_ROWS
+from cute_kernels.linear.schedule import Problem, Schedule
+from cute_kernels.linear.tuned import modelled, tuned
 from cute_kernels.linear.wgmma.plan import TilePlan, make_tile_plan
-from cute_kernels.linear.wgmma.schedule import make_tile_schedule
+from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.device import arch_of, is_supported
 from cute_kernels.runtime.workspace import POOL
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ACTIVATIONS = {None: NO_ACTIVATION, "silu": SILU, "gelu": GELU, "swiglu": SWIGLU}
-FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
@@ -80,8 +83,12 @@ def plan_of(
     zero_point: bool,
     device: int,
     batch_invariant: bool = False,
+    portable: bool = False,
 ) -> Plan | TilePlan:
-    """The plan of a product of any number of rows on a CUDA device."""
+    """The plan of a product of any number of rows on a CUDA device.
+
+    portable: whether the portable kernel is wanted where others run too, as tests want it.
+    """
     problem = Problem(
         m=m,
         n=n,
@@ -94,9 +101,12 @@ def plan_of(
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         batch_invariant=batch_invariant,
     )
-    if m > FEW_ROWS or batch_invariant:
-        return make_tile_plan(make_tile_schedule(problem), device)
-    return make_plan(make_schedule(problem), m, device)
+    if portable or not is_supported(device):
+        return make_portable_plan(make_portable_schedule(problem), device)
+    schedule = tuned(problem, torch.cuda.get_device_name(device)) or modelled(problem)
+    if isinstance(schedule, TileSchedule):
+        return make_tile_plan(schedule, device)
+    return make_plan(schedule, m, device)
 
 
 def make_plan(schedule: Schedule, m: int, device_index: int) -> Plan:

@@ -17,6 +17,7 @@ from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS
 from layouts.weights.hopper import TILE_N
 
 MAX_TOKENS = 32  # of a launch
+FEW_ROWS = 8  # columns of mma.m16n8k16: beyond, warpgroup MMAs decode each weight once for all rows
 MEMORY_BYTES_PER_US = 4.6e6
 L2_BYTES_PER_US = 5.5e6
 COMBINE_US = 0.4  # to add parts that lie in memory

@@ -2,7 +2,8 @@
 
 Read on in `reference` (what the layers mean), `checks`, `ops`, `launch`; `schedule` and `work` say which part of the
 active experts' weights a CTA takes, `kernel` what a grouped product does otherwise than `cute_kernels.linear.kernel`,
-`routing` and `combine` what is before and after. Weights are `cute_kernels.linear.experts.PackedExperts`.
+`routing` and `combine` what is before and after; `module` has the layer as an nn.Module. Weights are
+`cute_kernels.linear.experts.PackedExperts`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import torch
 
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, quantize_experts, stack_experts
 from cute_kernels.moe import ops
+from cute_kernels.moe.module import QuantizedMoE
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
 
 __all__ = [
     "PackedExperts",
+    "QuantizedMoE",
     "fused_moe",
     "fused_moe_reference",
     "grouped_linear",

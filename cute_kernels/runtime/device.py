@@ -7,6 +7,18 @@ import functools
 # Compute capability -> the architecture the kernels are compiled for. Hopper's wgmma and TMA need the "a" variant.
 SUPPORTED_ARCHS: dict[tuple[int, int], str] = {(9, 0): "sm_90a"}
 
+# What kernels that use nothing newer than sm_80 are compiled for, the latest first: machine code for a compute
+# capability runs on later ones of the same major number.
+PORTABLE_ARCHS: dict[tuple[int, int], str] = {
+    (12, 0): "sm_120",
+    (10, 0): "sm_100",
+    **SUPPORTED_ARCHS,
+    (8, 9): "sm_89",
+    (8, 6): "sm_86",
+    (8, 0): "sm_80",
+}
+PORTABLE = "supported: weight-only linear layers on compute capability 8.0 and later, all else on 9.0 (H100, H200)"
+
 
 class UnsupportedGPUError(RuntimeError):
     """There is no CUDA GPU, or one the kernels were not written for."""
@@ -31,18 +43,43 @@ def arch_of(device_index: int | None = None) -> str:
 
 
 @functools.cache
+def portable_arch_of(device_index: int) -> str:
+    """The architecture that portable kernels are compiled for on a CUDA device, such as "sm_80".
+
+    Raises UnsupportedGPUError, naming the device and what is supported.
+    """
+    capability, name = _device(device_index, PORTABLE)
+    for (major, minor), arch in PORTABLE_ARCHS.items():
+        if capability[0] == major and capability[1] >= minor:
+            return arch
+    have = f"{capability[0]}.{capability[1]}"
+    raise UnsupportedGPUError(f"cuda:{device_index} is {name}, compute capability {have}; {PORTABLE}")
+
+
+def is_supported(device_index: int) -> bool:
+    """Whether all kernels run on a CUDA device, not the portable ones alone."""
+    import torch
+
+    return torch.cuda.get_device_capability(device_index) in SUPPORTED_ARCHS
+
+
+@functools.cache
 def _arch_of(device_index: int) -> str:
+    capability, name = _device(device_index, supported())
+    if capability not in SUPPORTED_ARCHS:
+        have = f"{capability[0]}.{capability[1]}"
+        raise UnsupportedGPUError(f"cuda:{device_index} is {name}, compute capability {have}; {supported()}")
+    return SUPPORTED_ARCHS[capability]
+
+
+def _device(device_index: int, wanted: str) -> tuple[tuple[int, int], str]:
+    """Compute capability and name of a CUDA device; UnsupportedGPUError, which ends with ``wanted``, without any."""
     import torch
 
     if not torch.cuda.is_available():
         build = "built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU"
-        raise UnsupportedGPUError(f"no GPU: torch {torch.__version__} {build}; {supported()}")
+        raise UnsupportedGPUError(f"no GPU: torch {torch.__version__} {build}; {wanted}")
     count = torch.cuda.device_count()
     if not 0 <= device_index < count:
         raise ValueError(f"device_index must be in [0, {count}), got {device_index}")
-    capability = torch.cuda.get_device_capability(device_index)
-    if capability not in SUPPORTED_ARCHS:
-        name = torch.cuda.get_device_name(device_index)
-        have = f"{capability[0]}.{capability[1]}"
-        raise UnsupportedGPUError(f"cuda:{device_index} is {name}, compute capability {have}; {supported()}")
-    return SUPPORTED_ARCHS[capability]
+    return torch.cuda.get_device_capability(device_index), torch.cuda.get_device_name(device_index)

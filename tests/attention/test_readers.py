@@ -108,6 +108,7 @@ SEVERAL_BLOCKS = [
     for blocks, group in ((2, 16), (4, 27))
 ]
 SEVERAL_BLOCKS += [case("int8_g2", "int4_g1", 64, blocks_per_warp=2, group=11)]
+SEVERAL_BLOCKS += [case(name, blocks_per_warp=2, group=13) for name in ("int4_g4", "int4_g8")]
 CASES = [*ALIKE, *PAIRS, *SEVERAL_BLOCKS]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

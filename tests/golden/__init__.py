@@ -2,6 +2,7 @@
 
 `resources.json` beside this file is the reviewed truth: registers, stack, spills, shared memory and key instructions
 of each kernel of each shipped configuration. A change in it is a change in the kernels and is looked at as such.
+`portable.json` has the same of some portable kernels, by architecture.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from cute_kernels.runtime.resources import KernelResources, resource_report, sho
 
 ARCH = "sm_90a"
 PATH = Path(__file__).parent / "resources.json"
+PORTABLE_ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
+PORTABLE_PATH = Path(__file__).parent / "portable.json"
 COMMAND = "make golden (or: python -m tests.golden.update)"
 
 Entry = list[dict[str, Any]]
@@ -30,14 +33,20 @@ def toolchain() -> str:
 
 
 def measure(
-    specs: Iterable[KernelSpec], cache: KernelCache, progress: ProgressCallback | None = None
+    specs: Iterable[KernelSpec], cache: KernelCache, progress: ProgressCallback | None = None, arch: str = ARCH
 ) -> dict[str, Entry]:
     """Compiles `specs` (what the cache lacks, in worker processes) and reads their resources, by symbol."""
     specs = list(specs)
-    artifacts = cache.artifacts(specs, ARCH, progress=progress)
+    artifacts = cache.artifacts(specs, arch, progress=progress)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # the work is in the disassembler's processes
         reports = list(pool.map(resource_report, artifacts))
     return {spec.symbol: [_entry(item) for item in report] for spec, report in zip(specs, reports, strict=True)}
+
+
+def write_portable(measured: dict[str, dict[str, Entry]], path: Path = PORTABLE_PATH) -> None:
+    """measured: by architecture and symbol."""
+    content = {"toolchain": toolchain(), "kernels": measured}
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def _entry(resources: KernelResources) -> dict[str, Any]:

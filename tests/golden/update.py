@@ -1,9 +1,11 @@
-"""Measures every shipped kernel and rewrites resources.json for review: `python -m tests.golden.update`."""
+"""Measures every shipped kernel and rewrites the files of reviewed resources: `python -m tests.golden.update`."""
 
 from __future__ import annotations
 
 from cute_kernels import families
 from cute_kernels.__main__ import show_progress
+from cute_kernels.linear.portable.compile import PortableSpec
+from cute_kernels.linear.portable.schedule import example_configs
 from cute_kernels.runtime import default_cache
 from tests import golden
 
@@ -21,7 +23,14 @@ def main() -> None:
             for line in golden.differences(before[symbol], measured[symbol]):
                 print(f"~ {symbol}: {line}")
     golden.write(measured)
+    update_portable()
     print(f"{golden.PATH}: {len(measured)} configurations; review the diff before committing it")
+
+
+def update_portable() -> None:
+    specs = [PortableSpec(config) for config in example_configs()]
+    measured = {arch: golden.measure(specs, default_cache(), show_progress, arch) for arch in golden.PORTABLE_ARCHS}
+    golden.write_portable(measured)
 
 
 if __name__ == "__main__":

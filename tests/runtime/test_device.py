@@ -14,6 +14,7 @@ from cute_kernels.runtime import UnsupportedGPUError, arch_of, device
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with one Hopper GPU, as far as torch tells."""
     device._arch_of.cache_clear()
+    device.portable_arch_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -21,6 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
     yield monkeypatch
     device._arch_of.cache_clear()
+    device.portable_arch_of.cache_clear()
 
 
 def test_hopper_compiles_for_its_own_variant(gpu: pytest.MonkeyPatch):
@@ -44,3 +46,33 @@ def test_no_gpu_is_a_clear_error(gpu: pytest.MonkeyPatch):
     gpu.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedGPUError, match=r"no GPU: torch .*; supported: sm_90a"):
         arch_of()
+
+
+@pytest.mark.parametrize(
+    "capability, arch",
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 7), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "sm_120"),
+    ],
+)
+def test_portable_kernels_are_compiled_for_what_runs_on_the_gpu(gpu: pytest.MonkeyPatch, capability, arch: str):
+    gpu.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert device.portable_arch_of(0) == arch
+    assert device.is_supported(0) == (arch == "sm_90a")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (13, 0)])
+def test_a_gpu_that_nothing_runs_on_is_named(gpu: pytest.MonkeyPatch, capability: tuple[int, int]):
+    gpu.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    words = (
+        rf"NVIDIA Test GPU, compute capability {capability[0]}\.{capability[1]}; supported: weight-only linear .* 8\.0"
+    )
+    with pytest.raises(UnsupportedGPUError, match=words):
+        device.portable_arch_of(0)

@@ -41,6 +41,19 @@ def test_no_gpu_stops_running_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     assert finding("gpu").detail == "no GPU here"
 
 
+def test_a_gpu_for_the_portable_kernel_alone_is_a_limit(monkeypatch: pytest.MonkeyPatch):
+    def no_hopper() -> str:
+        raise UnsupportedGPUError("an A100 here")
+
+    monkeypatch.setattr(doctor, "arch_of", no_hopper)
+    monkeypatch.setattr(doctor, "portable_arch_of", lambda index: "sm_80")
+    monkeypatch.setattr(native, "driver_version", lambda: (13, 0))
+    found = finding("gpu")
+    assert (found.status, found.detail) == (LIMITED, "an A100 here") and "compiled for sm_80" in found.remedy
+    blocked = doctor.abilities(doctor.examine())
+    assert "gpu" in blocked["run kernels"] and "gpu" not in blocked["run weight-only linear layers"]
+
+
 def test_an_old_driver_is_a_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "driver_version", lambda: (12, 8))
     assert (finding("driver").status, finding("driver").detail) == (LIMITED, "takes CUDA 12.8")

@@ -94,17 +94,21 @@ class RowKeyReader(RowLoads, CodeKeyReader):
                 for j in rows
             ]
             headers = [self._load_header(state.header_offset + tile_address, block_offset, j) for j in rows]
-            result += self._score_rows(state, words, headers)
+            starts = self.first_scores(state, tile_address, block_offset, rows)
+            result += self._score_rows(state, words, headers, starts)
         return result
+
+    def first_scores(self, state: State, tile_address: Int32, block_offset: int, rows) -> list[list[Any]]:
+        """What scores of row halves ``rows`` (two to an MMA tile) start from: [row half][column]; None for nothing."""
+        return [[None] * self.config.columns for _ in rows]
 
     def _code_offset(self, j: int, unit: int) -> int:
         words = self.tile.header_words + self.tile.k_unit // self.tile.word_codes * unit
         return WORD_BYTES * (self._row_offset(j) + words)
 
-    def _score_rows(self, state: State, words, headers):
-        """Scores of row halves, two to an MMA tile: [row half][column]."""
+    def _score_rows(self, state: State, words, headers, scores: list[list[Any]]):
+        """Scores of row halves, two to an MMA tile, added to ``scores``: [row half][column]."""
         blocks, tiles = range(self.config.blocks_per_warp), range(len(words) // 2)
-        scores: list[list[Any]] = [[None] * self.config.columns for _ in words]
         for group in range(self.num_groups):
             query_sums = self.sums_of_group(state, group)
             dots = [self.first_dots(query_sums) for _ in tiles]

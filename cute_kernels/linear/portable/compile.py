@@ -1,0 +1,49 @@
+"""From a configuration to a compiled function; the only module of these kernels that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels.linear.portable.config import PortableConfig
+from cute_kernels.linear.wgmma.compile import NUM_ADDRESSES, NUM_INTEGERS, WgmmaSpec
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
+
+KERNEL_MODULES = ("compile", "config", "decode", "kernel")
+
+
+@dataclass(frozen=True, eq=False)
+class PortableSpec(KernelSpec):
+    """One weight-only GEMM kernel for sm_80 and later.
+
+    The function takes what :meth:`PortableKernel.__call__` describes: x as a torch tensor, then addresses and integers.
+    It runs on torch's current stream.
+    """
+
+    config: PortableConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        """The modules that say what the kernel is, those that it builds on among them."""
+        folder = Path(__file__).resolve().parent
+        own = tuple(folder / f"{name}.py" for name in KERNEL_MODULES)
+        return WgmmaSpec(self.config).source_roots() + own
+
+    def compile(self, arch: str) -> Any:
+        return compile_portable(self.config, arch)
+
+
+def compile_portable(config: PortableConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch``, "sm_80" or later, with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    from cute_kernels.linear.portable.kernel import PortableKernel
+
+    check_config(config)
+    return compile_matrix_kernel(PortableKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)

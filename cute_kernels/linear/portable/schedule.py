@@ -1,0 +1,78 @@
+"""Which configuration of the portable kernel serves a product, and into how many items it is cut. Plain Python, no GPU.
+
+The GPU may be any, so time is counted in units of 64 inputs of a tile of 128 features, with what an item costs beside
+its units, and full rounds of the CTAs that run at a time are all that is aimed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TOKENS, PortableConfig
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
+
+RESIDENT = 2  # CTAs of an SM, by the shared memory of sm_80
+MAX_STAGES = 6
+MOST_SHARED_BYTES = MAX_SHARED_BYTES // RESIDENT  # so that also the smallest GPUs run two CTAs at a time
+UNIT_COST = {1: 0.6, 2: 1.0}  # of a unit, by the tiles of 64 features that share its activations
+ITEM_COST = 6.0  # until the first products, and of storing the results
+COMBINE_COST = 4.0  # to exchange parts of K,
+PART_COST = 2.0  # and for each of them, of 64 tokens
+
+
+@lru_cache(maxsize=4096)
+def make_portable_schedule(problem: Problem) -> TileSchedule:
+    """The fastest schedule by the model; one item for each CTA."""
+    return min(portable_schedules(problem), key=lambda schedule: estimate(problem, schedule))
+
+
+def portable_schedules(problem: Problem) -> Iterator[TileSchedule]:
+    """Every configuration, in every number of parts of K; one if the product is to be batch-invariant.
+
+    Sums run over K step by step whatever the tile's shape, as those of `cute_kernels.linear.wgmma`.
+    """
+    at_a_time = replace(problem, num_sms=RESIDENT * problem.num_sms)
+    for config in candidate_configs(problem):
+        for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
+            schedule = schedule_of(at_a_time, config, splits)
+            if schedule is not None:
+                yield replace(schedule, num_ctas=schedule.num_items)
+
+
+def estimate(problem: Problem, schedule: TileSchedule) -> float:
+    """What the model expects, in units of a tile."""
+    config, resident = schedule.config, RESIDENT * problem.num_sms
+    unit = UNIT_COST[config.m_tiles]
+    part = schedule.split_units * unit + ITEM_COST
+    if schedule.splits > 1:
+        part += COMBINE_COST + PART_COST * unit * config.tokens / TOKENS[-1] * (schedule.splits - 1)
+    whole = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_COST)
+    return whole + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+
+
+def candidate_configs(problem: Problem) -> list[PortableConfig]:
+    """Tiles of as many tokens as there are rows, or the most, by one and by two tiles of features."""
+    tokens = next((tokens for tokens in TOKENS if problem.m <= tokens), TOKENS[-1])
+    return [config_of(problem, tokens, m_tiles) for m_tiles in (2, 1)]
+
+
+def config_of(problem: Problem, tokens: int, m_tiles: int) -> PortableConfig:
+    config = PortableConfig(problem.bits, problem.dtype, problem.group_size, problem.zero_point, tokens, m_tiles)
+    return replace(config, num_stages=max(2, min(MAX_STAGES, MOST_SHARED_BYTES // config.stage_bytes)))
+
+
+def example_configs() -> list[PortableConfig]:
+    """What the gates compile for every architecture: each way of decoding, of scaling, each number of tokens."""
+    formats = [
+        (4, "bf16", 128, False, 64),
+        (4, "fp16", 32, True, 16),
+        (8, "bf16", 64, True, 32),
+        (8, "fp16", 0, False, 16),
+    ]
+    return [
+        config_of(Problem(tokens, 8192, 8192, 8192, bits, dtype, group_size, zero_point), tokens, 2)
+        for bits, dtype, group_size, zero_point, tokens in formats
+    ]

@@ -1,0 +1,251 @@
+"""Layers of experts as nn.Modules, made of the blocks of transformers models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from cute_kernels.linear.experts import PackedExperts, quantize_experts
+from cute_kernels.moe import ops
+from cute_kernels.moe.checks import check_experts, check_pair
+
+TENSOR_NAMES = ("codes", "scales", "zeros")
+SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
+SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
+_PROBE_TOKENS = 2
+_PROBE_TOLERANCE = 0.05  # relative; what another meaning would change is far more, what rounding to bf16 does far less
+
+
+class QuantizedExperts(nn.Module):
+    """The tensors of `PackedExperts` as buffers, whose state dict is theirs.
+
+    Loading takes on the number of bits, group size and zero points of what is loaded; the number of experts, N and K
+    must be the layer's. Tensors are copied into those that are there where they fit, which captured graphs then see.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int | None
+    shape: tuple[int, int]
+
+    def __init__(self, weight: PackedExperts) -> None:
+        super().__init__()
+        check_experts("weight", weight)
+        for name in TENSOR_NAMES:
+            self.register_buffer(name, getattr(weight, name))
+        self._set(weight)
+
+    @property
+    def weight(self) -> PackedExperts:
+        """The weights; they share the layer's tensors."""
+        weight = self._weight
+        if weight is None or weight.codes is not self._buffers["codes"]:
+            tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
+            weight = PackedExperts(**tensors, bits=self.bits, group_size=self.group_size, shape=self.shape)
+            self._weight = weight  # kept, since to make and check it takes longer than to launch
+        return weight
+
+    def extra_repr(self) -> str:
+        return (
+            f"experts={len(self.codes)}, in_features={self.shape[1]}, out_features={self.shape[0]}, bits={self.bits}, "
+            f"group_size={self.group_size}, {self.scales.dtype}{', with zeros' if self.zeros is not None else ''}"
+        )
+
+    def _set(self, weight: PackedExperts) -> None:
+        self.bits, self.group_size, self.shape = weight.bits, weight.group_size, weight.shape
+        self._weight: PackedExperts | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._weight = None  # of tensors that may go now
+        return super()._apply(fn, recurse)
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}format"] = self.weight.state_dict()["format"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        known = (*TENSOR_NAMES, "format")
+        unexpected_keys.extend(prefix + name for name in sorted(own.keys() - {*known}))
+        missing = [name for name in ("codes", "scales", "format") if name not in own]
+        missing_keys.extend(prefix + name for name in missing)
+        if missing:
+            return
+        try:
+            weight = PackedExperts.from_state_dict({name: own[name] for name in known if name in own})
+            found, wanted = (len(weight), *weight.shape), (len(self.codes), *self.shape)
+            if found != wanted:
+                raise ValueError(f"format: got experts {list(found)}, want {list(wanted)}")
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}{error}")
+            return
+        copy = not local_metadata.get("assign_to_params_buffers", False)
+        device = weight.device if self.codes.is_meta else self.codes.device
+        for name in TENSOR_NAMES:
+            here, new = self._buffers[name], getattr(weight, name)
+            if new is None or not copy:
+                setattr(self, name, new)
+            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+                here.copy_(new)
+            else:
+                setattr(self, name, new.to(device, copy=True))
+        self._set(weight)
+
+
+class QuantizedMoE(nn.Module):
+    """A mixture of experts with gated SiLU and quantised weights. For inference: it has no gradient.
+
+    The result is that of `cute_kernels.fused_moe` with what the router says, plus that of the shared expert, if there
+    is one, times sigmoid(shared_expert_gate(x)) if there is that.
+
+    Args:
+        gate: the router: of x [tokens, hidden] it makes (logits, weights [tokens, topk], ids [tokens, topk]).
+        gate_up, down: as `cute_kernels.fused_moe` takes them.
+        shared: by the name of the submodule, "shared_experts" or "shared_expert", and "shared_expert_gate".
+
+    Raises:
+        TypeError, ValueError: the weights do not fit one another; the message names them.
+    """
+
+    gate: nn.Module
+    gate_up: QuantizedExperts
+    down: QuantizedExperts
+
+    def __init__(
+        self, gate: nn.Module, gate_up: PackedExperts, down: PackedExperts, shared: dict[str, nn.Module] | None = None
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
+        check_pair(gate_up, down)
+        self._shared: str | None = None
+        for name, module in (shared or {}).items():
+            if name not in (*SHARED_NAMES, SHARED_GATE):
+                raise ValueError(f"shared: got {name!r}, want {', '.join((*SHARED_NAMES, SHARED_GATE))}")
+            self.add_module(name, module)
+            if name in SHARED_NAMES:
+                self._shared = name
+
+    @classmethod
+    def from_block(
+        cls,
+        block: nn.Module,
+        bits: int = 4,
+        group_size: int | None = 128,
+        zero_point: bool = False,
+        dtype: torch.dtype | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> QuantizedMoE:
+        """The layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
+
+        The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
+        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
+        [E, hidden, I], and possibly shared experts. Two tokens through the block tell whether it means what this layer
+        computes. Router and shared experts become this layer's; they stay as and where they are.
+
+        Raises:
+            TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument
+                is wrong; the message says which.
+        """
+        if not is_moe_block(block):
+            raise TypeError(
+                f"block: got {type(block).__name__}, want one with a router 'gate' and 'experts' that hold "
+                "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU"
+            )
+        experts: Any = block.experts
+        if not experts.gate_up_proj.is_meta:
+            _check_meaning(block)
+        gate_up = quantize_experts(
+            experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
+        )
+        down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
+        gate: Any = block.gate
+        return cls(gate, gate_up, down, _shared_of(block)).train(block.training)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = self.gate(x)
+        y = ops.apply_moe(x, self.gate_up.weight, self.down.weight, ids, weights, "silu", None, None)
+        return _with_shared(self, self._shared, x, y).view_as(hidden_states)
+
+
+def is_moe_block(module: nn.Module) -> bool:
+    """Whether a module has the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
+    children = dict(module.named_children())
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    others = children.keys() - {"gate", "experts", *SHARED_NAMES, SHARED_GATE}
+    if own or others or not {"gate", "experts"} <= children.keys() or all(name in children for name in SHARED_NAMES):
+        return False
+    experts: Any = children["experts"]
+    weights = dict(experts.named_parameters())
+    if weights.keys() != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
+        return False
+    count, rows, hidden = weights["gate_up_proj"].shape
+    return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(experts, "act_fn", None))
+
+
+def _is_silu(function: Any) -> bool:
+    values = torch.linspace(-4, 4, 9)
+    return callable(function) and torch.allclose(torch.as_tensor(function(values)), functional.silu(values))
+
+
+def _shared_of(block: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in block.named_children() if name in (*SHARED_NAMES, SHARED_GATE)}
+
+
+def _with_shared(module: nn.Module, shared: str | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y and what the shared expert says of x."""
+    if shared is None:
+        return y
+    z = module.get_submodule(shared)(x)
+    if hasattr(module, SHARED_GATE):
+        z = torch.sigmoid(module.get_submodule(SHARED_GATE)(x)) * z
+    return y + z
+
+
+@torch.no_grad()
+def _check_meaning(block: nn.Module) -> None:
+    """Raises ValueError unless two random tokens come out of the block as they would of a `QuantizedMoE`."""
+    experts: Any = block.experts
+    w = experts.gate_up_proj
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator).to(w.device, w.dtype)
+    training = block.training
+    block.eval()
+    try:
+        found, router = block(x[None].clone()), block.gate(x)  # pyright: ignore[reportCallIssue]
+    finally:
+        block.train(training)
+    shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
+    if shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape:
+        y = torch.zeros_like(x, dtype=torch.float32)
+        for token, (shares, ids) in enumerate(zip(router[1].tolist(), router[2].tolist(), strict=True)):
+            for share, e in zip(shares, ids, strict=True):
+                gate, up = functional.linear(x[token], w[e]).float().chunk(2)
+                y[token] += share * (experts.down_proj[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
+        shared = next(iter(_shared_of(block).keys() & {*SHARED_NAMES}), None)
+        wanted = _with_shared(block, shared, x, y)
+        if (found[0].float() - wanted.float()).norm() <= _PROBE_TOLERANCE * wanted.float().norm():
+            return
+    raise ValueError(
+        f"block: got a {type(block).__name__} that computes something else than its experts with gated SiLU, weighted "
+        "by what its router says, plus its shared expert"
+    )

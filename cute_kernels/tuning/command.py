@@ -1,0 +1,119 @@
+"""`python -m cute_kernels tune`: its arguments, and what it says."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from cute_kernels.runtime import native
+from cute_kernels.runtime.cache import ProgressCallback, load_many
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.tuned import TunedTable, own_path
+from cute_kernels.tuning import linear
+from cute_kernels.tuning.tuner import Step, Timer, tune
+
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
+
+
+def add_parser(commands) -> argparse.ArgumentParser:
+    """Adds the command to what `add_subparsers` made."""
+    command = commands.add_parser(
+        "tune",
+        help="measure which kernels are fastest on this GPU for linear layers, and use them from then on",
+        description="Measures linear layers and writes a table that later processes consult. What a table has already "
+        "is not measured again, so an interrupted run can be taken up.",
+    )
+    command.add_argument("--shape", type=layer, action="append", metavar="NxK", help="out x in features (repeatable)")
+    command.add_argument("--rows", type=rows, default=linear.ROWS, metavar="M,M,...", help="rows of x")
+    command.add_argument(
+        "--format",
+        type=weight_format,
+        action="append",
+        metavar="w4g128",
+        help="bits, group size (or 'channel'), z with zero points, -fp16 for fp16: w4g128, w8gchannel, w4g64z-fp16",
+    )
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: in the directory of kernels")
+    command.add_argument("--again", action="store_true", help="also measure what the table has")
+    return command
+
+
+def layer(text: str) -> tuple[int, int]:
+    """(N, K) of "8192x4096"."""
+    match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want out x in features, such as 8192x4096")
+    return int(match[1]), int(match[2])
+
+
+def rows(text: str) -> tuple[int, ...]:
+    """(1, 16) of "1,16"."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, want numbers of rows, such as 1,16,64")
+    return tuple(map(int, text.split(",")))
+
+
+def weight_format(text: str) -> linear.Format:
+    """The format that "w4g128z-fp16" names."""
+    match = re.fullmatch(r"w(4|8)g(32|64|128|256|channel)(z?)(-fp16|-bf16)?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want one such as w4g128, w8gchannel or w4g64z-fp16")
+    size = 0 if match[2] == "channel" else int(match[2])
+    return linear.Format(int(match[1]), size, bool(match[3]), (match[4] or "-bf16")[1:])
+
+
+def run(
+    arguments: argparse.Namespace,
+    show_kernel: ProgressCallback,
+    make_timer: Callable[[], Timer] | None = None,
+) -> int:
+    """The command; 130 if it was interrupted.
+
+    Raises UnsupportedGPUError without a GPU that there is anything to tune on, TableError for a damaged table.
+    """
+    arch = arch_of()  # raises before anything is done
+    import torch
+
+    from cute_kernels.tuning.timing import ColdTimer
+
+    device = torch.cuda.current_device()
+    gpu = torch.cuda.get_device_name(device)
+    path = arguments.output or own_path(gpu)
+    table = TunedTable.read(path) if path.exists() else TunedTable(gpu, native.dsl_version())
+    reason = table.mismatch(gpu)
+    if reason is not None:
+        print(f"{path} {reason}: begun anew")
+        table = TunedTable(gpu, native.dsl_version())
+    chosen = linear.subjects(
+        arguments.shape or linear.LAYERS,
+        arguments.rows,
+        arguments.format or [linear.Format()],
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        linear.Weights(f"cuda:{device}"),
+    )
+    missing = [subject for subject in chosen if arguments.again or subject.key not in table.entries]
+    try:
+        load_many(dict.fromkeys(spec for subject in missing for spec in subject.specs()), arch, progress=show_kernel)
+        tune(chosen, table, path, (make_timer or ColdTimer)(), again=arguments.again, progress=show_step)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {path} keeps {len(table.entries)} problems, and the same command goes on from there")
+        return INTERRUPTED
+    print(f"{path}: {len(table.entries)} problems, measured on {gpu}")
+    return 0
+
+
+def show_step(step: Step) -> None:
+    width = len(str(step.total))
+    line = f"[{step.done:>{width}}/{step.total}] {step.key}  "
+    if step.choice is None:
+        print(line + "known", flush=True)
+        return
+    choice = step.choice
+    line += f"{choice.us:.1f} us"
+    if choice.us != choice.model_us:
+        line += f" ({choice.model_us:.1f} without)"
+    line += f"  {choice.config} / {choice.cut}"
+    if step.refused:
+        line += f"  WARNING: {step.refused} candidates computed something else and were left out"
+    print(line, flush=True)

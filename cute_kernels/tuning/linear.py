@@ -1,0 +1,153 @@
+"""Weight-only linear layers as subjects of tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import torch
+
+from cute_kernels.linear import plan
+from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.config import NO_ACTIVATION
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.tuned import Candidate, key_of, worth_measuring
+from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
+from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.plan import make_tile_plan
+from cute_kernels.linear.wgmma.schedule import TileSchedule
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.sm90 import NUM_SMS
+from layouts.weights.hopper import tile_k
+
+LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+AGREEMENT = 1e-2  # relative, of two candidates' results in 16 bits
+TORCH_DTYPES = {name: dtype for dtype, name in plan.DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Format:
+    """Of a weight, as in `Problem`."""
+
+    bits: int = 4
+    group_size: int = 128
+    zero_point: bool = False
+    dtype: str = "bf16"
+
+    def problem(self, m: int, n: int, k: int, num_sms: int = NUM_SMS) -> Problem:
+        k_pad = padded_shape((n, k), self.group_size or None)[1]
+        return Problem(
+            m, n, k, k_pad, self.bits, self.dtype, self.group_size, self.zero_point, num_sms=num_sms
+        )  # fmt: skip
+
+
+class Weights:
+    """The weight of the layer that was asked for last: random codes, scales that make results of about unit size."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self.device = device
+        self._held: tuple[tuple[object, ...], PackedWeight] | None = None
+
+    def of(self, problem: Problem) -> PackedWeight:
+        size = problem.group_size or None
+        key = problem.n, problem.k, problem.bits, size, problem.zero_point, problem.dtype
+        if self._held is None or self._held[0] != key:
+            self._held = None  # its memory may be wanted
+            self._held = key, self._make(problem, size)
+        return self._held[1]
+
+    def _make(self, problem: Problem, size: int | None) -> PackedWeight:
+        shape = problem.n, problem.k
+        tiles, k_pad = padded_shape(shape, size)[0] // TILE_N, problem.k_pad
+        generator = torch.Generator(self.device).manual_seed(0)
+        options = {"generator": generator, "device": self.device}
+        code_shape = tiles, k_pad // tile_k(problem.bits), TILE_BYTES
+        codes = torch.randint(0, 256, code_shape, dtype=torch.uint8, **options)
+        groups = tiles, num_groups(shape, size), TILE_N
+        scale = problem.k**-0.5 / (1 << (problem.bits - 1))
+        scales = (scale * (0.5 + torch.rand(groups, **options))).to(TORCH_DTYPES[problem.dtype])
+        zeros = None
+        if problem.zero_point:
+            zeros = torch.randint(0, 1 << problem.bits, groups, dtype=torch.uint8, **options)
+        return PackedWeight(codes, scales, zeros, problem.bits, size, shape)
+
+
+@dataclass
+class LinearSubject:
+    """A product, whose weight is made when it is measured."""
+
+    problem: Problem
+    weights: Weights = field(repr=False)
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        return worth_measuring(self.problem)
+
+    @property
+    def key(self) -> str:
+        return key_of(self.problem)
+
+    @property
+    def names(self) -> Sequence[tuple[str, str, int]]:
+        return [candidate.name for candidate in self.candidates]
+
+    def specs(self) -> list[KernelSpec]:
+        """The kernels of all candidates."""
+        return list(dict.fromkeys(map(spec_of, self.candidates)))
+
+    def calls(self) -> list[Callable[[], object] | None]:
+        """See `Subject.calls`: launches that write to one output."""
+        problem, weight = self.problem, self.weights.of(self.problem)
+        dtype = TORCH_DTYPES[problem.dtype]
+        x = torch.randn((problem.m, -(-problem.k // 8) * 8), device=weight.device).to(dtype)
+        x[:, problem.k :] = 0
+        out = torch.empty((problem.m, problem.n), dtype=dtype, device=weight.device)
+        zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
+        addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), zeros, 0, 0, out.data_ptr())
+        calls: list[Callable[[], object] | None] = []
+        first = None
+        for candidate in self.candidates:
+            made = self.plan(candidate, x.get_device())
+            # What is only an address to the launch is kept by the call.
+            call = partial(_run, made, x, addresses, problem.n, plan.OUT_KINDS[dtype], (out, weight))
+            out.fill_(torch.nan)
+            call()
+            first = out.clone() if first is None else first
+            calls.append(call if _agree(out, first) else None)
+        return calls
+
+    def plan(self, candidate: Candidate, device: int):
+        schedule = candidate.schedule
+        if isinstance(schedule, TileSchedule):
+            return make_tile_plan(schedule, device)
+        return plan.make_plan(schedule, self.problem.m, device)
+
+
+def spec_of(candidate: Candidate) -> KernelSpec:
+    config = candidate.schedule.config
+    return WgmmaSpec(config) if isinstance(config, WgmmaConfig) else LinearSpec(config)
+
+
+def subjects(
+    layers: Iterable[tuple[int, int]],
+    rows: Iterable[int],
+    formats: Iterable[Format],
+    num_sms: int,
+    weights: Weights,
+) -> list[LinearSubject]:
+    """A subject for each layer (N, K), format and number of rows; those of a layer follow one another."""
+    rows = tuple(rows)
+    return [LinearSubject(form.problem(m, n, k, num_sms), weights) for n, k in layers for form in formats for m in rows]
+
+
+def _run(made, x: torch.Tensor, addresses: tuple[int, ...], n: int, out_kind: int, _kept: object) -> None:
+    made.run(x, addresses, n, NO_ACTIVATION, out_kind)
+
+
+def _agree(found: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether two results are the same but for rounding; NaN, which out was filled with, is not."""
+    difference = (found.float() - first.float()).norm()
+    return bool(difference <= AGREEMENT * first.float().norm())

@@ -1,0 +1,31 @@
+"""The portable kernel compiles for each architecture it is for, with the registers and opcodes that were reviewed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cute_kernels.linear.portable.compile import PortableSpec
+from cute_kernels.linear.portable.config import PortableConfig
+from cute_kernels.linear.portable.schedule import example_configs
+from cute_kernels.runtime import default_cache, native
+from tests import golden
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+
+@pytest.mark.parametrize("arch", golden.PORTABLE_ARCHS)
+@pytest.mark.parametrize("config", example_configs(), ids=lambda config: config.name)
+def test_resources_are_as_reviewed(config: PortableConfig, arch: str):
+    spec = PortableSpec(config)
+    found = golden.measure([spec], default_cache(), arch=arch)[spec.symbol]
+    (kernel,) = found
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+    # Two CTAs at least have room for their registers, on every one of these architectures.
+    assert kernel["registers"] * config.num_threads * 2 <= 65536
+    assert kernel["opcodes"]["HMMA"] == config.unit_steps * config.m_tiles * config.token_blocks
+    assert kernel["opcodes"]["LDSM"] == config.unit_steps // 2 * config.token_blocks
+    reviewed = json.loads(golden.PORTABLE_PATH.read_text())["kernels"][arch][spec.symbol]
+    changes = golden.differences(reviewed, found)
+    assert not changes, f"{arch}: {changes}; if this is wanted, run {golden.COMMAND} and review the diff"

@@ -1,0 +1,127 @@
+"""What tuned tables change: which schedule is taken, never what may be taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.linear import tuned
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.tuned import Candidate, candidates, find, key_of, modelled, worth_measuring
+from cute_kernels.runtime import tuned as tables
+from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
+
+GPU = "NVIDIA H200"
+PROBLEMS = [
+    Problem(m, n, k, -(-k // 256) * 256, bits, "bf16", group_size)
+    for m, bits, group_size in ((1, 4, 128), (8, 4, 32), (16, 8, 256), (33, 4, 0), (1000, 4, 128))
+    for n, k in ((8192, 8192), (100, 520))
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    tables.tables.cache_clear()
+    yield
+    tables.tables.cache_clear()
+
+
+def choice(candidate: Candidate, **changes: Any) -> Choice:
+    kernel, config, cut = candidate.name
+    return Choice(**{"kernel": kernel, "config": config, "cut": cut, "us": 1.0, "model_us": 2.0, **changes})
+
+
+def table(entries: dict[str, Choice], **changes: Any) -> TunedTable:
+    return TunedTable(**{"gpu": GPU, "dsl": None, "entries": entries, **changes})
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
+def test_every_candidate_is_found_by_its_name(problem: Problem):
+    found = list(candidates(problem))
+    assert len({candidate.name for candidate in found}) == len(found)
+    for candidate in found:
+        assert find(problem, choice(candidate)) == candidate.schedule
+    assert worth_measuring(problem)[0].schedule == modelled(problem)
+
+
+def test_a_table_decides_for_its_problem_only():
+    first, other = PROBLEMS[0], PROBLEMS[2]
+    slow = worth_measuring(first)[-1]
+    assert slow.schedule != modelled(first)
+    table({key_of(first): choice(slow)}).write(own_path(GPU))
+    assert tuned.tuned(first, GPU) == slow.schedule
+    assert tuned.tuned(other, GPU) is None
+    assert tuned.tuned(Problem(**{**vars(first), "batch_invariant": True}), GPU) is None
+
+
+@pytest.mark.parametrize("changes", [{"config": "gone"}, {"cut": 1000}, {"kernel": "other"}])
+def test_an_entry_that_names_nothing_is_no_entry(changes):
+    problem = PROBLEMS[0]
+    table({key_of(problem): choice(worth_measuring(problem)[-1], **changes)}).write(own_path(GPU))
+    assert tuned.tuned(problem, GPU) is None
+
+
+def test_own_entries_come_before_shipped_ones():
+    problem = PROBLEMS[0]
+    shipped, own = worth_measuring(problem)[1:3]
+    table({key_of(problem): choice(shipped)}).write(tables.SHIPPED / tables.file_name(GPU))
+    assert tuned.tuned(problem, GPU) == shipped.schedule
+    tables.tables.cache_clear()
+    table({key_of(problem): choice(own)}).write(own_path(GPU))
+    assert tuned.tuned(problem, GPU) == own.schedule
+
+
+def test_a_named_table_is_the_only_one(monkeypatch, tmp_path: Path):
+    problem = PROBLEMS[0]
+    table({key_of(problem): choice(worth_measuring(problem)[1])}).write(own_path(GPU))
+    table({}).write(tmp_path / "mine.json")
+    for named in (str(tmp_path / "mine.json"), ""):
+        monkeypatch.setenv(tables.VARIABLE, named)
+        tables.tables.cache_clear()
+        assert tuned.tuned(problem, GPU) is None
+
+
+BAD = [
+    "",
+    "[]",
+    "{}",
+    '{"version": 1}',
+    "\udcff",
+    json.dumps({"version": 1, "gpu": GPU, "dsl": None, "entries": {"a": {}}}),
+]
+BAD += [json.dumps({"version": 2, "gpu": GPU, "dsl": None, "entries": {}})]
+BAD += [json.dumps({"version": 1, "gpu": GPU, "dsl": None, "entries": {"a": vars(Choice("k", "c", 1, "x", 1.0))}})]  # type: ignore
+
+
+@pytest.mark.parametrize("content", BAD, ids=range(len(BAD)))
+def test_a_damaged_table_is_left_out_with_a_warning_and_refused_where_it_is_named(monkeypatch, content: str):
+    path = own_path(GPU)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.warns(RuntimeWarning, match="nvidia_h200.json is not used: .*(got no table|version 2)"):
+        assert tuned.tuned(PROBLEMS[0], GPU) is None
+    monkeypatch.setenv(tables.VARIABLE, str(path))
+    tables.tables.cache_clear()
+    with pytest.raises(TableError, match="nvidia_h200.json"):
+        tuned.tuned(PROBLEMS[0], GPU)
+
+
+@pytest.mark.parametrize(
+    "changes, reason", [({"gpu": "NVIDIA A"}, "was measured on NVIDIA A"), ({"dsl": "0.1"}, "0.1, not")]
+)
+def test_a_table_from_elsewhere_is_left_out_with_a_warning(monkeypatch, changes, reason: str):
+    monkeypatch.setattr(tables.native, "dsl_version", lambda: "4.8.1")
+    table({}, **changes).write(own_path(GPU))
+    with pytest.warns(RuntimeWarning, match=reason):
+        assert tuned.tuned(PROBLEMS[0], GPU) is None
+
+
+def test_files_are_named_after_the_gpu():
+    assert tables.file_name("NVIDIA H200") == "nvidia_h200.json"
+    assert tables.file_name("NVIDIA GH200 480GB") == "nvidia_gh200_480gb.json"
