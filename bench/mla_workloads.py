@@ -100,7 +100,7 @@ SPARSE = (
     MlaShape("mla_model1", batch=128, num_heads=64, q_len=1, topk=2048),
 )
 PREFILL = (MlaShape("mla_bf16", batch=4096, num_heads=128, topk=2048, shared=True),)
-_WHOLE_CONTEXTS = (
+_WHOLE_CONTEXTS: tuple[dict[str, Any], ...] = (
     {"batch": 128, "num_heads": 128, "q_len": 2, "seq_len": 8192},
     {"batch": 128, "num_heads": 64, "seq_len": 8192},
     {"batch": 128, "num_heads": 16, "seq_len": 8192},
