@@ -218,6 +218,34 @@ def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None,
 
 
 @dsl_user_op
+def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """:func:`copy_async` if condition is not 0."""
+    operands = [Int32(condition), Int32(destination), Int64(source), Int32(num_bytes)]
+    asm = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.cg.shared.global [$1], [$2], 16, $3; }"
+    _effect(operands, asm, "r,r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def barrier_any(condition: Int32, barrier: int, num_threads: int, *, loc=None, ip=None) -> Int32:
+    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if the condition of any is not 0."""
+    asm = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+        f"bar.red.or.pred q, {barrier}, {num_threads}, p; selp.s32 $0, 1, 0, q; }}"
+    )
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            [Int32(condition).ir_value(loc=loc, ip=ip)],
+            asm,
+            "=r,r,~{memory}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
 def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
     """This thread arrives at an mbarrier, for which it is counted, once all of its cp.async so far are done."""
     _effect([Int32(barrier)], "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", loc=loc, ip=ip)
@@ -263,6 +291,30 @@ def copy_to_cluster_if(
     copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
     asm = f"{{ .reg .pred p; setp.ne.s32 p, $0, 0; @p {copy} [$1], [$2], {num_bytes}, [$3]; }}"
     _effect(operands, asm, "r,r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
+    """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
+    operands = [Int32(address), *(Float32(value) for value in values)]
+    _effect(operands, f"st.shared::cluster.v2.f32 [$0 + {offset}], {{$1, $2}};", "r,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_in_cluster(address: Int32, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
+    """2 or 4 words of the shared memory of a CTA of the cluster, by their address there."""
+    u32 = Uint32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_words))
+    struct = llvm.inline_asm(
+        _struct(u32, num_words),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared::cluster.v{num_words}.u32 {{{outputs}}}, [${num_words}];",
+        ",".join(["=r"] * num_words) + ",r,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
 
 
 @dsl_user_op

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_kernels.mla.config import SHIPPED, CombineConfig, MlaConfig, served_config
+from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 
@@ -24,7 +25,7 @@ class MlaSpec(_MlaFamily):
     """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
     stream."""
 
-    config: MlaConfig
+    config: MlaConfig | FewHeadsConfig
 
     def compile(self, arch: str) -> Any:
         return compile_mla(self.config, arch)
@@ -42,11 +43,12 @@ class CombineSpec(_MlaFamily):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
-    served = [MlaSpec(served_config(*which)) for which in SHIPPED]
-    return [*served, *(CombineSpec(CombineConfig(dtype=dtype)) for dtype in ("bf16", "fp16"))]
+    configs = [*(served_config(*which) for which in SHIPPED), *shipped_few_heads()]
+    combining = [CombineSpec(CombineConfig(dtype=dtype)) for dtype in ("bf16", "fp16")]
+    return [*map(MlaSpec, configs), *combining]
 
 
-def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
+def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
     Raises ValueError if the configuration cannot be implemented.
@@ -55,6 +57,7 @@ def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
     from cutlass import Float32, Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
+    from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
     from cute_kernels.mla.kernel import MlaKernel
 
     check_config(config)
@@ -62,7 +65,7 @@ def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
     pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
     chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
     table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
-    kernel = MlaKernel(config)
+    kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
     return cute.compile(
         kernel.sparse if config.tokens == "sparse" else kernel.paged,
         *results,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, served_config
-from cute_kernels.mla.schedule import WorkShape, choose_parts
+from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
+from cute_kernels.mla.schedule import WorkShape, choose
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from layouts.kv.mla import MlaModel1
@@ -144,17 +145,21 @@ def _chosen(
 def _plan(
     tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
 ) -> Plan:
-    config = served_config(tokens, cache.form.name, head_dim)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_parts = choose_parts(WorkShape(rows, num_heads, num_tokens, num_sms))
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms)
+    config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
     return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
 
 
-def make_plan(config: MlaConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
-    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``."""
+def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
+    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``: those of the cluster, if the
+    parts of a row are one."""
     function = load(MlaSpec(config), arch)
-    if num_parts == 1:
-        return Plan(function, None, 1, 0)
+    cluster = config.cluster if isinstance(config, FewHeadsConfig) else 1
+    if cluster > 1 and num_parts != cluster:
+        raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
+    if num_parts == cluster:
+        return Plan(function, None, num_parts, 0)
     words = num_query_rows * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
     return Plan(function, load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch), num_parts, words)
 
