@@ -29,12 +29,10 @@ FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 to
 LAUNCH_REGISTERS = 168  # a thread; what the warpgroups have in the end is at most this in sum as well
 SERIAL_REGISTERS, CROSSOVER_REGISTERS, SEESAW_REGISTERS = (208, 160, 128), (208, 160, 136), (192, 192, 120)
 TOKENS = ("sparse", "paged")
-SCALES = {"mla_fp8": ("fp32", "mixed", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
+SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
-PREFETCH_BY = ("line", "bulk")
-QUERIES_BY = ("tma", "threads")
 MAX_PREFETCH = 16
-MAX_SLABS = HEAD_DIM // 64
+ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
 SERVED_PREFETCH = 4  # blocks
 
 
@@ -45,19 +43,14 @@ class MlaConfig:
     tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
     form: name of the cache's format.
     head_dim: columns of a key, one of the format's.
-    scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7;
-        "mixed" is "fp32" that looks, 8 tokens at a time, whether "power_of_2" would do.
+    scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     seesaw: the multiplying warpgroups take turns at the softmax, not the first alone; the halves of a tile are then
         filled and given back one by one.
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
-    send_slabs: with crossover, slabs of 64 columns that a warp writes before it sends its rows of them.
-    prefetch: how many blocks ahead tokens are brought into L2, 0 for not at all.
-    queries_by: "tma": a swizzled copy of 64 heads and 64 columns at a time, asked for before all else; "threads":
-        loads and stores of the multiplying warpgroups.
-    prefetch_by: "line": an instruction of a warp for 32 lines of 128 bytes; "bulk": a bulk prefetch a token.
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
     """
 
     tokens: str = "sparse"
@@ -67,20 +60,18 @@ class MlaConfig:
     fence: str = "writer"
     seesaw: bool = False
     crossover: bool = False
-    send_slabs: int = 3
     prefetch: int = 0
-    prefetch_by: str = "line"
-    queries_by: str = "tma"
+    stretch: int = 16
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form in SCALES else ""
         width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
-        order = f"{'_seesaw' * self.seesaw}{f'_crossover{self.send_slabs}' * self.crossover}"
-        ahead = f"_prefetch{self.prefetch}{self.prefetch_by}" if self.prefetch else ""
-        queries = "_threads" if self.queries_by == "threads" else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}{queries}"
+        order = "_seesaw" * self.seesaw + "_crossover" * self.crossover
+        ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
+        stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < 16 else ""
+        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}{stretch}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -147,6 +138,21 @@ class MlaConfig:
         return CROSSOVER_REGISTERS if self.crossover else SERIAL_REGISTERS
 
     @property
+    def entry_lead(self) -> int:
+        """Blocks ahead of which a gathering warp has the entries: what it prefetches, or will load next."""
+        return max(self.prefetch, 2)
+
+    @property
+    def entry_blocks(self) -> int:
+        """Blocks whose entries are in shared memory: from the next one to the one that is asked for, a power of 2."""
+        return 1 << self.entry_lead.bit_length()
+
+    @property
+    def entry_bytes(self) -> int:
+        """Shared memory of entries."""
+        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
+
+    @property
     def weight_bytes(self) -> int:
         """Shared memory of weights that have a place of their own."""
         return 0 if self.seesaw else WEIGHT_BYTES
@@ -160,7 +166,8 @@ class MlaConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + (2 * self.num_halves + 1) * BARRIER_BYTES) + BARRIER_BYTES
-        return stages + self.query_bytes + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
+        others = self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES + self.entry_bytes
+        return stages + self.query_bytes + others
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
@@ -168,8 +175,6 @@ class MlaConfig:
             "tokens": TOKENS,
             "form": tuple(FORMATS),
             "fence": FENCES,
-            "prefetch_by": PREFETCH_BY,
-            "queries_by": QUERIES_BY,
         }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
@@ -190,10 +195,8 @@ class MlaConfig:
             )
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
-        if self.scales == "mixed" and self.seesaw:
-            return "scales is 'mixed' and seesaw True; halves of tokens are decoded one way"
-        if not 1 <= self.send_slabs <= MAX_SLABS:
-            return f"send_slabs is {self.send_slabs}; want 1 to {MAX_SLABS}"
+        if self.copies and self.prefetch:
+            return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
             return f"prefetch is {self.prefetch}; want 0 or 2 to {MAX_PREFETCH} blocks"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -9,7 +9,6 @@ A byte under eight copies of its sign is a code whose sign is there already: shi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from cute_kernels.device import numbers, ptx
 PAIRS = (0x9180, 0xB3A2)  # prmt selectors: bytes 0 and 1, or 2 and 3, each as a sign-extended half
 EXPONENTS = 0x0404  # prmt selector of byte 0, twice
 PLACES = 0x87F087F0  # of the bits of two codes
-NOT_EXPONENT, FOLDED_END = 0x807FFFFF, 0x43800000  # bits of an fp32; 2**8
 TWO_POWER_120 = 0x7B807B80  # a pair of bf16
 
 
@@ -34,16 +32,6 @@ class Dequantizer:
 
     scales: str
     exponents: bool = False
-
-    @staticmethod
-    def can_fold(words: Sequence[Any]) -> Any:
-        """Whether fp32 scales are powers of 2 up to 2**7, or 0: a run-time condition of a lane."""
-        others = Uint32(words[0])
-        small = others < FOLDED_END
-        for word in words[1:]:
-            others = others | Uint32(word)
-            small = small & (Uint32(word) < FOLDED_END)
-        return small & ((others & NOT_EXPONENT) == 0)
 
     def factors(self, words: Any, index: int) -> list[Uint32]:
         """A token's ``index``-th scale, of its words, as packed pairs of bf16 that :meth:`word` multiplies with.

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
@@ -29,22 +29,20 @@ from cute_kernels.mla.config import (
     WARPGROUP_WARPS,
     MlaConfig,
 )
-from cute_kernels.mla.gather import SLAB_BYTES, make_gatherer
+from cute_kernels.mla.gather import make_gatherer
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, count_blocks, make_locator
-from cute_kernels.mla.multiply import MULTIPLYING_THREADS, Memory
+from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.seesaw import Seesaw
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import Results, Shape, Work
-from cute_kernels.sm90 import WARP_THREADS
 
 
 @dataclass(frozen=True)
 class QuerySource:
-    """The queries of a launch, by their address and by a tensor map."""
+    """The queries of a launch by a tensor map."""
 
-    address: Any
     copy: Any
     view: Any  # coordinates [heads, columns, rows]
 
@@ -101,8 +99,8 @@ class MlaKernel:
         # Who asks for the greatest scores gets running maxima that are.
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
         shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
-        main_pages = Pages(cache, page_stride, token_stride, page_size)
-        extra_pages = Pages(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
+        main_pages = Pages.of(cache, page_stride, token_stride, page_size)
+        extra_pages = Pages.of(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
         extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
         results = Results(out, lse, max_logits, sinks, partials)
@@ -141,7 +139,7 @@ class MlaKernel:
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
-        pages = Pages(cache, page_stride, token_stride, page_size)
+        pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
         self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, softmax_scale, stream)
 
@@ -150,7 +148,7 @@ class MlaKernel:
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
         copy, view = self.query_map(q, shape)
-        queries = QuerySource(ptx.address(q), copy, view)
+        queries = QuerySource(copy, view)
         self.kernel(queries, source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),
             block=(NUM_THREADS, 1, 1),
@@ -181,9 +179,8 @@ class MlaKernel:
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
-            if const_expr(self.config.queries_by == "tma"):
-                cute.arch.sync_warp()
-                self.copy_queries(queries, memory, row, index - row * head_blocks)
+            cute.arch.sync_warp()
+            self.copy_queries(queries, memory, row, index - row * head_blocks)
         length, extra_length = self.locator.lengths(source, row // shape.request_rows)
         main_blocks, num_blocks = count_blocks(length, extra_length)
         begin, end = Work.share(num_blocks, shape.num_parts, part)
@@ -199,13 +196,9 @@ class MlaKernel:
             self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            if const_expr(self.config.queries_by == "threads"):
-                self.load_queries(queries.address, work, memory, warp, lane)
             self.multiplier.second(work, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
-            if const_expr(self.config.queries_by == "threads"):
-                self.load_queries(queries.address, work, memory, warp, lane)
             self.multiplier.first(work, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
@@ -224,6 +217,7 @@ class MlaKernel:
             weights = smem.allocate(self.config.weight_bytes, byte_alignment=1024)
         row_values = smem.allocate(self.config.row_value_slots * ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
+        entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
         barriers = NUM_STAGES * self.config.num_halves
         full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1 + NUM_STAGES)
         return Memory(
@@ -234,6 +228,7 @@ class MlaKernel:
             weight_pointer=weights,
             row_values=row_values.toint(),
             flags=flags.toint(),
+            entries=entries.toint(),
             full=full,
             empty=full + barriers,
             queries_full=full + 2 * barriers,
@@ -247,7 +242,7 @@ class MlaKernel:
                 cute.arch.mbarrier_init(memory.empty + i, empty_arrivals)
         for i in range(NUM_STAGES):
             cute.arch.mbarrier_init(memory.received + i, 1)
-        cute.arch.mbarrier_init(memory.queries_full, 1 if self.config.queries_by == "tma" else MULTIPLYING_WARPS)
+        cute.arch.mbarrier_init(memory.queries_full, 1)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -268,32 +263,3 @@ class MlaKernel:
         for slab in cutlass.range_constexpr(width // wgmma_tiles.SLAB_COLUMNS):
             place = target[None, slab]
             cute.copy(queries.copy, source[None, head_block, slab, row], place, tma_bar_ptr=memory.queries_full)
-
-    @cute.jit
-    def load_queries(self, q, work, memory, warp, lane):
-        """Copies the CTA's heads into swizzled shared memory; heads that do not exist become 0."""
-        tid = warp * WARP_THREADS + lane
-        base = q + Int64(work.query_row(0)) * (self.config.head_dim * 2)
-        num_heads = work.shape.num_heads - work.first_head
-        head_pieces = self.config.head_dim // 8  # of 16 bytes
-        count = BLOCK_HEADS * head_pieces // MULTIPLYING_THREADS  # of a thread, all under way at once
-        pieces = []
-        for i in cutlass.range_constexpr(count):
-            index = tid + i * MULTIPLYING_THREADS
-            exists = cutlass.select_(index // head_pieces < num_heads, Int32(1), Int32(0))
-            pieces.append(self.load_piece(base, index, exists))
-        for i in cutlass.range_constexpr(count):
-            index = tid + i * MULTIPLYING_THREADS
-            head = index // head_pieces
-            piece = index - head * head_pieces
-            slab = piece // (wgmma_tiles.ROW_BYTES // wgmma_tiles.PIECE_BYTES)
-            place = slab * SLAB_BYTES + wgmma_tiles.piece_offset(head, piece % 8)
-            ptx.store_shared(memory.queries + place, 0, pieces[i])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(memory.queries_full)
-
-    def load_piece(self, base, index, exists):
-        """16 bytes of the queries, which lie one behind the other."""
-        return numbers.load_global_if(exists, base + Int64(index) * 16, 0)

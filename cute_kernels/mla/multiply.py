@@ -46,6 +46,7 @@ class Memory:
     weight_pointer: Any  # of the serial order; None where weights take the place of RoPE columns
     row_values: Any  # slots of a number a row, fp32 [64] each
     flags: Any
+    entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
     full: Any
     empty: Any
     queries_full: Any  # a barrier of one phase
