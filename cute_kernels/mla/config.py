@@ -33,7 +33,9 @@ SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2
 FENCES = ("writer", "reader")
 MAX_PREFETCH = 16
 ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
+WHOLE = 16  # pieces of a stretch that has all of a lane's
 SERVED_PREFETCH = 4  # blocks
+SERVED_STRETCH = 3  # of crossover
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class MlaConfig:
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
     prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
+    stretch: of FP8 caches whose tiles are filled whole: after how many pieces of 16 bytes at the latest the loads that
+        take their place are issued; WHOLE: when the compiler wants.
     """
 
     tokens: str = "sparse"
@@ -61,7 +65,7 @@ class MlaConfig:
     seesaw: bool = False
     crossover: bool = False
     prefetch: int = 0
-    stretch: int = 16
+    stretch: int = WHOLE
 
     @property
     def name(self) -> str:
@@ -70,7 +74,7 @@ class MlaConfig:
         width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
         order = "_seesaw" * self.seesaw + "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
-        stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < 16 else ""
+        stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}{stretch}"
 
     @property
@@ -199,6 +203,8 @@ class MlaConfig:
             return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
             return f"prefetch is {self.prefetch}; want 0 or 2 to {MAX_PREFETCH} blocks"
+        if not 1 <= self.stretch <= WHOLE:
+            return f"stretch is {self.stretch}; want 1 to {WHOLE} pieces"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
@@ -220,18 +226,25 @@ class CombineConfig:
         return f"mla_combine_{self.num_threads}{'' if self.dtype == 'bf16' else f'_{self.dtype}'}"
 
 
-def served_config(tokens: str, form: str, head_dim: int | None = None) -> MlaConfig:
-    """The variant that calls are served by. head_dim: default the format's only or wider one."""
+def crosses(tokens: str, form: str, num_heads: int) -> bool:
+    """Whether calls with so many heads a row are served by crossover: chosen tokens, decoded, for CTAs in pairs."""
+    return tokens == "sparse" and form in SCALES and -(-num_heads // BLOCK_HEADS) % 2 == 0
+
+
+def served_config(tokens: str, form: str, head_dim: int | None = None, crossover: bool = False) -> MlaConfig:
+    """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader")
     # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it.
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    return MlaConfig(tokens, form, head_dim, SCALES[form][0], prefetch=prefetch)
+    stretch = SERVED_STRETCH if crossover else WHOLE
+    return MlaConfig(tokens, form, head_dim, SCALES[form][0], crossover=crossover, prefetch=prefetch, stretch=stretch)
 
 
 SHIPPED = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
+    *(("sparse", form, None, True) for form in SCALES),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
 )
