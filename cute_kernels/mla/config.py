@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import TokenLayout, layout_of
@@ -242,7 +243,7 @@ def served_config(tokens: str, form: str, head_dim: int | None = None, crossover
     return MlaConfig(tokens, form, head_dim, SCALES[form][0], crossover=crossover, prefetch=prefetch, stretch=stretch)
 
 
-SHIPPED = (
+SHIPPED: tuple[tuple[Any, ...], ...] = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
     *(("sparse", form, None, True) for form in SCALES),
     ("sparse", "mla_bf16", 512),

@@ -122,6 +122,10 @@ def load_int(address) -> Int32:
 class Locator:
     """What both locators share."""
 
+    def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
+        """(address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""
+        raise NotImplementedError
+
     @cute.jit
     def load_entry(self, work, source, block, position) -> Int32:
         """The entry of a block's ``position``-th token; NO_ENTRY where none counts."""
@@ -172,7 +176,7 @@ class SparseLocator(Locator):
             return cutlass.select_(in_extra, *map(attrgetter(path), (source.extra, source.main)))
 
         page_size = Divisor(*(of(name, "pages.page_size") for name in ("value", "multiplier", "shift")))
-        pages = Pages(*(of(name, "pages") for name in ("base", "page_stride", "token_stride")), page_size)
+        pages = Pages(of("base", "pages"), of("page_stride", "pages"), of("token_stride", "pages"), page_size)
         valid = (entry >= 0) & (entry < of("num_tokens"))
         return pages.token(*page_size.divide(Uint32(entry)), valid)
 
