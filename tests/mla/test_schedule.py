@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cute_kernels.mla.config import MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
 from cute_kernels.mla.schedule import FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
-from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
 
@@ -95,7 +94,6 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
 
 def test_configurations_fit_and_say_why_not():
     assert MlaConfig().can_implement() is None
-    assert MlaConfig(seesaw=True).smem_bytes <= MAX_SHARED_BYTES
     for config, word in (
         (MlaConfig(form="mla_bf16"), "fence"),
         (MlaConfig(form="mla_bf16", fence="reader", crossover=True), "crossover"),
@@ -110,7 +108,6 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(scales="ue8m0"), "scales"),
         (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
         (MlaConfig(form="mla_model1", head_dim=512), "scales"),
-        (MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", seesaw=True), "seesaw"),
         (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
     ):
         reason = config.can_implement()
