@@ -139,7 +139,7 @@ class AppendKernel:
         few = blocks * chunks * CTAS_PER_SM <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
-        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
+        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
             grid=(
                 Int32(cutlass.select_(by_kind, blocks, chunks)),
                 Int32(cutlass.select_(by_kind, chunks, rest)),
@@ -157,14 +157,15 @@ class AppendKernel:
     @cute.kernel
     def kernel(
         self,
-        inputs: "Inputs",
-        targets: "Targets",
-        where: "Where",
-        extras: "Extras",
-        phase_steps: Int64,
-        rope_factor: Float32,
         shares: "Shares",
+        inputs: "Inputs",
+        where: "Where",
+        phase_steps: Int64,
+        targets: "Targets",
+        extras: "Extras",
+        rope_factor: Float32,
     ):
+        # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
         config = self.config
         if const_expr(config.leads):
             if shares.few:
@@ -248,7 +249,11 @@ class AppendKernel:
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Asks for the team's first rows; nothing waits for them yet."""
-        if is_q:
+        if const_expr(self.k_elements == self.v_elements):
+            most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
+            ahead = max(self.config.q_rows_in_flight, self.config.rows_in_flight)
+            self.fetch_rows(raw, source, self.k_elements, ahead, cutlass.min(count, most), lane)
+        elif is_q:
             self.fetch_rows(raw, source, self.k_elements, self.config.q_rows_in_flight, count, lane)
         elif is_v:
             self.fetch_rows(raw, source, self.v_elements, self.config.rows_in_flight, count, lane)
@@ -323,24 +328,37 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
-        """The team's q heads. Unrolled: most rows of a model with grouped queries are q's."""
+        """The team's q heads."""
         elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            for u in cutlass.range_constexpr(ahead):
-                if done + u < heads.count:
-                    self.unpack(raw, values, elements, u)
-                    self.turn(
-                        values, cos, sin, extras.q_bias, extras.q_norm, extras, heads.first + done + u, place.lane
-                    )
+            if const_expr(self.config.q_unrolled):
+                for u in cutlass.range_constexpr(ahead):
+                    if done + u < heads.count:
+                        self.unpack(raw, values, elements, u)
+                        self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
+                        if place.valid:
+                            elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
+                done = done + ahead
+                target = target + ahead * elements.row_bytes
+            else:
+                for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
+                    self.unpack(raw, values, elements, 0)
+                    self.advance(raw, ahead)
+                    self.turn_q(values, cos, sin, extras, heads.first + done, place)
                     if place.valid:
-                        elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
-            done = done + ahead
+                        elements.piece.store(target, place.lane, elements.pack(values))
+                    done = done + 1
+                    target = target + elements.row_bytes
             source = source + ahead * elements.row_bytes
-            target = target + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+
+    @cute.jit
+    def turn_q(self, values, cos, sin, extras, head, place):
+        """Bias, norm and RoPE of a q row."""
+        self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
 
     @cute.jit
     def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
@@ -374,7 +392,7 @@ class AppendKernel:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
                 given = load_given(cache_row, scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
-                self.advance(raw)
+                self.advance(raw, ahead)
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
@@ -399,9 +417,9 @@ class AppendKernel:
         for i, value in enumerate(elements.unpack(words)):
             values[i] = value
 
-    def advance(self, raw):
-        """Makes the second row of ``raw`` its first."""
-        for i in range((self.config.rows_in_flight - 1) * self.row_words):
+    def advance(self, raw, ahead):
+        """Makes the second row of ``raw``, of ``ahead``, its first."""
+        for i in range((ahead - 1) * self.row_words):
             raw[i] = raw[i + self.row_words]
 
     @cute.jit
