@@ -57,6 +57,8 @@ class AppendConfig:
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
         split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
+        decode: every token is its request's only one, at the end of its length, in a cache of pages; no slots and no
+            position ids, whose code would be fetched, or jumped over, by every warp.
         q_unrolled: whether a team's q rows in flight are so many copies of the code, or one in a loop.
         leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
             early, on SMs whose shared memory it leaves alone.
@@ -79,6 +81,7 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     q_unrolled: bool = False
+    decode: bool = False
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -116,7 +119,7 @@ class AppendConfig:
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
-        extras += f"l{self.lane_columns}" + "u" * self.q_unrolled
+        extras += f"l{self.lane_columns}" + "u" * self.q_unrolled + "_decode" * self.decode
         extras += "h" * self.split + "_leads" * self.leads
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 

@@ -195,7 +195,8 @@ class AppendKernel:
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
-            position = cutlass.select_(where.position_ids != 0, own, position)
+            if const_expr(not config.decode):
+                position = cutlass.select_(where.position_ids != 0, own, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
@@ -230,9 +231,13 @@ class AppendKernel:
         """
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
-        if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
+        if const_expr(self.config.decode):
             length = _load_word(where.seq_lens, token)
-        if (where.slots | where.position_ids) != 0:
+        elif (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
+            length = _load_word(where.seq_lens, token)
+        if const_expr(self.config.decode):
+            pass
+        elif (where.slots | where.position_ids) != 0:
             if (where.slots != 0) & ~is_q:
                 words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
                 slot_words[0], slot_words[1] = words[0], words[1]
@@ -276,6 +281,12 @@ class AppendKernel:
         q heads look for none.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
+        if const_expr(self.config.decode):
+            position = length - 1
+            inside = position >= 0
+            if ~is_q:
+                page, row, inside = self.in_table(where, token, position, inside)
+            return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
             ahead = Int32(1)  # tokens from this one to the request's end
@@ -294,17 +305,19 @@ class AppendKernel:
                 inside = inside & (quotient < Int64(where.num_pages))
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
+            elif where.mode & HAS_TABLE != 0:
+                page, row, inside = self.in_table(where, request, position, inside)
             else:
-                index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
-                row = position - index * where.page_size
-                if where.mode & HAS_TABLE != 0:
-                    inside = inside & (index < where.max_pages)
-                    entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-                    page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
-                else:
-                    inside = inside & (index == 0)
-                    page = request
+                inside = inside & (position < where.page_size)
+                page, row = request, position
         return position, inside, page, row
+
+    def in_table(self, where, request, position, inside):
+        """(page, row of it, whether the table goes that far) of a request's position."""
+        index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
+        entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+        page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+        return page, position - index * where.page_size, inside & (index < where.max_pages)
 
     @cute.jit
     def find_request(self, where, token, lane):

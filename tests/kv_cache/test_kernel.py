@@ -186,3 +186,18 @@ def test_choices_that_change_who_does_what_change_no_row(kv_format, choice, by_k
     before = clone_caches(call)
     q_out = simulate_append(call, monkeypatch, rows_per_team=8, by_kind=by_kind, **choice)
     assert_appended(call, before, q_out)
+
+
+@pytest.mark.parametrize("lane_columns", [8, 16])
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_head", "e5m2"])
+def test_decode_of_pages_only(kv_format, lane_columns, monkeypatch):
+    call = make_call(SMALL.with_(kv_format=kv_format, rope=Rope(128), new=(1,) * 8, num_kv_heads=3))
+    before = clone_caches(call)
+    q_out = simulate_append(call, monkeypatch, 4, decode=True, lane_columns=lane_columns)
+    assert_appended(call, before, q_out)
+
+
+def test_q_rows_unrolled(monkeypatch):
+    call = make_call(SMALL.with_(rope=Rope(128), num_q_heads=7))
+    before = clone_caches(call)
+    assert_appended(call, before, simulate_append(call, monkeypatch, 8, q_unrolled=True))
