@@ -16,7 +16,8 @@ from bench.report import OURS, aligned, closing, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_graph_cold
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import CombineConfig, served_config
+from cute_kernels.mla.config import CombineConfig
+from cute_kernels.mla.schedule import choose
 from cute_kernels.runtime import KernelSpec
 
 # What FlashMLA's tests ask of an output against an fp32 one: per element, and (a - b)^2 / (a^2 + b^2) over all.
@@ -32,9 +33,9 @@ def specs(suites: Iterable[str] = SUITES) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
     suites, found = tuple(suites), dict[KernelSpec, None]()
     for shape in shapes(suites):
-        tokens = {"sparse": "sparse", "dense": "paged"}[shape.suite]
-        found[MlaSpec(served_config(tokens, shape.kv_format))] = None
-        found[CombineSpec(CombineConfig())] = None
+        config, _ = choose("sparse" if shape.topk else "paged", shape.kv_format, shape.head_dim, shape.work)
+        found[MlaSpec(config)] = None
+        found[CombineSpec(CombineConfig(dtype=config.layout.dtype))] = None
     if "append" in suites:
         found |= dict.fromkeys(mla_append.specs())
     return list(found)
@@ -234,6 +235,7 @@ def markdown(record: dict[str, Any]) -> str:
     for row in rows:
         shape = row["shape"]
         seen = f"{shape['topk']} of {shape['seq_len']}" if shape["topk"] else str(shape["seq_len"])
+        seen += " shared" if shape.get("shared") else ""
         cells = [row["kv_format"], str(shape["batch"]), str(shape["num_heads"]), str(shape["q_len"]), seen]
         cells += [number(row["floor"]["us"]), f"**{number(row['us']['median_us'])}**"]
         cells += [number(row["tflops"], 0), number(row["tb_per_s"], 2)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.mla_workloads import SOFTMAX_SCALE, MlaInputs, MlaShape
-from cute_kernels.mla.formats import V_DIM
+from cute_kernels.mla.formats import V_DIM, format_of
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out [batch, q_len, num_heads, 512], lse [batch, q_len, num_heads]
 
@@ -65,7 +65,7 @@ def _flash_mla_missing() -> str | None:
 
 
 def _flash_mla_refuses(shape: MlaShape) -> str | None:
-    if shape.suite == "dense" and shape.kv_format != "mla_bf16":
+    if shape.suite == "dense" and not format_of(shape.kv_format).is_dense:
         return "no dense decode over FP8 tokens"
     return None
 
@@ -76,6 +76,8 @@ def _prepare_flash_mla(inputs: MlaInputs) -> Prepared:
     Sparse decode is given queries padded to the heads that it wants, before any timing.
     """
     module, heads = _flash_mla(), inputs.shape.num_heads
+    if inputs.shape.shared:
+        return _prepare_prefill(module, inputs)
     metadata, _ = module.get_mla_metadata()
     common = {"head_dim_v": V_DIM, "tile_scheduler_metadata": metadata, "softmax_scale": SOFTMAX_SCALE}
     cache = inputs.cache.unsqueeze(2)
@@ -89,6 +91,14 @@ def _prepare_flash_mla(inputs: MlaInputs) -> Prepared:
     call = functools.partial(module.flash_mla_with_kvcache, **given, **common, is_fp8_kvcache=True)
     label = f"padded to {heads + missing} heads" if missing else ""
     return Prepared(call, functools.partial(_first_heads, heads), label)
+
+
+def _prepare_prefill(module: Any, inputs: MlaInputs) -> Prepared:
+    """Its call for the queries of one prompt, whose lse is ours, between the greatest scores and the output."""
+    assert inputs.indices is not None
+    kv = inputs.cache.flatten(0, 1).unsqueeze(1)
+    call = functools.partial(module.flash_mla_sparse_fwd, inputs.q[:, 0], kv, inputs.indices, SOFTMAX_SCALE)
+    return Prepared(call, lambda result: (result[0].unsqueeze(1), result[2].unsqueeze(1)), "flash_mla_sparse_fwd")
 
 
 def _first_heads(heads: int, result: Result) -> Result:

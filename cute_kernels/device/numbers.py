@@ -191,20 +191,23 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def load_global_if(condition: Int32, address: Int64, offset: int, *, loc=None, ip=None) -> list[Uint32]:
-    """16 bytes of read-only global memory where ``condition`` is not 0, else zeros and no access."""
+def load_global_if(
+    condition: Int32, address: Int64, offset: int, num_words: int = 4, *, loc=None, ip=None
+) -> list[Uint32]:
+    """2 or 4 words of read-only global memory where ``condition`` is not 0, else zeros and no access."""
     u32 = Uint32.mlir_type
+    outputs = [f"${i}" for i in range(num_words)]
     struct = llvm.inline_asm(
-        _struct(u32, 4),
+        _struct(u32, num_words),
         [Int32(condition).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-        f"@p ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$5 + {offset}]; }}",
-        "=&r,=&r,=&r,=&r,r,l",
+        f"{{ .reg .pred p; setp.ne.b32 p, ${num_words}, 0; {' '.join(f'mov.u32 {word}, 0;' for word in outputs)} "
+        f"@p ld.global.nc.v{num_words}.u32 {{{', '.join(outputs)}}}, [${num_words + 1} + {offset}]; }}",
+        ",".join(["=&r"] * num_words) + ",r,l",
         has_side_effects=True,
         loc=loc,
         ip=ip,
     )
-    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(4)]
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
 
 
 @dsl_user_op
@@ -212,6 +215,34 @@ def copy_async(destination: Int32, source: Int64, num_bytes: Int32, *, loc=None,
     """cp.async of 16 bytes, global -> shared, past L1: ``num_bytes`` are read, the rest are zeros."""
     operands = [Int32(destination), Int64(source), Int32(num_bytes)]
     _effect(operands, "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """:func:`copy_async` if condition is not 0."""
+    operands = [Int32(condition), Int32(destination), Int64(source), Int32(num_bytes)]
+    asm = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.cg.shared.global [$1], [$2], 16, $3; }"
+    _effect(operands, asm, "r,r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def barrier_any(condition: Int32, barrier: int, num_threads: int, *, loc=None, ip=None) -> Int32:
+    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if the condition of any is not 0."""
+    asm = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+        f"bar.red.or.pred q, {barrier}, {num_threads}, p; selp.s32 $0, 1, 0, q; }}"
+    )
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            [Int32(condition).ir_value(loc=loc, ip=ip)],
+            asm,
+            "=r,r,~{memory}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
 
 
 @dsl_user_op
@@ -248,6 +279,30 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32, *, loc
     asm = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];"
     operands = [Int32(address), *(Uint32(value) for value in values), Int32(barrier)]
     _effect(operands, asm, ",".join(["r"] * len(operands)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
+    """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
+    operands = [Int32(address), *(Float32(value) for value in values)]
+    _effect(operands, f"st.shared::cluster.v2.f32 [$0 + {offset}], {{$1, $2}};", "r,f,f", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_in_cluster(address: Int32, num_words: int, *, loc=None, ip=None) -> list[Uint32]:
+    """2 or 4 words of the shared memory of a CTA of the cluster, by their address there."""
+    u32 = Uint32.mlir_type
+    outputs = ", ".join(f"${i}" for i in range(num_words))
+    struct = llvm.inline_asm(
+        _struct(u32, num_words),
+        [Int32(address).ir_value(loc=loc, ip=ip)],
+        f"ld.shared::cluster.v{num_words}.u32 {{{outputs}}}, [${num_words}];",
+        ",".join(["=r"] * num_words) + ",r,~{memory}",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Uint32(llvm.extractvalue(u32, struct, [i], loc=loc, ip=ip)) for i in range(num_words)]
 
 
 @dsl_user_op

@@ -1,4 +1,4 @@
-"""Warpgroup MMAs over bf16 tiles of shared memory in the 128-byte swizzle: layouts, operands, issue.
+"""Warpgroup MMAs over bf16 or fp16 tiles of shared memory in the 128-byte swizzle: layouts, operands, issue.
 
 A tile of R rows and C columns (C a multiple of 64) lies as C / 64 slabs of R rows of 128 bytes; the 16-byte pieces of
 row r of a slab are permuted by ``piece ^ (r % 8)``. The same bytes serve as a K-major operand, [rows, columns], and as
@@ -26,27 +26,27 @@ def piece_offset(row: Any, piece: Any) -> Any:
     return row * ROW_BYTES + (piece ^ (row & 7)) * PIECE_BYTES
 
 
-def tile(pointer, rows: int, columns: int) -> cute.Tensor:
-    """The K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes."""
-    atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, BFloat16)
-    return _tensor(pointer, cute.tile_to_shape(atom, (rows, columns), order=(0, 1)))
+def tile(pointer, rows: int, columns: int, dtype: Any = BFloat16) -> cute.Tensor:
+    """The K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes; BFloat16 or Float16."""
+    atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
+    return _tensor(pointer, cute.tile_to_shape(atom, (rows, columns), order=(0, 1)), dtype)
 
 
-def transposed_tile(pointer, rows: int, columns: int) -> cute.Tensor:
+def transposed_tile(pointer, rows: int, columns: int, dtype: Any = BFloat16) -> cute.Tensor:
     """The bytes of :func:`tile` as the MN-major tensor [columns, rows]."""
-    atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.MN_SW128, BFloat16)
-    return _tensor(pointer, cute.tile_to_shape(atom, (columns, rows), order=(1, 0)))
+    atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.MN_SW128, dtype)
+    return _tensor(pointer, cute.tile_to_shape(atom, (columns, rows), order=(1, 0)), dtype)
 
 
-def _tensor(pointer, layout) -> cute.Tensor:
+def _tensor(pointer, layout, dtype) -> cute.Tensor:
     # Descriptors are made of affine layouts: the swizzle goes with the pointer.
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=BFloat16), layout.outer)
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
-def mma(n: int, *, a_in_registers: bool = False, b_transposed: bool = False) -> cute.TiledMma:
-    """One warpgroup's bf16 product with M = 64, N = ``n`` and fp32 sums; made anew for every use, as it holds state."""
+def mma(n: int, *, a_in_registers: bool = False, b_transposed: bool = False, dtype: Any = BFloat16) -> cute.TiledMma:
+    """One warpgroup's product with M = 64, N = ``n`` and fp32 sums; made anew for every use, as it holds state."""
     operation = warpgroup.MmaF16BF16Op(
-        BFloat16,
+        dtype,
         Float32,
         (WARPGROUP_ROWS, n, 16),
         OperandSource.RMEM if a_in_registers else OperandSource.SMEM,
@@ -74,7 +74,7 @@ def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = Fal
     b: [n, k] in shared memory, from :func:`tile` or, with b_transposed, from :func:`transposed_tile`.
     """
     in_registers = a.memspace == cute.AddressSpace.rmem
-    tiled = mma(n, a_in_registers=in_registers, b_transposed=b_transposed)
+    tiled = mma(n, a_in_registers=in_registers, b_transposed=b_transposed, dtype=b.element_type)
     thread = tiled.get_slice(0)  # operands in shared memory are the warpgroup's, not a thread's
     a_fragment = a if in_registers else tiled.make_fragment_A(thread.partition_A(a))
     b_fragment = tiled.make_fragment_B(thread.partition_B(b))

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig
+from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.output import exists_sink
 from cute_kernels.mla.softmax import LOWEST
 from cute_kernels.mla.work import Results, Shape, partial_stats, partial_values
@@ -23,23 +24,25 @@ class CombineKernel:
 
     def __init__(self, config: CombineConfig):
         self.config = config
+        self.numbers = of_name(config.dtype)
 
     @cute.jit
     def __call__(
         self,
         out: cute.Tensor,
         lse: Int64,
+        max_logits: Int64,
         sinks: Int64,
         partials: Int64,
         num_parts: Int32,
         stream,
     ):
-        """out: bf16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], sinks fp32
-        [num_heads] or 0, partials: see `Results`."""
+        """out: bf16 or fp16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], max_logits
+        likewise or 0, sinks fp32 [num_heads] or 0, partials: see `Results`."""
         sizes: Any = out.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
-        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
-        results = Results(ptx.address(out), lse, sinks, partials)
+        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), Float32(0.0))
+        results = Results(ptx.address(out), lse, max_logits, sinks, partials)
         self.kernel(results, shape).launch(
             grid=(shape.rows * num_heads, 1, 1),
             block=(self.config.num_threads, 1, 1),
@@ -74,14 +77,17 @@ class CombineKernel:
             sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
             denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
         lse = (maximum + ptx.log2(total)) * ptx.LN_2
+        top = maximum * ptx.LN_2
         factor = ptx.reciprocal(denominator)
         if total == 0.0:
-            lse = Float32.inf
+            lse, top = Float32.inf, -Float32.inf
             factor = Float32(0.0)
-        words = [ptx.pack_bf16x2(sums[i] * factor, sums[i + 1] * factor) for i in (0, 2)]
+        words = [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in (0, 2)]
         ptx.store_global(results.out + Int64(query_row) * (V_HEAD_DIM * 2) + tid * 8, words)
         if tid == 0:
             ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+            if results.max_logits != 0:
+                ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
 
 
 def _load(address, count: int) -> list[Float32]:

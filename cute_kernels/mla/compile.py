@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.mla.config import FORMS, TOKENS, CombineConfig, MlaConfig, served_config
+from cute_kernels.mla.config import SHIPPED, CombineConfig, MlaConfig, served_config
+from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
 
@@ -24,7 +25,7 @@ class MlaSpec(_MlaFamily):
     """Decode: the function takes what :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` describes, on torch's current
     stream."""
 
-    config: MlaConfig
+    config: MlaConfig | FewHeadsConfig
 
     def compile(self, arch: str) -> Any:
         return compile_mla(self.config, arch)
@@ -42,11 +43,12 @@ class CombineSpec(_MlaFamily):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
-    served = [MlaSpec(served_config(tokens, form)) for tokens in TOKENS for form in FORMS]
-    return [*served, CombineSpec(CombineConfig())]
+    configs = [*(served_config(*which) for which in SHIPPED), *shipped_few_heads()]
+    combining = [CombineSpec(CombineConfig(dtype=dtype)) for dtype in ("bf16", "fp16")]
+    return [*map(MlaSpec, configs), *combining]
 
 
-def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
+def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
     Raises ValueError if the configuration cannot be implemented.
@@ -55,14 +57,15 @@ def compile_mla(config: MlaConfig, arch: str, *options: str) -> Any:
     from cutlass import Float32, Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
+    from cute_kernels.mla.few_heads.kernel import FewHeadsKernel
     from cute_kernels.mla.kernel import MlaKernel
 
     check_config(config)
-    results = [_fake_rows(576), *[Int64(0)] * 4, Float32(1.0), Int32(1)]
+    results = [_fake_rows(config.head_dim, config.layout.dtype), *[Int64(0)] * 5, Float32(1.0), Int32(1)]
     pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
     chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
     table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
-    kernel = MlaKernel(config)
+    kernel = FewHeadsKernel(config) if isinstance(config, FewHeadsConfig) else MlaKernel(config)
     return cute.compile(
         kernel.sparse if config.tokens == "sparse" else kernel.paged,
         *results,
@@ -82,19 +85,20 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
 
     return cute.compile(
         CombineKernel(config),
-        _fake_rows(512),
-        *[Int64(0)] * 3,
+        _fake_rows(512, config.dtype),
+        *[Int64(0)] * 4,
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),
     )
 
 
-def _fake_rows(columns: int) -> Any:
-    """bf16 [batch, q_len, num_heads, columns], contiguous."""
-    import cutlass
+def _fake_rows(columns: int, dtype: str) -> Any:
+    """ "bf16" or "fp16" [batch, q_len, num_heads, columns], contiguous."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 
+    from cute_kernels.mla.numbers16 import of_name
+
     shape = (*(cute.sym_int() for _ in range(3)), columns)
-    return make_fake_compact_tensor(cutlass.BFloat16, shape, stride_order=(3, 2, 1, 0), assumed_align=16)
+    return make_fake_compact_tensor(of_name(dtype).type, shape, stride_order=(3, 2, 1, 0), assumed_align=16)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
+from cute_kernels.mla.layout import TokenLayout, layout_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
-HEAD_DIM = 576  # columns of a key
-V_HEAD_DIM = 512  # columns of a value: the first ones of the key
+HEAD_DIM = 576  # columns of the wider keys
+V_HEAD_DIM = V_DIM  # columns of a value: the first ones of the key
 BLOCK_HEADS = 64  # rows of a CTA: M of a warpgroup's MMA
 BLOCK_TOKENS = 64
 GROUP_TOKENS = 8  # that a gathering warp fetches at a time: rows of a swizzle atom
@@ -18,18 +20,16 @@ GATHER_WARPS = WARPGROUP_WARPS
 WARP_GROUPS = BLOCK_TOKENS // GROUP_TOKENS // GATHER_WARPS  # groups of tokens that a gathering warp fetches of a block
 MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS
 NUM_STAGES = 2
-TILE_BYTES = BLOCK_TOKENS * HEAD_DIM * 2
-QUERY_BYTES = BLOCK_HEADS * HEAD_DIM * 2
+STAGE_PITCH = V_HEAD_DIM + 16  # bytes of half a row of the output where warps stage theirs: no two words on a bank
+STAGE_BYTES = 16 * STAGE_PITCH  # of a warp
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = 168  # a thread; what the warpgroups have in the end is at most this in sum as well
 SERIAL_REGISTERS, CROSSOVER_REGISTERS, SEESAW_REGISTERS = (208, 160, 128), (208, 160, 136), (192, 192, 120)
-TOKEN_BYTES = {"mla_fp8": 656, "mla_bf16": 1152}
 TOKENS = ("sparse", "paged")
-FORMS = ("mla_fp8", "mla_bf16")
-SCALES = ("fp32", "power_of_2")
+SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
 PREFETCH_BY = ("line", "bulk")
 MAX_PREFETCH = 16
@@ -42,7 +42,8 @@ class MlaConfig:
 
     tokens: "sparse": those that indices name; "paged": the first ones of every request, by its pages.
     form: name of the cache's format.
-    scales: of FP8 caches: "fp32" takes any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
+    head_dim: columns of a key, one of the format's.
+    scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     seesaw: the multiplying warpgroups take turns at the softmax, not the first alone; the halves of a tile are then
@@ -55,6 +56,7 @@ class MlaConfig:
 
     tokens: str = "sparse"
     form: str = "mla_fp8"
+    head_dim: int = HEAD_DIM
     scales: str = "fp32"
     fence: str = "writer"
     seesaw: bool = False
@@ -65,10 +67,16 @@ class MlaConfig:
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        fp8 = f"_{self.scales}_{self.fence}" if self.form == "mla_fp8" else ""
+        fp8 = f"_{self.scales}_{self.fence}" if self.form in SCALES else ""
+        width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
         order = f"{'_seesaw' * self.seesaw}{'_crossover' * self.crossover}"
         ahead = f"_prefetch{self.prefetch}{self.prefetch_by}" if self.prefetch else ""
-        return f"{self.form}_{self.tokens}{fp8}{order}{ahead}"
+        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}"
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Which bytes of a token become which columns of a tile."""
+        return layout_of(self.form, self.head_dim)
 
     @property
     def cluster(self) -> int:
@@ -98,7 +106,17 @@ class MlaConfig:
     @property
     def copies(self) -> bool:
         """Whether tiles are copies of the cache's bytes."""
-        return self.form == "mla_bf16"
+        return self.form not in SCALES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of 64 tokens in shared memory."""
+        return BLOCK_TOKENS * self.head_dim * 2
+
+    @property
+    def query_bytes(self) -> int:
+        """Shared memory of the queries of 64 heads, whose place the output takes in the end."""
+        return max(BLOCK_HEADS * self.head_dim * 2, MULTIPLYING_WARPS * STAGE_BYTES)
 
     @property
     def full_arrivals(self) -> int:
@@ -125,19 +143,29 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (TILE_BYTES + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
-        return stages + QUERY_BYTES + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
+        return stages + self.query_bytes + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        choices = {"tokens": TOKENS, "form": FORMS, "scales": SCALES, "fence": FENCES, "prefetch_by": PREFETCH_BY}
+        choices = {"tokens": TOKENS, "form": tuple(FORMATS), "fence": FENCES, "prefetch_by": PREFETCH_BY}
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
+        head_dims = format_of(self.form).head_dims
+        if self.head_dim not in head_dims:
+            return f"head_dim is {self.head_dim}; {self.form} has {head_dims}"
+        scales = SCALES.get(self.form)
+        if scales is not None and self.scales not in scales:
+            return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
             return "crossover is True; tiles that are copied are each CTA's own"
+        if self.seesaw and self.head_dim != HEAD_DIM:
+            return (
+                f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
+            )
         if self.crossover and (self.seesaw or self.fence != "reader"):
             return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'reader'"
         if not 0 <= self.prefetch <= MAX_PREFETCH:
@@ -149,19 +177,33 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """The kernel that adds up the parts of split rows."""
+    """The kernel that adds up the parts of split rows.
+
+    dtype: "bf16" or "fp16", of the result.
+    """
 
     num_threads: int = V_HEAD_DIM // 4  # a vector of 4 columns each
+    dtype: str = "bf16"
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        return f"mla_combine_{self.num_threads}"
+        return f"mla_combine_{self.num_threads}{'' if self.dtype == 'bf16' else f'_{self.dtype}'}"
 
 
-def served_config(tokens: str, form: str) -> MlaConfig:
-    """The variant that calls are served by; `MlaConfig.can_implement` says where there is none."""
-    fence = "writer" if form == "mla_fp8" else "reader"
+def served_config(tokens: str, form: str, head_dim: int | None = None) -> MlaConfig:
+    """The variant that calls are served by. head_dim: default the format's only or wider one."""
+    head_dim = head_dim or format_of(form).head_dims[0]
+    if form not in SCALES:
+        return MlaConfig(tokens, form, head_dim, fence="reader")
     # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it.
-    prefetch = SERVED_PREFETCH if (tokens, form) == ("sparse", "mla_fp8") else 0
-    return MlaConfig(tokens, form, fence=fence, prefetch=prefetch)
+    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
+    return MlaConfig(tokens, form, head_dim, SCALES[form][0], prefetch=prefetch)
+
+
+SHIPPED = (
+    *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
+    ("sparse", "mla_bf16", 512),
+    ("paged", "mla_fp16", None),
+)
+"""What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""

@@ -1,10 +1,10 @@
-"""The gathering warpgroup: tokens of a cache into tiles of bf16 that wgmma reads.
+"""The gathering warpgroup: tokens of a cache into tiles of 16-bit numbers that wgmma reads.
 
 A warp fetches 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
-onwards of its token's 512 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle atom, at 8
-different pieces: no bank conflicts, and every address is one of three per lane plus a constant. What is loaded for the
-next 8 tokens takes the registers of what has just been decoded: all of a warp's loads are always under way, also while
-it waits for a free tile.
+onwards of its token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle
+atom, at 8 different pieces: no bank conflicts, and every address is one of three per lane plus a constant. What is
+loaded for the next 8 tokens takes the registers of what has just been decoded: all of a warp's loads are always under
+way, also while it waits for a free tile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
@@ -23,30 +23,19 @@ from cute_kernels.mla.config import (
     FLAG_BYTES,
     GROUP_TOKENS,
     NUM_STAGES,
-    TILE_BYTES,
-    TOKEN_BYTES,
-    V_HEAD_DIM,
     WARP_GROUPS,
     MlaConfig,
 )
 from cute_kernels.mla.dequant import Dequantizer
+from cute_kernels.mla.layout import HALF_SLABS
 from cute_kernels.mla.locate import NO_ENTRY, Token, make_locator
 from cute_kernels.sm90 import WARP_THREADS
 
-SCALES_OFFSET = V_HEAD_DIM  # in a token's bytes
-ROPE_OFFSET = SCALES_OFFSET + 16
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
-LATENT_LOADS = V_HEAD_DIM // wgmma_tiles.SLAB_COLUMNS  # of 16 bytes a lane, one for every slab
-ROPE_LOADS = 2
+ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 LINE_BYTES = 128  # of L2
-NUM_SCALES = 4
-SLABS_PER_SCALE = LATENT_LOADS // NUM_SCALES
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
-HALF_LOADS = LATENT_LOADS // 2
-LEFT_LOADS = HALF_LOADS + ROPE_LOADS
-LEFT_SLABS = (*range(HALF_LOADS), LATENT_LOADS)  # of a tile's left half, to which the RoPE columns belong
-RIGHT_SLABS = tuple(range(HALF_LOADS, LATENT_LOADS))
-LEFT_PIECES = (*range(HALF_LOADS), *range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS))
+LEFT_LOADS = HALF_SLABS + ROPE_LOADS  # of the left half of a tile of 9 slabs, to which the RoPE columns belong
 
 
 @dataclass(frozen=True)
@@ -89,6 +78,7 @@ class Prefetcher:
     kind: str  # as in `MlaConfig.prefetch_by`
     token_bytes: int
     rows: int  # of a block, that a warp fetches
+    split: bool = False  # scales lie behind the data of all tokens of a page
 
     @cute.jit
     def start(self, work, source, first_row, lane):
@@ -120,6 +110,8 @@ class Prefetcher:
             return
         for offset in self.lines(lane // self.rows):
             numbers.prefetch_line_if(token.valid, token.address + offset)
+        if self.split:
+            numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
 
     def lines(self, sharer) -> list[Any]:
         """Offsets in a token, one in each line that its ``sharer``-th lane asks for; tokens begin at any 16 bytes."""
@@ -131,7 +123,8 @@ class Prefetcher:
 
 def make_prefetcher(config: MlaConfig, locator) -> Prefetcher:
     rows = config.warp_groups * GROUP_TOKENS
-    return Prefetcher(locator, config.prefetch, config.prefetch_by, TOKEN_BYTES[config.form], rows)
+    layout = config.layout
+    return Prefetcher(locator, config.prefetch, config.prefetch_by, layout.data_bytes, rows, layout.is_split)
 
 
 class Dequantizing:
@@ -139,9 +132,12 @@ class Dequantizing:
 
     def __init__(self, config: MlaConfig):
         self.config = config
+        self.layout = config.layout
+        self.num_loads = self.layout.code_slabs + ROPE_LOADS
+        self.scale_words = self.layout.scale_bytes // 4
         self.locator = make_locator(config.tokens)
         self.prefetcher = make_prefetcher(config, self.locator)
-        self.dequantizer = Dequantizer(config.scales)
+        self.dequantizer = Dequantizer(config.scales, exponents=self.layout.is_split)
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
@@ -149,11 +145,11 @@ class Dequantizing:
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
         link = self.link(memory)
-        words = cute.make_rmem_tensor(4 * (LATENT_LOADS + ROPE_LOADS), Uint32)
-        scales = cute.make_rmem_tensor(NUM_SCALES, Uint32)
+        words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
+        scales = cute.make_rmem_tensor(self.scale_words, Uint32)
         entry = self.locator.load_entry(work, source, work.begin, place.row)
         token = self.locator.locate(work, source, entry, work.begin, place.row)
-        for i in cutlass.range_constexpr(LATENT_LOADS + ROPE_LOADS):
+        for i in cutlass.range_constexpr(self.num_loads):
             self.load_piece(words, token, place, i)
         self.load_scales(scales, token)
         held = token.valid
@@ -195,7 +191,7 @@ class Dequantizing:
 
     def tile(self, memory, link, stage, group: int):
         """Where the rows of a warp's group go in every slab."""
-        return memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+        return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def store(self, tile, place, offset: int, values) -> None:
         """Stores 16 bytes of a tile."""
@@ -219,30 +215,30 @@ class Dequantizing:
     def load_piece(self, words, token: Token, place: GatherLane, i: int, slot: int | None = None) -> None:
         """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns, to hold in ``slot`` (i if None)."""
         first = 4 * (i if slot is None else slot)
-        offset = 64 * i if i < LATENT_LOADS else ROPE_OFFSET + 64 * (i - LATENT_LOADS)
+        codes = self.layout.code_slabs
+        offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
         for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
             words[first + j] = word
 
     def load_scales(self, scales, token: Token) -> None:
-        """Asks for a token's four scales."""
-        for j, word in enumerate(numbers.load_global_if(token.valid, token.address, SCALES_OFFSET)):
+        """Asks for a token's scales."""
+        offset = self.layout.scales_offset
+        base = token.behind if offset is None else token.address
+        for j, word in enumerate(numbers.load_global_if(token.valid, base, offset or 0, self.scale_words)):
             scales[j] = word
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     def write_group(self, words, scales, token: Token, tile, place) -> None:
         """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place."""
-        factors = [self.factors(scales, j) for j in range(NUM_SCALES)]
+        codes, shared = self.layout.code_slabs, self.layout.slabs_per_scale
+        factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
         self.load_scales(scales, token)
-        for i in range(LATENT_LOADS):
-            self.write_latent(words, i, i, factors[i // SLABS_PER_SCALE], tile, place, token, i)
-        for i in range(LATENT_LOADS, LATENT_LOADS + ROPE_LOADS):
-            self.write_rope(words, i, i - LATENT_LOADS, tile, place)
+        for i in range(codes):
+            self.write_latent(words, i, i, factors[i // shared], tile, place, token, i)
+        for i in range(codes, self.num_loads):
+            self.write_rope(words, i, i - codes, tile, place)
             self.load_piece(words, token, place, i)
-
-    def factors(self, scales, j: int):
-        """What the codes under a token's ``j``-th scale are multiplied with."""
-        return self.dequantizer.factors(Uint32(scales[j]).bitcast(Float32))
 
     def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
         """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
@@ -258,7 +254,7 @@ class Dequantizing:
         """Stores 8 RoPE columns as they are."""
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
-        self.store(tile, offset, LATENT_LOADS * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
+        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
 
 
 class DequantizingHalves(Dequantizing):
@@ -268,13 +264,18 @@ class DequantizingHalves(Dequantizing):
     half, and the next block's left half in the place of that.
     """
 
+    def __init__(self, config: MlaConfig):
+        super().__init__(config)
+        codes = self.layout.code_slabs
+        self.left_pieces = (*range(HALF_SLABS), *range(codes, self.num_loads))
+
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
         words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
-        scales = [cute.make_rmem_tensor(NUM_SCALES, Uint32) for _ in range(WARP_GROUPS)]
+        scales = [cute.make_rmem_tensor(self.scale_words, Uint32) for _ in range(WARP_GROUPS)]
         addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
         valid = cute.make_rmem_tensor(WARP_GROUPS, Int32)
         entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
@@ -287,11 +288,11 @@ class DequantizingHalves(Dequantizing):
             valid[group] = token.valid
             self.load_scales(scales[group], token)
             for slot in cutlass.range_constexpr(LEFT_LOADS):
-                self.load_piece(words[group], token, place, LEFT_PIECES[slot], slot)
+                self.load_piece(words[group], token, place, self.left_pieces[slot], slot)
         ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            tile = memory.tiles + stage * TILE_BYTES
+            tile = memory.tiles + stage * self.config.tile_bytes
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 write_flags(memory, stage, warp * WARP_GROUPS + group, valid[group], lane)
@@ -315,24 +316,23 @@ class DequantizingHalves(Dequantizing):
 
     def write_left(self, words, scales, token: Token, tile, place) -> None:
         """Writes the left half and the RoPE columns that the registers hold, and asks for the right half."""
-        factors = [self.factors(scales, j) for j in range(NUM_SCALES // 2)]
-        for slot in range(HALF_LOADS):
-            self.write_latent(
-                words, slot, slot, factors[slot // SLABS_PER_SCALE], tile, place, token, HALF_LOADS + slot
-            )
+        factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales // 2)]
+        for slot in range(HALF_SLABS):
+            own = factors[slot // self.layout.slabs_per_scale]
+            self.write_latent(words, slot, slot, own, tile, place, token, HALF_SLABS + slot)
         for i in range(ROPE_LOADS):
-            self.write_rope(words, HALF_LOADS + i, i, tile, place)
+            self.write_rope(words, HALF_SLABS + i, i, tile, place)
 
     def write_right(self, words, scales, token: Token, tile, place) -> None:
         """Writes the right half that the registers hold, and asks for the left half and the scales of ``token``."""
-        factors = [self.factors(scales, j) for j in range(NUM_SCALES // 2, NUM_SCALES)]
+        count = self.layout.num_scales
+        factors = [self.dequantizer.factors(scales, j) for j in range(count // 2, count)]
         self.load_scales(scales, token)
         for i in range(ROPE_LOADS):
-            self.load_piece(words, token, place, LATENT_LOADS + i, HALF_LOADS + i)
-        for slot in range(HALF_LOADS):
-            self.write_latent(
-                words, slot, HALF_LOADS + slot, factors[slot // SLABS_PER_SCALE], tile, place, token, slot
-            )
+            self.load_piece(words, token, place, self.layout.code_slabs + i, HALF_SLABS + i)
+        for slot in range(HALF_SLABS):
+            own = factors[slot // self.layout.slabs_per_scale]
+            self.write_latent(words, slot, HALF_SLABS + slot, own, tile, place, token, slot)
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ class Crossing(Dequantizing):
             numbers.store_async(place + link.distance, [flags], barrier)
 
     def tile(self, memory, link, stage, group: int) -> SharedTile:
-        address = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+        address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
         return SharedTile(address, link.distance, (memory.full + stage).toint() + link.distance)
 
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
@@ -389,13 +389,14 @@ class Crossing(Dequantizing):
         cute.arch.sync_warp()
         if lane == 0:
             if warp == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, (TILE_BYTES + FLAG_BYTES) // 2)
+                sent = (self.config.tile_bytes + FLAG_BYTES) // 2
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, sent)
             else:
                 cute.arch.mbarrier_arrive(memory.full + stage)
 
 
 class Copying:
-    """The gathering warpgroup over a cache of bf16: asynchronous copies, which nobody here waits for."""
+    """The gathering warpgroup over a cache of 16-bit numbers: asynchronous copies, which nobody here waits for."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -425,7 +426,7 @@ class Copying:
                 for group in cutlass.range_constexpr(WARP_GROUPS):
                     if const_expr(half == 0):
                         write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
-                    tile = memory.tiles + stage * TILE_BYTES + group * GROUP_BYTES
+                    tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
                     self.copy_group(tokens[group], tile, place, self.slabs(half))
                 numbers.arrive_when_copied((memory.full + barrier).toint())
                 # The flags are no copies: a thread that may have written some arrives for them as well.
@@ -435,9 +436,10 @@ class Copying:
 
     def slabs(self, half: int) -> tuple[int, ...]:
         """The slabs of a tile, or of a half of it, in the order in which they are multiplied."""
+        layout = self.config.layout
         if self.config.num_halves == 1:
-            return tuple(range(LATENT_LOADS + 1))
-        return RIGHT_SLABS if half else LEFT_SLABS
+            return tuple(range(layout.num_slabs))
+        return layout.right_slabs if half else layout.left_slabs
 
     def copy_group(self, token: Token, tile, place: GatherLane, slabs: tuple[int, ...]) -> None:
         """Asks for slabs of 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""

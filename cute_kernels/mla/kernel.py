@@ -19,14 +19,11 @@ from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
-    HEAD_DIM,
     LAUNCH_REGISTERS,
     MULTIPLYING_WARPS,
     NUM_STAGES,
     NUM_THREADS,
-    QUERY_BYTES,
     ROW_VALUE_BYTES,
-    TILE_BYTES,
     WARPGROUP_WARPS,
     MlaConfig,
 )
@@ -35,11 +32,9 @@ from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, co
 from cute_kernels.mla.multiply import MULTIPLYING_THREADS, Memory
 from cute_kernels.mla.seesaw import Seesaw
 from cute_kernels.mla.serial import Serial
+from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import Results, Shape, Work
 from cute_kernels.sm90 import WARP_THREADS
-
-QUERY_PIECES = HEAD_DIM // 8  # of 16 bytes, of a head
-QUERY_BATCH = 18  # loads of a thread under way
 
 
 class MlaKernel:
@@ -57,6 +52,7 @@ class MlaKernel:
         q: cute.Tensor,
         out: Int64,
         lse: Int64,
+        max_logits: Int64,
         sinks: Int64,
         partials: Int64,
         softmax_scale: Float32,
@@ -81,21 +77,23 @@ class MlaKernel:
     ):
         """Launches over (queries x blocks of 64 heads, parts).
 
-        q: bf16 [batch, q_len, num_heads, 576]. Addresses: out bf16 [batch, q_len, num_heads, 512]; lse fp32 [batch,
-        q_len, num_heads]; sinks fp32 [num_heads] or 0; partials: see `Results`, used if num_parts > 1, when out and lse
-        are the combining kernel's to write; cache: pages ``page_stride`` bytes apart, of page_size tokens
-        ``token_stride`` bytes apart, multiples of 16; num_tokens: indices below it exist, at most 2**31 - 1; indices
-        int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0
-        without one (page_size is then 1).
+        q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
+        lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
+        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; cache: pages
+        ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split),
+        multiples of 16; num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk];
+        topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1).
         """
         sizes: Any = q.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
-        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0))
+        # Who asks for the greatest scores gets running maxima that are.
+        slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
+        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
         main_pages = Pages(cache, page_stride, token_stride, page_size)
         extra_pages = Pages(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
         extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
-        results = Results(out, lse, sinks, partials)
+        results = Results(out, lse, max_logits, sinks, partials)
         self.launch(q, SparseSource(main, extra), results, shape, softmax_scale, stream)
 
     @cute.jit
@@ -104,6 +102,7 @@ class MlaKernel:
         q: cute.Tensor,
         out: Int64,
         lse: Int64,
+        max_logits: Int64,
         sinks: Int64,
         partials: Int64,
         softmax_scale: Float32,
@@ -128,10 +127,11 @@ class MlaKernel:
         """
         sizes: Any = q.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
-        shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal)
+        slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
+        shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
-        self.launch(q, source, Results(out, lse, sinks, partials), shape, softmax_scale, stream)
+        self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, softmax_scale, stream)
 
     @cute.jit
     def launch(self, q, source, results, shape, softmax_scale, stream):
@@ -192,8 +192,8 @@ class MlaKernel:
 
     def allocate(self) -> Memory:
         smem = cutlass.utils.SmemAllocator()
-        tiles = smem.allocate(NUM_STAGES * TILE_BYTES, byte_alignment=1024)
-        queries = smem.allocate(QUERY_BYTES, byte_alignment=1024)
+        tiles = smem.allocate(NUM_STAGES * self.config.tile_bytes, byte_alignment=1024)
+        queries = smem.allocate(self.config.query_bytes, byte_alignment=1024)
         weights = None
         if self.config.weight_bytes:
             weights = smem.allocate(self.config.weight_bytes, byte_alignment=1024)
@@ -223,21 +223,22 @@ class MlaKernel:
     @cute.jit
     def load_queries(self, q, work, memory, tid):
         """Copies the CTA's heads into swizzled shared memory; heads that do not exist become 0."""
-        base = q + Int64(work.query_row(0)) * (HEAD_DIM * 2)
+        base = q + Int64(work.query_row(0)) * (self.config.head_dim * 2)
         num_heads = work.shape.num_heads - work.first_head
-        for first in cutlass.range_constexpr(0, BLOCK_HEADS * QUERY_PIECES, QUERY_BATCH * MULTIPLYING_THREADS):
-            pieces = []
-            for i in cutlass.range_constexpr(QUERY_BATCH):
-                index = tid + (first + i * MULTIPLYING_THREADS)
-                exists = cutlass.select_(index // QUERY_PIECES < num_heads, Int32(1), Int32(0))
-                pieces.append(self.load_piece(base, index, exists))
-            for i in cutlass.range_constexpr(QUERY_BATCH):
-                index = tid + (first + i * MULTIPLYING_THREADS)
-                head = index // QUERY_PIECES
-                piece = index - head * QUERY_PIECES
-                slab = piece // (wgmma_tiles.ROW_BYTES // wgmma_tiles.PIECE_BYTES)
-                place = slab * SLAB_BYTES + wgmma_tiles.piece_offset(head, piece % 8)
-                ptx.store_shared(memory.queries + place, 0, pieces[i])
+        head_pieces = self.config.head_dim // 8  # of 16 bytes
+        count = BLOCK_HEADS * head_pieces // MULTIPLYING_THREADS  # of a thread, all under way at once
+        pieces = []
+        for i in cutlass.range_constexpr(count):
+            index = tid + i * MULTIPLYING_THREADS
+            exists = cutlass.select_(index // head_pieces < num_heads, Int32(1), Int32(0))
+            pieces.append(self.load_piece(base, index, exists))
+        for i in cutlass.range_constexpr(count):
+            index = tid + i * MULTIPLYING_THREADS
+            head = index // head_pieces
+            piece = index - head * head_pieces
+            slab = piece // (wgmma_tiles.ROW_BYTES // wgmma_tiles.PIECE_BYTES)
+            place = slab * SLAB_BYTES + wgmma_tiles.piece_offset(head, piece % 8)
+            ptx.store_shared(memory.queries + place, 0, pieces[i])
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def load_piece(self, base, index, exists):

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import HEAD_DIM, STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, served_config
-from cute_kernels.mla.schedule import WorkShape, choose_parts
+from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
+from cute_kernels.mla.schedule import WorkShape, choose
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from layouts.kv.mla import MlaModel1
 
 if TYPE_CHECKING:
     from cute_kernels.mla.problem import CacheShape, DenseProblem, SparseProblem
@@ -42,6 +44,7 @@ class Plan:
         tokens: tuple[int, ...],
         out: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
+        max_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) on the current stream of q's device, which is the current one.
 
@@ -54,7 +57,7 @@ class Plan:
         partials = None
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
-        addresses = lse.data_ptr(), _address(sink), _address(partials)
+        addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
         self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, *tokens)
         if self.combine is not None:
             self.combine(out, *addresses, self.num_parts)
@@ -70,9 +73,9 @@ def dense(
     softmax_scale: float,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out bf16 [batch, q_len, num_heads, 512], lse fp32 [batch, q_len, num_heads]) on the current stream.
+    """(out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads]) on the current stream.
 
-    The arguments fit the problem and each other. Raises NotImplementedError for formats without a kernel.
+    The arguments fit the problem and each other.
     """
     if q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
@@ -97,15 +100,13 @@ def sparse(
     extra_topk_length: torch.Tensor | None,
     max_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`dense`. Raises NotImplementedError for formats without a kernel, and for max_logits."""
+    """As :func:`dense`; max_logits: fp32 [batch, q_len, num_heads], written unless None."""
     if q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             return sparse(
                 problem, q, cache, indices, softmax_scale, out, topk_length, attn_sink, extra_cache, extra_indices,
                 extra_topk_length, max_logits,
             )  # fmt: skip
-    if max_logits is not None:
-        raise NotImplementedError("max_logits is not written by any CUDA kernel yet")
     topk = problem.topk + problem.extra_topk
     plan = _plan(
         "sparse",
@@ -120,7 +121,7 @@ def sparse(
     extra = NO_CACHE
     if problem.extra is not None and extra_cache is not None and extra_indices is not None:
         extra = _chosen(problem.extra, extra_cache, extra_indices, problem.extra_topk, extra_topk_length)
-    return plan.run(q, softmax_scale, (*main, *extra), out, attn_sink)
+    return plan.run(q, softmax_scale, (*main, *extra), out, attn_sink, max_logits)
 
 
 def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
@@ -129,7 +130,8 @@ def dense_shape(problem: DenseProblem) -> tuple[int, int, int]:
 
 
 def _pages(shape: CacheShape, cache: torch.Tensor) -> tuple[int, int, int, int]:
-    return cache.data_ptr(), shape.page_stride, shape.token_stride, shape.page_size
+    stride = MlaModel1.DATA_BYTES if shape.form.split_pages else shape.token_stride
+    return cache.data_ptr(), shape.page_stride, stride, shape.page_size
 
 
 def _chosen(
@@ -143,25 +145,23 @@ def _chosen(
 def _plan(
     tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
 ) -> Plan:
-    form = cache.form.name
-    config = served_config(tokens, form)
-    reason = config.can_implement()
-    if reason is None and head_dim != HEAD_DIM:
-        reason = f"head_dim is {head_dim}"
-    if reason is not None:
-        raise NotImplementedError(f"MLA decode over {form} has no CUDA kernel yet: {reason}")
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    num_parts = choose_parts(WorkShape(rows, num_heads, num_tokens, num_sms))
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms)
+    config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
     return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
 
 
-def make_plan(config: MlaConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
-    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``."""
+def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
+    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``: those of the cluster, if the
+    parts of a row are one."""
     function = load(MlaSpec(config), arch)
-    if num_parts == 1:
-        return Plan(function, None, 1, 0)
+    cluster = config.cluster if isinstance(config, FewHeadsConfig) else 1
+    if cluster > 1 and num_parts != cluster:
+        raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
+    if num_parts == cluster:
+        return Plan(function, None, num_parts, 0)
     words = num_query_rows * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
-    return Plan(function, load(CombineSpec(CombineConfig()), arch), num_parts, words)
+    return Plan(function, load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch), num_parts, words)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -17,11 +17,12 @@ from cute_kernels.mla.config import BLOCK_TOKENS
 from cute_kernels.mla.work import blocks_of
 
 NO_ENTRY = -1
+BEHIND_BYTES = 8  # of a token, behind the data of all tokens of a split page
 
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache; run-time values, strides in bytes."""
+    """A paged cache; run-time values, strides in bytes. Of split pages token_stride is that of the data."""
 
     base: Any
     page_stride: Any
@@ -31,6 +32,12 @@ class Pages:
     def address(self, page, offset):
         """Address of a token; page and offset Uint32."""
         return self.base + Int64(page) * self.page_stride + Int64(offset) * self.token_stride
+
+    def token(self, page, offset, valid) -> Token:
+        """The token of a page; valid: a run-time truth."""
+        address = self.address(page, offset)
+        behind = self.address(page, self.page_size) + Int64(offset) * BEHIND_BYTES
+        return Token(address, cutlass.select_(valid, Int32(1), Int32(0)), behind)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Token:
 
     address: Any
     valid: Any  # 1 or 0
+    behind: Any = None  # where its scales lie in a split page
 
 
 def load_int(address) -> Int32:
@@ -117,7 +125,7 @@ class SparseLocator:
         valid = (entry >= 0) & (entry < of("num_tokens"))
         page = Uint32(entry) // Uint32(pages.page_size)
         offset = Uint32(entry) - page * Uint32(pages.page_size)
-        return Token(pages.address(page, offset), cutlass.select_(valid, Int32(1), Int32(0)))
+        return pages.token(page, offset, valid)
 
 
 class PagedLocator:
@@ -145,7 +153,7 @@ class PagedLocator:
         place = Uint32(block * BLOCK_TOKENS + position)
         offset = place % Uint32(source.pages.page_size)
         valid = (entry >= 0) & (entry < source.num_pages)
-        return Token(source.pages.address(Uint32(entry), offset), cutlass.select_(valid, Int32(1), Int32(0)))
+        return source.pages.token(Uint32(entry), offset, valid)
 
 
 def make_locator(tokens: str) -> SparseLocator | PagedLocator:

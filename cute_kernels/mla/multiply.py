@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -21,16 +21,16 @@ from cute_kernels.mla.config import (
     MULTIPLYING_WARPS,
     NUM_STAGES,
     ROW_VALUE_BYTES,
-    TILE_BYTES,
     V_HEAD_DIM,
     MlaConfig,
 )
 from cute_kernels.mla.gather import SLAB_BYTES
+from cute_kernels.mla.layout import HALF_SLABS
+from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.output import Writer
 from cute_kernels.sm90 import WARP_THREADS
 
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
-HALF_SLABS = HALF // wgmma_tiles.SLAB_COLUMNS
 HALF_SUMS = HALF // 2  # of a thread
 MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
 QUERIES_READY = 1  # named barrier of both multiplying warpgroups; 0 is that of all threads
@@ -57,7 +57,7 @@ class Rows:
 
     sums: Any  # fp32 [128] of the output
     scores: Any  # fp32 [32]
-    packed: Any  # weights, pairs of bf16 [16]
+    packed: Any  # weights, pairs of 16-bit numbers [16]
     maxima: Any  # fp32 [2]: of unscaled scores, among all that the row has seen
     totals: Any  # fp32 [2]: of weights
 
@@ -82,30 +82,31 @@ class Multiplying:
 
     def __init__(self, config: MlaConfig):
         self.config = config
-        self.writer = Writer()
+        self.numbers = of_name(config.layout.dtype)
+        self.writer = Writer(self.numbers)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
     def score(self, scores, memory, stage, phase) -> None:
-        """Issues scores = queries times the keys of a tile, which it waits for: left columns, RoPE, right columns."""
+        """Issues scores = queries times the keys of a tile, which it waits for: the left half, then the right one."""
         right = self.config.num_halves - 1
         self.await_tile(memory, stage, phase, 0)
         wgmma_tiles.begin()
-        for first, count in ((0, HALF_SLABS), (2 * HALF_SLABS, 1), (HALF_SLABS, HALF_SLABS)):
+        for first, count in self.config.layout.score_runs:
             if right and first == HALF_SLABS:
                 self.await_tile(memory, stage, phase, right)
             columns = count * wgmma_tiles.SLAB_COLUMNS
-            queries = wgmma_tiles.tile(memory.query_pointer + first * SLAB_BYTES, BLOCK_HEADS, columns)
-            keys = wgmma_tiles.tile(
-                memory.tile_pointer + (stage * TILE_BYTES + first * SLAB_BYTES), BLOCK_TOKENS, columns
-            )
+            place = memory.tile_pointer + (stage * self.config.tile_bytes + first * SLAB_BYTES)
+            keys = wgmma_tiles.tile(place, BLOCK_TOKENS, columns, self.numbers.type)
+            place = memory.query_pointer + first * SLAB_BYTES
+            queries = wgmma_tiles.tile(place, BLOCK_HEADS, columns, self.numbers.type)
             wgmma_tiles.multiply(scores, queries, keys, BLOCK_TOKENS, zero=first == 0)
         wgmma_tiles.commit()
 
     def add_values(self, sums, weights, memory, stage, half: int) -> None:
         """Issues sums += weights times a half of the values of a tile."""
-        place = memory.tile_pointer + (stage * TILE_BYTES + half * HALF_SLABS * SLAB_BYTES)
-        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF)
+        place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
+        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF, self.numbers.type)
         wgmma_tiles.begin()
         wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True)
         wgmma_tiles.commit()
@@ -113,7 +114,7 @@ class Multiplying:
     def weight_fragment(self, packed) -> cute.Tensor:
         """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""
         layout = cute.make_layout(((2, 2, 2), 1, BLOCK_TOKENS // 16))
-        return cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=BFloat16), layout)
+        return cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.numbers.type), layout)
 
     # -- softmax ------------------------------------------------------------------------------------------------------
 
@@ -124,8 +125,8 @@ class Multiplying:
             softmax.mask(rows.scores, self.load_flags(memory, stage), lane)
         else:
             softmax.mask_end(rows.scores, work, block, warp, lane)
-        factors = softmax.raise_maxima(rows.scores, rows.maxima, scale)
-        softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed)
+        factors = softmax.raise_maxima(rows.scores, rows.maxima, scale, work.shape.slack)
+        softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed, self.numbers.pack)
         return factors
 
     def load_flags(self, memory, stage):

@@ -8,18 +8,20 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.mla.config import V_HEAD_DIM
+from cute_kernels.mla.config import STAGE_BYTES, STAGE_PITCH, V_HEAD_DIM
+from cute_kernels.mla.numbers16 import Numbers
 from cute_kernels.mla.softmax import row_of
 from cute_kernels.mla.work import partial_stats, partial_values
 
 HALF = V_HEAD_DIM // 2
 WARP_ROWS = 16
-STAGE_PITCH = HALF * 2 + 16  # bytes between rows of a warp's staging area: four lanes' words meet no bank twice
-STAGE_BYTES = WARP_ROWS * STAGE_PITCH
 
 
 class Writer:
-    """The end of the multiplying warpgroups."""
+    """The end of the multiplying warpgroups. numbers: what the output is made of."""
+
+    def __init__(self, numbers: Numbers):
+        self.numbers = numbers
 
     @cute.jit
     def finish_rows(self, work, results, maxima, totals, warp, lane):
@@ -44,19 +46,23 @@ class Writer:
 
     @cute.jit
     def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
-        """1 / (sum of the row's weights and its sink's), 0 for a row without keys; writes the log-sum-exp."""
+        """1 / (sum of the row's weights and its sink's), 0 for a row without keys; writes the log-sum-exp, and the
+        greatest score if it is asked for."""
         denominator = total
         if exists_sink(results):
             if exists:
                 sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
         lse = (maximum + ptx.log2(total)) * ptx.LN_2
+        top = maximum * ptx.LN_2
         factor = ptx.reciprocal(denominator)
         if total == 0.0:
-            lse = Float32.inf
+            lse, top = Float32.inf, -Float32.inf
             factor = Float32(0.0)
         if exists:
             ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+            if results.max_logits != 0:
+                ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
         return cute.arch.shuffle_sync(factor, cute.arch.lane_idx() & 28)
 
     @cute.jit
@@ -76,7 +82,7 @@ class Writer:
         for i in range(0, HALF // 2, 2):
             below, column = sum_place(i)
             factor = factors[row_of(i)]
-            word = ptx.pack_bf16x2(sums[i] * factor, sums[i + 1] * factor)
+            word = self.numbers.pack(sums[i] * factor, sums[i + 1] * factor)
             ptx.store_shared(place, below * STAGE_PITCH + column * 2, [word])
 
     @cute.jit

@@ -1,22 +1,50 @@
-"""How many parts a row's tokens are cut into: plain Python, no GPU types.
+"""Which kernel serves a call, and how many parts a row's tokens are cut into: plain Python, no GPU types.
 
 The model counts waves of CTAs, one to an SM: every CTA costs its beginning and end and so many blocks of tokens;
-cutting costs a second launch that reads what the parts wrote. The constants are microseconds of one CTA on an H200,
-estimated from the cycle budget of docs/design/mla.md and not measured yet.
+cutting costs a second launch that reads what the parts wrote, unless a cluster has all parts of a row. The constants
+are fitted to times on an H200: docs/design/mla_few_heads.md has them, beside what the model makes of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, V_HEAD_DIM
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, HEAD_DIM, V_HEAD_DIM, MlaConfig, served_config
+from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
+from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
 from cute_kernels.sm90 import NUM_SMS
 
-BLOCK_US = 2.0  # of 64 tokens
-CTA_US = 5.0  # queries, the first tile, the output
-COMBINE_US = 3.0
+COMBINE_US = 4.5
+COMBINE_PART_US = 0.1  # a part of a row: they are added up one after another
 PARTIAL_BYTES_PER_US = 4.0e6  # written, then read
 MAX_PARTS = 64
+CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a CTA of a kernel does and costs.
+
+    Attributes:
+        heads: of a CTA.
+        block_us: of 64 tokens.
+        cta_us: queries, the first tile, the output.
+        cluster: CTAs that have the parts of a row and add them up, 1 if a second launch does.
+    """
+
+    heads: int
+    block_us: float
+    cta_us: float
+    cluster: int = 1
+
+
+WIDE = Rate(BLOCK_HEADS, 3.0, 8.0)
+FEW_HEADS = (
+    Rate(8, 1.5, 5.0),
+    Rate(16, 1.7, 4.5),
+    Rate(32, 2.7, 6.0),
+    Rate(SERVED_CLUSTER[0], 1.5, 6.5, SERVED_CLUSTER[1]),
+)
 
 
 @dataclass(frozen=True)
@@ -33,25 +61,45 @@ class WorkShape:
         """Blocks of tokens of a row."""
         return max(1, -(-self.num_tokens // BLOCK_TOKENS))
 
-    @property
-    def num_ctas(self) -> int:
-        """CTAs without a cut."""
-        return self.num_rows * -(-self.num_heads // BLOCK_HEADS)
+    def num_ctas(self, heads: int) -> int:
+        """CTAs of so many heads without a cut."""
+        return self.num_rows * -(-self.num_heads // heads)
 
 
-def cost_us(shape: WorkShape, num_parts: int) -> float:
+def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     """Modelled time of a launch with so many parts."""
     blocks = -(-shape.num_blocks // num_parts)
-    waves = -(-shape.num_ctas * num_parts // shape.num_sms)
-    time = waves * (CTA_US + blocks * BLOCK_US)
-    if num_parts > 1:
+    waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
+    time = waves * (rate.cta_us + blocks * rate.block_us)
+    if num_parts > rate.cluster:
         partial_bytes = 2 * shape.num_rows * shape.num_heads * num_parts * V_HEAD_DIM * 4
-        time += COMBINE_US + partial_bytes / PARTIAL_BYTES_PER_US
+        time += COMBINE_US + num_parts * COMBINE_PART_US + partial_bytes / PARTIAL_BYTES_PER_US
     return time
 
 
-def choose_parts(shape: WorkShape) -> int:
-    """The cheapest number of parts, the smallest of equals; none of them without blocks where all tokens count."""
+def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
+    """The cheapest number of parts, the smallest of equals; none of them without blocks where all tokens count. A
+    cluster's is its own."""
+    if rate.cluster > 1:
+        return rate.cluster
     most = min(MAX_PARTS, shape.num_blocks)
     candidates = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
-    return min(candidates, key=lambda n: (cost_us(shape, n), n))
+    return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
+
+
+def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
+    """The variant that serves a call and the number of parts."""
+    rates = [WIDE]
+    if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
+        rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
+    parts = {rate: choose_parts(shape, rate) for rate in rates}
+    rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
+    if rate is WIDE:
+        return served_config(tokens, form, head_dim), parts[rate]
+    return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
+
+
+def _has_room(shape: WorkShape, rate: Rate) -> bool:
+    """Whether the clusters of a launch find their SMs at once, and every CTA has a block."""
+    wanted = shape.num_ctas(rate.heads) * rate.cluster
+    return wanted <= CLUSTER_SMS * shape.num_sms and shape.num_blocks >= rate.cluster

@@ -23,7 +23,7 @@ from cutlass import Int32
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum
 from cute_kernels.mla import softmax
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, TILE_BYTES, WARPGROUP_WARPS
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, WARPGROUP_WARPS
 from cute_kernels.mla.gather import SLAB_BYTES
 from cute_kernels.mla.multiply import HALF_SLABS, HALF_SUMS, MULTIPLYING_THREADS, QUERIES_READY, Multiplying, Rows
 from cute_kernels.sm90 import WARP_THREADS
@@ -122,10 +122,10 @@ class Seesaw(Multiplying):
 
     def weights(self, memory, stage: int) -> cute.Tensor:
         """Where a block's weights lie."""
-        return wgmma_tiles.tile(self.weight_pointer(memory, stage), BLOCK_HEADS, BLOCK_TOKENS)
+        return wgmma_tiles.tile(self.weight_pointer(memory, stage), BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
 
     def weight_pointer(self, memory, stage: int):
-        return memory.tile_pointer + (stage * TILE_BYTES + WEIGHT_SLAB * SLAB_BYTES)
+        return memory.tile_pointer + (stage * self.config.tile_bytes + WEIGHT_SLAB * SLAB_BYTES)
 
     @cute.jit
     def publish(self, rows: Rows, memory, side: cutlass.Constexpr, warp, lane):

@@ -63,7 +63,7 @@ class Serial(Multiplying):
         cute.arch.barrier_arrive(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
-        weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS)
+        weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
         stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase, 0)

@@ -16,7 +16,7 @@ from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import BLOCK_TOKENS
 
 LOWEST = -1.0e30  # stands for -inf in running maxima: scaled to powers of 2 it is still finite
-RESCALE_SLACK = 8.0
+RESCALE_SLACK = 8.0  # powers of 2
 ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
 NUM_SCORES = BLOCK_TOKENS // 2  # of a thread
 ALL_FLAGS = 0xFF
@@ -57,10 +57,11 @@ def mask_end(scores, work, block, warp, lane):
                     scores[i] = cutlass.select_(sum_place(i)[1] < end, scores[i], -Float32.inf)
 
 
-def raise_maxima(scores, maxima, scale) -> list[Float32]:
+def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
     """Lets the running maxima follow; the factors by which earlier sums shrink.
 
-    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score.
+    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 they
+    may fall behind, 0 where the maxima themselves are asked for.
     """
     factors = []
     for row in range(2):
@@ -69,7 +70,7 @@ def raise_maxima(scores, maxima, scale) -> list[Float32]:
             own = [ptx.fmax(own[i], own[i + 1]) for i in range(0, len(own), 2)]
         highest = lane_max(own[0], ROW_LANES)
         before = maxima[row]
-        maximum = cutlass.select_((highest - before) * scale > RESCALE_SLACK, highest, before)
+        maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
         factors.append(ptx.exp2((before - maximum) * scale))
         maxima[row] = maximum
     return factors
@@ -86,8 +87,9 @@ def follow_maxima(raised, maxima, totals, scale) -> list[Float32]:
     return factors
 
 
-def exponentiate(scores, maxima, totals, factors, scale, weights) -> None:
-    """weights (packed bf16 pairs, the A operand of the next product) = 2**((scores - maximum) * scale); adds totals."""
+def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
+    """weights = 2**((scores - maximum) * scale), the A operand of the next product, as ``pack`` packs two of them; adds
+    totals."""
     for row in range(2):
         shift = -maxima[row] * scale
         total = totals[row] * factors[row]
@@ -97,7 +99,7 @@ def exponentiate(scores, maxima, totals, factors, scale, weights) -> None:
                 total = total + scores[i]
         totals[row] = total
     for i in range(0, NUM_SCORES, 2):
-        weights[i // 2] = ptx.pack_bf16x2(scores[i], scores[i + 1])
+        weights[i // 2] = pack(scores[i], scores[i + 1])
 
 
 @cute.jit

@@ -25,14 +25,16 @@ class Shape:
     query_heads: Any  # of a query
     num_parts: Any
     causal: Any  # 1 if later queries of a row see more tokens, else 0
+    slack: Any  # fp32: by how many powers of 2 running maxima may fall behind
 
 
 @dataclass(frozen=True)
 class Results:
     """Addresses of what is written; ``sinks`` is read. 0 where absent."""
 
-    out: Any  # bf16 [rows, num_heads, 512]
+    out: Any  # bf16 or fp16 [rows, num_heads, 512]
     lse: Any  # fp32 [rows, num_heads]
+    max_logits: Any  # fp32 [rows, num_heads]: the greatest scores, scaled
     sinks: Any  # fp32 [num_heads]
     partials: Any  # fp32 [rows * num_heads, num_parts, 512], then (maximum, sum) [rows * num_heads, num_parts, 2]
 

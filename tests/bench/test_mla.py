@@ -24,7 +24,19 @@ from cute_kernels.mla import sparse_mla_decode
 
 SMALL_SPARSE = MlaShape("mla_fp8", batch=3, num_heads=5, q_len=2, seq_len=130, topk=70)
 SMALL_DENSE = MlaShape("mla_bf16", batch=3, num_heads=5, q_len=2, seq_len=130)
-SMALL = pytest.mark.parametrize("shape", [SMALL_SPARSE, SMALL_DENSE, replace(SMALL_DENSE, kv_format="mla_fp8")])
+SMALL_PREFILL = MlaShape("mla_bf16", batch=3, num_heads=5, seq_len=130, topk=70, shared=True)
+SMALL = pytest.mark.parametrize(
+    "shape",
+    [
+        SMALL_SPARSE,
+        SMALL_DENSE,
+        SMALL_PREFILL,
+        replace(SMALL_DENSE, kv_format="mla_fp8"),
+        replace(SMALL_DENSE, kv_format="mla_fp16"),
+        replace(SMALL_SPARSE, kv_format="mla_model1"),
+    ],
+    ids=lambda shape: shape.name,
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
@@ -64,19 +76,22 @@ def test_bytes_by_hand():
 @SMALL
 def test_inputs_are_what_the_shape_says(shape):
     inputs = make_inputs(shape, "cpu")
-    assert inputs.q.shape == (3, 2, 5, 576)
+    assert inputs.q.shape == (3, shape.q_len, 5, {"mla_model1": 512}.get(shape.kv_format, 576))
+    assert inputs.q.dtype == (torch.float16 if shape.kv_format == "mla_fp16" else torch.bfloat16)
     row = inputs.cache.shape[2] * inputs.cache.element_size()
-    assert inputs.cache.shape[:2] == (9, 64) and row == shape.token_bytes
-    assert sorted(inputs.block_table.flatten().tolist()) == list(range(9))
-    # A request's tokens are its pages' first ones, and nobody else's.
+    pages = 3 * shape.contexts
+    assert inputs.cache.shape[:2] == (pages, 64) and row == shape.token_bytes
+    assert sorted(inputs.block_table[: shape.contexts].flatten().tolist()) == list(range(pages))
+    # A request's tokens are its pages' first ones, and nobody else's unless all have the same.
     slots = [{page * 64 + t for page in table for t in range(64)} for table in inputs.block_table.tolist()]
     if inputs.indices is None:
         read = 3 * 130
     else:
-        assert inputs.indices.shape == (3, 2, 70) and inputs.indices.dtype == torch.int32
+        assert inputs.indices.shape == (3, shape.q_len, 70) and inputs.indices.dtype == torch.int32
         chosen = [[set(query) for query in request] for request in inputs.indices.tolist()]
         assert all(len(query) == 70 and query <= own for r, own in zip(chosen, slots, strict=True) for query in r)
-        read = sum(len(first | second) for first, second in chosen)
+        requests = [set().union(*queries) for queries in chosen]
+        read = len(set().union(*requests))
     num_bytes = read * row + inputs.q.numel() * 2
     assert num_bytes <= inputs.read_bytes() < num_bytes + 1024 and inputs.read_bytes() % 1024 == 0
 
@@ -101,7 +116,7 @@ def test_a_sample_has_the_same_results(shape):
     want = few.reference()
     assert want[0].dtype == torch.float64
     close = mla.check((out, lse), want, rows)
-    assert close.outside == 0 and close.distance < mla.DISTANCE and close.compared == 2 * 2 * 5 * 513
+    assert close.outside == 0 and close.distance < mla.DISTANCE and close.compared == 2 * shape.q_len * 5 * 513
 
 
 def test_the_check_notices_what_is_wrong():
@@ -148,11 +163,12 @@ def flash_mla(monkeypatch):
 def test_flash_mla_gets_the_same_problem(shape, flash_mla):
     inputs = make_inputs(shape, "cpu")
     assert flash_mla.missing() is None
-    if shape == replace(SMALL_DENSE, kv_format="mla_fp8"):
+    if shape.suite == "dense" and shape.kv_format == "mla_fp8":
         assert flash_mla.refuses(shape) == "no dense decode over FP8 tokens"
         return
     prepared = flash_mla.prepare(inputs)
-    assert prepared.label == ("padded to 64 heads" if shape.topk else "")
+    labels = {"sparse": "padded to 64 heads", "dense": "", "prefill": "flash_mla_sparse_fwd"}
+    assert prepared.label == labels[shape.suite]
     for found, own in zip(prepared.result(prepared.call()), inputs.run(return_lse=True), strict=True):
         assert found.shape == own.shape
         torch.testing.assert_close(found, own, rtol=1e-2, atol=1e-4)
@@ -277,7 +293,7 @@ def test_only_kernels_that_ship_are_run():
 
 
 def test_every_bar_is_of_a_shape():
-    names = [shape.name for shape in (*SPARSE, *DENSE)]
+    names = [shape.name for shape in mla_workloads.shapes(mla_workloads.SUITES)]
     assert set(MLA_BARS) <= set(names) and len(set(names)) == len(names)
     assert set(mla_workloads.QUICK) <= {*SPARSE, *DENSE}
 

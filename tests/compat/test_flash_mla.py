@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_kernels.compat.flash_mla as flash_mla
-from cute_kernels.mla import ops
+from cute_kernels.mla import checks, ops
 from tests.mla.cases import DenseCall, SparseCall, assert_near, make_dense, make_sparse
 
 TOLERANCE = 2e-2  # of a result rounded to bf16
@@ -41,6 +41,15 @@ def decode(call: SparseCall | DenseCall, metadata: Any = None, **changes: Any) -
         if arguments.get("extra_k_cache") is not None:
             arguments["extra_k_cache"] = arguments["extra_k_cache"].unsqueeze(2)
     return flash_mla.flash_mla_with_kvcache(**(arguments | changes))
+
+
+def as_its_tests_lay_it_out(cache: torch.Tensor) -> torch.Tensor:
+    """656-byte pages with room for a token more, 584-byte pages padded to a multiple of 576 bytes."""
+    pages, size, row = cache.shape
+    stride = (size + 1) * row if row == 656 else -(-size * row // 576) * 576
+    memory = cache.new_full((pages, stride), 255)
+    memory[:, : size * row] = cache.flatten(1)
+    return memory[:, : size * row].unflatten(1, (size, row))
 
 
 def test_signatures_are_flash_mlas():
@@ -74,6 +83,43 @@ def test_sparse_decode(kv_format, everything):
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32 and lse.shape == (3, 4, 2)
     assert_near(out, wanted[0], TOLERANCE)
     assert_near(lse.transpose(1, 2), wanted[1], 1e-4)
+
+
+@pytest.mark.parametrize(("topk", "block_size"), [(5, 2), (30, 61), (70, 64), (9, 69), (40, 576)])
+@pytest.mark.parametrize("kv_format", ["mla_fp8", "mla_model1"])
+@pytest.mark.parametrize("features", [(), ("length",), ("length", "extra"), ("length", "extra", "extra_length")])
+def test_what_its_sparse_tests_vary(kv_format, topk, block_size, features):
+    """Block sizes, strides, lengths and extra caches; on a GPU, too, nothing of it is refused."""
+    options: dict[str, Any] = {"length": "length" in features, "extra_length": "extra_length" in features}
+    options["extra"] = (topk, 2, {2: 576, 61: 2, 64: 53, 69: 64, 576: 61}[block_size]) if "extra" in features else None
+    call = make_sparse(
+        kv_format, batch=2, q_len=3, num_heads=2, topk=topk, num_pages=3, page_size=block_size, sinks=True, **options
+    )
+    wanted = call.oracle()
+    caches = {
+        name: as_its_tests_lay_it_out(cache)
+        for name, cache in {"cache": call.cache, "extra_cache": call.options.get("extra_cache")}.items()
+        if cache is not None
+    }
+    extra = {name: cache for name, cache in caches.items() if name != "cache"}
+    laid = SparseCall(
+        gaps_between(call.q), caches["cache"], gaps_between(call.indices), kv_format, call.options | extra
+    )
+    out, lse = decode(laid)
+    assert_near(out, wanted[0], TOLERANCE)
+    assert_near(lse.transpose(1, 2), wanted[1], 1e-4)
+    problem = checks.sparse_problem(call.q, caches["cache"], call.indices, kv_format=kv_format, **laid.options)
+    checks.check_alignment(problem, **caches)
+
+
+@pytest.mark.parametrize("h_kv", [1, 2, 3, 8])
+def test_heads_of_a_dense_cache_begin_where_a_gpu_can_read(h_kv):
+    cache = torch.zeros(3, 64, h_kv, 576).bfloat16()
+    table, lengths = torch.zeros(2, 3).int(), torch.zeros(2).int()
+    for head in range(h_kv):
+        own = cache[:, :, head]
+        problem = checks.dense_problem(torch.zeros(2, 4, 9, 576).bfloat16(), own, table, lengths, kv_format="mla_bf16")
+        checks.check_alignment(problem, cache=own)
 
 
 @pytest.mark.parametrize("kv_format", ["mla_bf16", "mla_fp16", "mla_fp8"])

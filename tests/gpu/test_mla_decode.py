@@ -1,7 +1,6 @@
 """MLA decode on a GPU, through the public calls, against the reference: as close as FlashMLA's own tests ask.
 
-Slots that nobody sees hold NaN, indices are lost and repeated, block tables end in numbers of no page. What has no
-kernel yet is skipped, and says so.
+Slots that nobody sees hold NaN, indices are lost and repeated, block tables end in numbers of no page.
 """
 
 from __future__ import annotations
@@ -12,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.mla import mla_decode, sparse_mla_decode
+import cute_kernels.compat.flash_mla as flash_mla
+from cute_kernels.mla import mla_decode, ops, sparse_mla_decode
+from cute_kernels.mla.compile import MlaSpec
+from cute_kernels.mla.config import served_config
 from cute_kernels.mla.formats import format_of
+from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from tests.mla import cases
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, moved
@@ -28,15 +31,26 @@ make_dense = functools.partial(cases.make_dense, deviation=DEVIATION)
 make_sparse = functools.partial(cases.make_sparse, deviation=DEVIATION)
 
 
+# Kernels that are compiled when they are called; the rest is shipped.
+WIDTHS = [
+    ("sparse", "mla_fp16", 576),
+    ("sparse", "mla_fp16", 512),
+    ("paged", "mla_fp16", 512),
+    ("paged", "mla_bf16", 512),
+]
+
+
+def specs() -> list[MlaSpec]:
+    """Kernels of this file that bundles do not hold."""
+    return [MlaSpec(served_config(*which)) for which in WIDTHS]
+
+
 def served(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call on the GPU; skips the test where there is no kernel for it."""
+    """(out, lse) of a call on the GPU."""
     options = {"softmax_scale": SCALE} | options
-    try:
-        if isinstance(call, DenseCall):
-            return mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **options)
-        return sparse_mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **(call.options | options))
-    except NotImplementedError as error:
-        pytest.skip(f"no kernel: {error}")
+    if isinstance(call, DenseCall):
+        return mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **options)
+    return sparse_mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **(call.options | options))
 
 
 def wanted(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,6 +135,67 @@ def test_scales_that_are_no_powers_of_two(factor):
     assert_as_close_as_flash_mla(*found, *wanted(rounded))
 
 
+@pytest.mark.parametrize("exponent", [30, -40])
+def test_exponents_of_any_size(exponent):
+    """MODEL1's scales far from 1: beyond those that a product with 2**120 could take in, and small ones."""
+    call = make_sparse("mla_model1", num_heads=64, topk=200, num_pages=8, page_size=64)
+    pages = call.cache.flatten(1).clone()
+    scales = pages[:, call.cache.shape[1] * 576 :]
+    scales[scales != 255] += exponent % 256
+    q = call.q * 2.0**-exponent
+    q[..., 448:] = 0  # the RoPE columns are as large as they were
+    on_gpu = moved(SparseCall(q, pages.view(call.cache.shape), call.indices, "mla_model1", call.options), "cuda")
+    out, lse = served(on_gpu)
+    wanted_out, wanted_lse = wanted(on_gpu)
+    latent = [x[..., :448].float() * 2.0**-exponent for x in (out, wanted_out)]
+    assert_as_close_as_flash_mla(latent[0], lse, latent[1], wanted_lse)
+
+
+@pytest.mark.parametrize("batch", [2, 80])
+@pytest.mark.parametrize("num_heads", [16, 24, 128])
+@pytest.mark.parametrize(
+    ("kv_format", "head_dim"), [("mla_fp8", 576), ("mla_model1", 512), ("mla_bf16", 576), ("mla_bf16", 512)]
+)
+def test_greatest_scores(kv_format, head_dim, num_heads, batch):
+    """Of rows in one part, in several and in a cluster; sinks leave them alone."""
+    call = make_sparse(
+        kv_format, batch=batch, num_heads=num_heads, topk=900, num_pages=20, page_size=64, head_dim=head_dim,
+        sinks=True, length=True,
+    )  # fmt: skip
+    call.indices[0] = -1
+    on_gpu = moved(call, "cuda")
+    extras = SparseExtras(**{name: on_gpu.options.get(name) for name in SparseExtras._fields})
+    q, cache, indices = on_gpu.tensors
+    out, lse, top = ops.sparse(q, cache, indices, kv_format, SCALE, extras, None, with_max=True)
+    wanted_out, wanted_lse, wanted_top = sparse_mla_decode_reference(
+        *on_gpu.tensors, kv_format=kv_format, softmax_scale=SCALE, **extras._asdict()
+    )
+    assert_as_close_as_flash_mla(out, lse, wanted_out, wanted_lse)
+    empty = wanted_top == -torch.inf
+    assert torch.equal(top == -torch.inf, empty) and empty[0].all()
+    torch.testing.assert_close(top[~empty], wanted_top[~empty], rtol=2.01 / 65536, atol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [576, 512])
+@pytest.mark.parametrize("num_heads", [64, 128])
+def test_sparse_prefill(head_dim, num_heads):
+    """FlashMLA's call, one token a page as it lies among other tensors."""
+    call = make_sparse(
+        "mla_bf16", batch=300, q_len=1, num_heads=num_heads, topk=384, num_pages=1, page_size=500, head_dim=head_dim,
+        length=True, sinks=True,
+    )  # fmt: skip
+    on_gpu = moved(call, "cuda")
+    options: Any = {"sinks": on_gpu.options["sinks"], "topk_length": on_gpu.options["topk_length"]}
+    wide = torch.nn.functional.pad(on_gpu.cache.transpose(0, 1), (0, 128))[..., :head_dim]
+    out, top, lse = flash_mla.flash_mla_sparse_fwd(
+        on_gpu.q[:, 0], wide, on_gpu.indices, SCALE, 512, options["sinks"], options["topk_length"]
+    )
+    found = sparse_mla_decode_reference(*on_gpu.tensors, kv_format="mla_bf16", softmax_scale=SCALE, **options)
+    wanted_out, wanted_lse, wanted_top = (x[:, 0] for x in found)
+    assert_as_close_as_flash_mla(out, lse, wanted_out, wanted_lse)
+    torch.testing.assert_close(top, wanted_top, rtol=2.01 / 65536, atol=1e-6)
+
+
 # -- dense -------------------------------------------------------------------------------------------------------------
 
 RAGGED = [0, 1, 3, 64, 65, 700, 4096, 129]
@@ -151,6 +226,15 @@ def test_one_long_request_among_short_ones(num_heads):
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "kv_format", "head_dim"), WIDTHS)
+def test_widths_and_dtypes(tokens, kv_format, head_dim):
+    shape: Any = {"q_len": 2, "num_heads": 96, "page_size": 61, "head_dim": head_dim, "padding": 48}
+    if tokens == "paged":
+        check(make_dense(kv_format, RAGGED, **shape))
+    else:
+        check(make_sparse(kv_format, topk=300, num_pages=9, sinks=True, extra=(70, 9, 2), **shape))
 
 
 def calls() -> list[DenseCall | SparseCall]:

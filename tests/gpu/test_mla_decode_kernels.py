@@ -13,14 +13,28 @@ import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import CombineConfig, MlaConfig
+from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
 
 pytestmark = pytest.mark.gpu
 
 DEVIATION, SCALE = 0.1, 0.5
-SPARSE = [
+FEW_HEADS = [
+    FewHeadsConfig(heads=8, stages=5, ahead=1),
+    FewHeadsConfig(heads=16),
+    FewHeadsConfig(heads=32, stages=2),
+]
+CLUSTERS = [
+    FewHeadsConfig("sparse", 32, 3, cluster=8),
+    FewHeadsConfig("sparse", 32, 3, cluster=4),
+    FewHeadsConfig("sparse", 16, 4, cluster=2),
+    FewHeadsConfig("sparse", 8, 4, cluster=8),
+]
+PAGED_CLUSTER = FewHeadsConfig("paged", 8, 4, cluster=8)
+SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(),
     MlaConfig(fence="reader"),
     MlaConfig(seesaw=True),
@@ -29,20 +43,23 @@ SPARSE = [
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", seesaw=True, prefetch=4, fence="reader"),
     MlaConfig(fence="reader", crossover=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_bf16", fence="reader"),
     MlaConfig(form="mla_bf16", fence="reader", seesaw=True),
+    *FEW_HEADS,
 ]
-PAGED = [
+PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
     MlaConfig("paged", seesaw=True),
     MlaConfig("paged", "mla_bf16", fence="reader"),
     MlaConfig("paged", "mla_bf16", fence="reader", seesaw=True),
     MlaConfig("paged", "mla_bf16", fence="reader", seesaw=True, prefetch=2),
+    *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED]), CombineSpec(CombineConfig())]
+    return [*map(MlaSpec, [*SPARSE, *PAGED, *CLUSTERS, PAGED_CLUSTER]), CombineSpec(CombineConfig())]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -51,10 +68,18 @@ def address(tensor: torch.Tensor | None) -> int:
 
 def pages_of(cache: torch.Tensor) -> tuple[int, int, int, int]:
     page_stride, token_stride, _ = (stride * cache.element_size() for stride in cache.stride())
+    if cache.shape[2] == MlaModel1().row_bytes:
+        token_stride = MlaModel1.DATA_BYTES
     return cache.data_ptr(), page_stride, token_stride, cache.shape[1]
 
 
-def run(config: MlaConfig, call: DenseCall | SparseCall, tokens: tuple[int, ...], num_parts: int, sinks=None):
+def run(
+    config: MlaConfig | FewHeadsConfig,
+    call: DenseCall | SparseCall,
+    tokens: tuple[int, ...],
+    num_parts: int,
+    sinks=None,
+):
     """(out, lse) of a kernel over ``tokens``, what it takes behind num_parts; twice, with equal bits."""
     plan = make_plan(config, "sm_90a", math.prod(call.q.shape[:3]), num_parts)
     results = []
@@ -65,9 +90,10 @@ def run(config: MlaConfig, call: DenseCall | SparseCall, tokens: tuple[int, ...]
     return results[0]
 
 
-def check_sparse(config: MlaConfig, num_parts: int = 1, **shape: Any) -> None:
+def check_sparse(config: MlaConfig | FewHeadsConfig, num_parts: int = 1, **shape: Any) -> None:
     shape = {"num_pages": 40, "page_size": 64, "length": True, "sinks": True} | shape
-    call = moved(make_sparse(config.form, deviation=DEVIATION, **shape), "cuda")
+    shape = {"head_dim": config.head_dim, "deviation": DEVIATION} | shape
+    call = moved(make_sparse(config.form, **shape), "cuda")
     topk, lengths = call.indices.shape[2], call.options.get("topk_length")
     num_tokens = call.cache.shape[0] * call.cache.shape[1]
     tokens = (*pages_of(call.cache), num_tokens, call.indices.data_ptr(), topk, address(lengths), *NO_CACHE)
@@ -78,7 +104,9 @@ def check_sparse(config: MlaConfig, num_parts: int = 1, **shape: Any) -> None:
     assert_as_close_as_flash_mla(out, lse, wanted_out, wanted_lse)
 
 
-def check_paged(config: MlaConfig, lengths: list[int], num_parts: int = 1, causal: bool = True, **shape: Any) -> None:
+def check_paged(
+    config: MlaConfig | FewHeadsConfig, lengths: list[int], num_parts: int = 1, causal: bool = True, **shape: Any
+) -> None:
     call = moved(make_dense(config.form, lengths, deviation=DEVIATION, **shape), "cuda")
     table = call.block_table.data_ptr(), call.block_table.stride(0), call.block_table.shape[1]
     tokens = (*pages_of(call.cache), call.cache.shape[0], *table, call.seq_lens.data_ptr(), int(causal))
@@ -88,7 +116,7 @@ def check_paged(config: MlaConfig, lengths: list[int], num_parts: int = 1, causa
     assert_as_close_as_flash_mla(out, lse, wanted_out, wanted_lse)
 
 
-def name(config: MlaConfig) -> str:
+def name(config: MlaConfig | FewHeadsConfig) -> str:
     return config.name
 
 
@@ -119,3 +147,32 @@ def test_pages(config, num_parts, page_size):
 @pytest.mark.parametrize("config", PAGED, ids=name)
 def test_queries_that_all_see_everything(config):
     check_paged(config, [300, 5, 129], causal=False, q_len=3, num_heads=64, page_size=16)
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 9, 24, 32, 67])
+@pytest.mark.parametrize("config", FEW_HEADS, ids=name)
+def test_any_number_of_heads(config, num_heads):
+    check_sparse(config, batch=5, num_heads=num_heads, topk=500)
+
+
+@pytest.mark.parametrize("config", FEW_HEADS, ids=name)
+def test_larger_scores(config):
+    """The softmax's reference is raised now and then."""
+    check_sparse(config, num_heads=config.heads, topk=900, deviation=0.5)
+
+
+@pytest.mark.parametrize("topk", [1, 64, 500, 2048])
+@pytest.mark.parametrize("num_heads", [1, 16, 40, 128])
+@pytest.mark.parametrize("config", CLUSTERS, ids=name)
+def test_parts_of_a_cluster(config, num_heads, topk):
+    check_sparse(config, config.cluster, batch=3, q_len=2, num_heads=num_heads, topk=topk)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_of_whole_contexts_of_a_cluster(causal):
+    check_paged(PAGED_CLUSTER, [0, 1, 64, 449, 2000, 130], 8, causal, q_len=2, num_heads=16, page_size=64)
+
+
+@pytest.mark.parametrize("config", CLUSTERS, ids=name)
+def test_more_clusters_than_there_is_room_for(config):
+    check_sparse(config, config.cluster, batch=90, num_heads=config.heads, topk=700)

@@ -16,19 +16,19 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     GATHER_WARPS,
     GROUP_TOKENS,
-    HEAD_DIM,
-    TILE_BYTES,
     WARP_GROUPS,
     MlaConfig,
 )
 from layouts import banks
-from layouts.kv.mla import MlaFp8
-from tests.attention.warp import LANES, Float32, Int32, Registers, Uint32, bf16_values
+from layouts.kv.mla import MlaFp8, MlaModel1
+from tests.attention.warp import LANES, Int32, Registers, Uint32, bf16_values
 from tests.mla.test_tiles import place_of
 from tests.mla.warp import MlaWarp
 
-FORM = MlaFp8()
-PAGE_SIZE, NUM_PAGES, PAGE_GAP = 5, 30, 48  # bytes between the end of a page and the next
+FORM, MODEL1 = MlaFp8(), MlaModel1()
+TILE_BYTES = MlaConfig().tile_bytes
+NUM_TOKENS = 150
+PAGE_SIZE, NUM_PAGES, PAGE_GAP = 5, 30, 48  # bytes at least between the end of a page and the next
 
 
 def fp8_tokens(count: int, any_scale: bool, seed: int = 0) -> torch.Tensor:
@@ -42,19 +42,33 @@ def fp8_tokens(count: int, any_scale: bool, seed: int = 0) -> torch.Tensor:
     return FORM.pack(codes, scales.float(), torch.randn((count, 64), generator=generator).bfloat16())
 
 
+def model1_tokens(count: int, exponents: range, seed: int = 0) -> torch.Tensor:
+    """uint8 [count, 584] with all codes but NaN and these exponents of scales."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = fp8_tokens(count, any_scale=False, seed=seed)[:, :448].contiguous().view(torch.float8_e4m3fn)
+    scales = torch.randint(exponents.start + 127, exponents.stop + 127, (count, 8), generator=generator)
+    return MODEL1.pack(codes, torch.randn((count, 64), generator=generator).bfloat16(), scales.to(torch.uint8))
+
+
 def paged(tokens: torch.Tensor) -> tuple[np.ndarray, int]:
     """Pages of tokens, a gap of NaN codes behind each, as bytes; and the bytes from page to page."""
+    if tokens.shape[1] == MODEL1.row_bytes:
+        tokens = MODEL1.to_pages(tokens.view(NUM_PAGES, PAGE_SIZE, -1))
     pages = tokens.reshape(NUM_PAGES, -1)
-    pages = torch.nn.functional.pad(pages, (0, PAGE_GAP), value=255)
+    pages = torch.nn.functional.pad(pages, (0, PAGE_GAP + -pages.shape[1] % 16), value=255)
     return pages.flatten().numpy().copy(), pages.shape[1]
 
 
-def read_tile(shared: np.ndarray) -> np.ndarray:
-    """fp32 [64, 576] of a tile."""
-    words = shared.view(np.uint16)
-    rows, columns = np.indices((BLOCK_TOKENS, HEAD_DIM))
+def read_words(shared: np.ndarray) -> np.ndarray:
+    """uint16 [64, columns] of a tile."""
+    rows, columns = np.indices((BLOCK_TOKENS, shared.size // BLOCK_TOKENS // 2))
     places = np.vectorize(place_of)(rows, columns)
-    return bf16_values(words[places // 2])
+    return shared.view(np.uint16)[places // 2]
+
+
+def read_tile(shared: np.ndarray) -> np.ndarray:
+    """fp32 [64, columns] of a tile of bf16."""
+    return bf16_values(read_words(shared))
 
 
 def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
@@ -87,22 +101,22 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
 
 def write_all(gatherer, token, tile, place) -> None:
     """One group of one block, whole tokens; what would be asked for next is nothing."""
-    words = Registers(4 * (gather.LATENT_LOADS + gather.ROPE_LOADS), Uint32)
-    scales = Registers(gather.NUM_SCALES, Uint32)
-    for i in range(gather.LATENT_LOADS + gather.ROPE_LOADS):
+    words = Registers(4 * gatherer.num_loads, Uint32)
+    scales = Registers(gatherer.scale_words, Uint32)
+    for i in range(gatherer.num_loads):
         gatherer.load_piece(words, token, place, i)
     gatherer.load_scales(scales, token)
-    gatherer.write_group(words, scales, locate.Token(token.address, Int32(0)), tile, place)
+    gatherer.write_group(words, scales, locate.Token(token.address, Int32(0), token.behind), tile, place)
 
 
 def fill_halves(gatherer, token, tile, place) -> None:
     """One group of one block in two halves, from the tokens that an earlier block has asked for to the next one's."""
-    words, scales = Registers(4 * gather.LEFT_LOADS, Uint32), Registers(gather.NUM_SCALES, Uint32)
+    words, scales = Registers(4 * gather.LEFT_LOADS, Uint32), Registers(gatherer.scale_words, Uint32)
     gatherer.load_scales(scales, token)
-    for slot, piece in enumerate(gather.LEFT_PIECES):
+    for slot, piece in enumerate(gatherer.left_pieces):
         gatherer.load_piece(words, token, place, piece, slot)
     gatherer.write_left(words, scales, token, tile, place)
-    held = [word.copy() for word in words[: 4 * gather.HALF_LOADS]]
+    held = [word.copy() for word in words[: 4 * gather.HALF_SLABS]]
     gatherer.write_right(words, scales, token, tile, place)
     # Now the registers hold what they held first; a second round writes the same.
     assert not all(np.array_equal(a, b) for a, b in zip(held, words, strict=False))
@@ -146,6 +160,29 @@ def test_fp8_tile(monkeypatch, scales, seesaw):
     assert all(place % stride + size <= PAGE_SIZE * 656 for place, size in machine.reads)
 
 
+@pytest.mark.parametrize(("scales", "exponents"), [("ue8m0", range(-126, 119)), ("power_of_2", range(-14, 8))])
+def test_model1_tile(monkeypatch, scales, exponents):
+    """Latent columns, then RoPE columns, which are part of the value; scales from behind the data of a page."""
+    tokens = model1_tokens(NUM_TOKENS, exponents)
+    memory, stride = paged(tokens)
+    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales)
+    machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
+    indices = some_indices(4)
+    fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
+    exists = (indices >= 0) & (indices < len(tokens))
+    exact = MODEL1.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
+    # Products among bf16's subnormals are rounded, as bf16 rounds them.
+    wanted = torch.from_numpy(exact).bfloat16().double().numpy()
+    assert np.array_equal(read_tile(machine.shared_memory).astype(np.float64), wanted)
+    assert (wanted == exact)[np.abs(exact) >= 2.0**-126].all()
+    for store in (access for access in machine.accesses if access.kind == "st"):
+        assert banks.wavefronts(store.addresses, store.width, store.kind) == 4
+    for place, size in machine.reads:
+        offset = place % stride
+        assert offset + size <= PAGE_SIZE * (MODEL1.DATA_BYTES if size == 16 else MODEL1.row_bytes)
+        assert size == 16 or (size == 8 and offset % 8 == 0 and offset >= PAGE_SIZE * MODEL1.DATA_BYTES)
+
+
 def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=False)
     memory, stride = paged(tokens)
@@ -170,17 +207,26 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
         assert machine.sent[rank] == TILE_BYTES // 2
 
 
-@pytest.mark.parametrize("seesaw", [False, True])
-def test_bf16_tile(monkeypatch, seesaw):
-    tokens = torch.randn((NUM_PAGES * PAGE_SIZE, HEAD_DIM), generator=torch.Generator().manual_seed(0)).bfloat16()
+@pytest.mark.parametrize(
+    "config",
+    [
+        MlaConfig(form="mla_bf16", fence="reader"),
+        MlaConfig(form="mla_bf16", fence="reader", seesaw=True),
+        MlaConfig(form="mla_fp16", fence="reader"),
+        MlaConfig(form="mla_bf16", head_dim=512, fence="reader"),
+    ],
+    ids=lambda config: config.name,
+)
+def test_tile_of_copies(monkeypatch, config):
+    width = config.head_dim
+    tokens = torch.randint(0, 2**15, (NUM_TOKENS, width), generator=torch.Generator().manual_seed(0)).to(torch.int16)
     memory, stride = paged(tokens.view(torch.uint8))
-    machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
+    machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
     indices = some_indices(2)
-    config = MlaConfig(form="mla_bf16", fence="reader", seesaw=seesaw)
-    fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, 2 * HEAD_DIM, PAGE_SIZE), indices)
+    fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, 2 * width, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
-    wanted = tokens[np.where(exists, indices, 0)].float().numpy() * exists[:, None]
-    assert np.array_equal(read_tile(machine.shared_memory), wanted)
+    wanted = tokens[np.where(exists, indices, 0)].numpy() * exists[:, None]
+    assert np.array_equal(read_words(machine.shared_memory), wanted)
 
 
 def test_every_code_times_every_scale(monkeypatch):
@@ -192,7 +238,7 @@ def test_every_code_times_every_scale(monkeypatch):
     for scales in ("fp32", "power_of_2"):
         dequantizer = dequant.Dequantizer(scales)
         for exponent in range(-14, 8):
-            factors = dequantizer.factors(Float32(2.0**exponent))
+            factors = dequantizer.factors([Uint32(np.float32(2.0**exponent).view(np.uint32))], 0)
             for first in range(0, 64, 32):
                 words = Uint32(codes.view(np.uint32)[first : first + 32])
                 decoded: Any = dequantizer.word(words, factors)
@@ -201,10 +247,10 @@ def test_every_code_times_every_scale(monkeypatch):
                 assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
 
 
-@pytest.mark.parametrize("form", ["mla_fp8", "mla_bf16"])
+@pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_bf16", 576), ("mla_model1", 512)])
 @pytest.mark.parametrize("start", range(0, 128, 16))
-def test_every_line_of_a_token_is_prefetched(monkeypatch, form, start):
-    config = MlaConfig(form=form, fence="reader", prefetch=4)
+def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start):
+    config = MlaConfig(form=form, head_dim=head_dim, fence="reader", prefetch=4)
     prefetcher = gather.make_prefetcher(config, None)
     monkeypatch.setattr(gather, "cutlass", SimpleNamespace(min=min))
     offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]

@@ -11,7 +11,8 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla import multiply, output, softmax
-from cute_kernels.mla.config import BLOCK_TOKENS, QUERY_BYTES, WEIGHT_BYTES, MlaConfig
+from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
+from cute_kernels.mla.numbers16 import Numbers
 from layouts import banks
 from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
 from tests.mla.test_tiles import place_of
@@ -46,15 +47,19 @@ def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
     assert_no_conflicts(machine)
 
 
-def test_output_is_staged_by_rows(monkeypatch):
-    machine = MlaWarp(np.zeros(QUERY_BYTES, np.uint8), np.zeros(16, np.uint8))
+@pytest.mark.parametrize("head_dim", [576, 512])
+def test_output_is_staged_by_rows(monkeypatch, head_dim):
+    """In the room of the queries, which is enough for it."""
+    size = MlaConfig(form="mla_bf16", head_dim=head_dim, fence="reader").query_bytes
+    machine = MlaWarp(np.zeros(size, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, output)
+    writer = output.Writer(Numbers(None, machine.pack_bf16x2))
     sums = np.random.default_rng(1).standard_normal((64, output.HALF)).astype(np.float32)
     for half in range(2):
         for warp in range(4):
             factors = [Float32(2.0), Float32(0.5)]
             area = (half * 4 + warp) * output.STAGE_BYTES
-            output.Writer().stage(accumulators(sums, warp), factors, Int32(area), Int32(LANES))
+            writer.stage(accumulators(sums, warp), factors, Int32(area), Int32(LANES))
             rows = machine.shared_memory[area : area + output.STAGE_BYTES].reshape(16, output.STAGE_PITCH)
             found = bf16_values(rows[:, : 2 * output.HALF].copy().view(np.uint16))
             wanted = sums[16 * warp : 16 * warp + 16] * np.repeat([2.0, 0.5], 8)[:, None]
@@ -62,8 +67,11 @@ def test_output_is_staged_by_rows(monkeypatch):
     assert_no_conflicts(machine)
 
 
-def test_softmax_over_blocks(monkeypatch):
-    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does."""
+@pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
+def test_softmax_over_blocks(monkeypatch, slack):
+    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does.
+
+    A maximum that may not fall behind is the greatest score."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, softmax)
     monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
@@ -75,13 +83,13 @@ def test_softmax_over_blocks(monkeypatch):
     sums = np.zeros(32), np.zeros(32)
     for block in blocks:
         scores = accumulators(block.astype(np.float32), 0)
-        factors = softmax.raise_maxima(scores, maxima, scale)
+        factors = softmax.raise_maxima(scores, maxima, scale, slack)
         packed = [None] * (softmax.NUM_SCORES // 2)
-        softmax.exponentiate(scores, maxima, totals, factors, scale, packed)
+        softmax.exponentiate(scores, maxima, totals, factors, scale, packed, machine.pack_bf16x2)
         for row in range(2):
             own = sum(scores[i] for i in range(softmax.NUM_SCORES) if softmax.row_of(i) == row)
             sums[row][:] = sums[row] * factors[row] + own
-            assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**softmax.RESCALE_SLACK * 1.01
+            assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**slack * 1.01
     every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
     wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
     for row in range(2):
@@ -89,6 +97,9 @@ def test_softmax_over_blocks(monkeypatch):
         found = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
         assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
         assert np.allclose(totals[row], sums[row], rtol=1e-5)
+        if not slack:
+            top = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3))
+            assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
@@ -105,8 +116,9 @@ def test_softmax_taking_turns(monkeypatch, num_blocks):
     for i, block in enumerate(blocks):
         own, other = i % 2, 1 - i % 2
         scores = accumulators(block.astype(np.float32), 0)
-        factors = softmax.raise_maxima(scores, maxima[own], scale)
-        softmax.exponentiate(scores, maxima[own], totals[own], factors, scale, [None] * (softmax.NUM_SCORES // 2))
+        factors = softmax.raise_maxima(scores, maxima[own], scale, softmax.RESCALE_SLACK)
+        packed: Any = [None] * (softmax.NUM_SCORES // 2)
+        softmax.exponentiate(scores, maxima[own], totals[own], factors, scale, packed, machine.pack_bf16x2)
         followed = softmax.follow_maxima(maxima[own], maxima[other], totals[other], scale)
         assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(factors, followed, strict=True))
     every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))

@@ -8,20 +8,71 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import MlaConfig
-from cute_kernels.mla.schedule import MAX_PARTS, WorkShape, choose_parts, cost_us
+from cute_kernels.mla.config import MlaConfig, served_config
+from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
+from cute_kernels.mla.schedule import FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
 
 
-@given(SHAPES)
-def test_no_part_is_empty_and_none_is_cheaper(shape):
-    parts = choose_parts(shape)
+@given(SHAPES, st.sampled_from([rate for rate in (WIDE, *FEW_HEADS) if rate.cluster == 1]))
+def test_no_part_is_empty_and_none_is_cheaper(shape, rate):
+    parts = choose_parts(shape, rate)
     size = -(-shape.num_blocks // parts)
     assert 1 <= parts <= min(MAX_PARTS, shape.num_blocks)
     assert (parts - 1) * size < shape.num_blocks
-    assert cost_us(shape, parts) <= cost_us(shape, 1)
+    assert cost_us(shape, parts, rate) <= cost_us(shape, 1, rate)
+
+
+def test_few_heads_have_a_kernel_of_their_own():
+    for heads, wanted in ((1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32)):
+        for tokens in ("sparse", "paged"):
+            config, parts = choose(tokens, "mla_fp8", 576, WorkShape(128, heads, 2048))
+            assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
+            assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
+    wide = choose("sparse", "mla_fp8", 576, WorkShape(256, 128, 2048))
+    assert wide == (served_config("sparse", "mla_fp8"), 1)
+    for form, head_dim in (("mla_bf16", 576), ("mla_bf16", 512), ("mla_model1", 512)):
+        assert choose("paged", form, head_dim, WorkShape(128, 16, 8192)) == (served_config("paged", form, head_dim), 1)
+
+
+def test_few_rows_of_few_heads_are_clusters():
+    for rows, heads in ((1, 8), (2, 8), (2, 16), (4, 16)):
+        config, parts = choose("sparse", "mla_fp8", 576, WorkShape(rows, heads, 2048))
+        assert isinstance(config, FewHeadsConfig) and config.cluster == parts == 8
+        assert config in shipped_few_heads()
+    # Clusters that do not all find room, and shares of no block, are worse than a second launch.
+    for shape in (WorkShape(16, 16, 2048), WorkShape(2, 16, 300)):
+        config, _ = choose("sparse", "mla_fp8", 576, shape)
+        assert isinstance(config, FewHeadsConfig) and config.cluster == 1
+
+
+def test_few_rows_of_many_heads_take_few_heads_a_cta():
+    """4 rows of 128 heads: 8 blocks of 16 heads in 4 parts are 128 CTAs with few partial results."""
+    config, parts = choose("sparse", "mla_fp8", 576, WorkShape(4, 128, 2048))
+    assert config == served_few_heads("sparse", 16) and parts == 4
+
+
+@given(SHAPES, st.sampled_from(("sparse", "paged")))
+def test_what_is_chosen_is_shipped(shape, tokens):
+    config, parts = choose(tokens, "mla_fp8", 576, shape)
+    assert config in (served_config(tokens, "mla_fp8"), *shipped_few_heads())
+    assert config.can_implement() is None and 1 <= parts <= MAX_PARTS
+    if isinstance(config, FewHeadsConfig) and config.cluster > 1:
+        assert parts == config.cluster
+
+
+def test_the_model_is_near_what_was_measured():
+    """Microseconds of docs/design/mla_few_heads.md, in all of them within a sixth."""
+    wide, (h8, h16, h32, h8c8) = WIDE, FEW_HEADS
+    for rate, rows, heads, num_tokens, parts, us in (
+        (wide, 128, 16, 2048, 1, 118.7), (h16, 128, 16, 2048, 1, 62.0), (h8, 128, 8, 2048, 1, 57.4),
+        (h32, 128, 32, 2048, 1, 98.1), (h32, 128, 64, 2048, 1, 189.3), (h16, 33, 16, 2048, 4, 26.3),
+        (h32, 4, 128, 2048, 8, 25.1), (h16, 4, 128, 2048, 4, 23.8), (h16, 2, 16, 2048, 16, 15.1),
+        (h8c8, 2, 16, 2048, 8, 12.4), (wide, 4, 128, 2048, 8, 26.1), (h16, 128, 16, 8192, 1, 217.6),
+    ):  # fmt: skip
+        assert abs(cost_us(WorkShape(rows, heads, num_tokens), parts, rate) - us) < us / 6
 
 
 def test_few_rows_are_cut_and_a_full_gpu_is_not():
@@ -43,6 +94,11 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="int4"), "form"),
         (MlaConfig(tokens="all"), "tokens"),
         (MlaConfig(scales="fp16"), "scales"),
+        (MlaConfig(scales="ue8m0"), "scales"),
+        (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
+        (MlaConfig(form="mla_model1", head_dim=512), "scales"),
+        (MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", seesaw=True), "seesaw"),
+        (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
     ):
         reason = config.can_implement()
         assert reason is not None and word in reason

@@ -52,10 +52,10 @@ class MlaWarp(warp.Warp):
     def fma_bf16x2(self, a: Lanes, b: Any, c: Lanes) -> Lanes:
         return _rounded(_values(a) * _values(b) + _values(c))
 
-    def load_global_if(self, condition: Any, address: Lanes, offset: int) -> list[Lanes]:
+    def load_global_if(self, condition: Any, address: Lanes, offset: int, num_words: int = 4) -> list[Lanes]:
         places = np.where(condition, np.asarray(address, np.int64) + offset, 0)
-        self.reads += [(int(place), 16) for place, wanted in zip(places, condition, strict=True) if wanted]
-        words = self._words(self.global_memory, places, 4)
+        self.reads += [(int(place), 4 * num_words) for place, wanted in zip(places, condition, strict=True) if wanted]
+        words = self._words(self.global_memory, places, num_words)
         return [np.where(condition, word, np.uint32(0)).view(type(word)) for word in words]
 
     def copy_async(self, destination: Lanes, source: Lanes, num_bytes: Lanes) -> None:

@@ -1,0 +1,157 @@
+"""Compile-time choices of the kernel for few heads, and what follows from them. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, TOKENS, V_HEAD_DIM
+from cute_kernels.mla.layout import SLAB_COLUMNS, TokenLayout, layout_of
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+
+HEADS = (8, 16, 32)  # columns of a CTA's products
+FORM = "mla_fp8"
+LAYOUT = layout_of(FORM, HEAD_DIM)
+NUM_TILES = LAYOUT.num_scales  # of 128 columns of a token, each with a scale
+TILE_COLUMNS = LAYOUT.slabs_per_scale * SLAB_COLUMNS
+ROW_BYTES = LAYOUT.data_bytes
+SCALES_OFFSET = LAYOUT.scales_offset or 0  # in a row's bytes
+ROPE_OFFSET = LAYOUT.rope_offset
+STAGE_BYTES = BLOCK_TOKENS * ROW_BYTES
+
+SCORING_WARPS, ADDING_WARPS, COPYING_WARPS = 4, 8, 4  # in this order
+COMPUTING_WARPS = SCORING_WARPS + ADDING_WARPS
+NUM_THREADS = (COMPUTING_WARPS + COPYING_WARPS) * WARP_THREADS
+SCORING_THREADS = SCORING_WARPS * WARP_THREADS
+COMPUTING_THREADS = COMPUTING_WARPS * WARP_THREADS
+WARP_TOKENS = BLOCK_TOKENS // SCORING_WARPS  # of a block, that a scoring warp scores and a copying warp copies
+WARP_COLUMNS = V_HEAD_DIM // ADDING_WARPS  # of the output, that an adding warp has
+
+LATENT_STEPS = V_HEAD_DIM // 16  # MMAs that contract the codes of a row
+ROPE_STEPS = (HEAD_DIM - V_HEAD_DIM) // 16
+NUM_STEPS = LATENT_STEPS + ROPE_STEPS
+LAUNCH_REGISTERS = 128  # a thread
+# What they have in the end: copying warps leave theirs to the others.
+SCORING_REGISTERS, ADDING_REGISTERS, COPYING_REGISTERS = 160, 136, 80
+WEIGHT_BUFFERS = 2
+MATRIX_BYTES = 16 * BLOCK_TOKENS  # weights of 8 heads for a tile: 16 bytes a token
+FLAG_BYTES = 4 * COPYING_WARPS  # of a block: a word of 16 bits for every 16 tokens
+MAX_STAGES = 5
+CLUSTERS = (1, 2, 4, 8)
+SERVED_STAGES = {8: 4, 16: 4, 32: 3}
+SERVED_CLUSTER = (8, 8)  # heads, parts
+
+assert NUM_TILES * TILE_COLUMNS == V_HEAD_DIM and LAYOUT.scale_bytes == 4 * NUM_TILES and not LAYOUT.is_split
+
+
+@dataclass(frozen=True)
+class FewHeadsConfig:
+    """One variant of MLA decode for few heads.
+
+    tokens, form: as in `MlaConfig`; there is one form.
+    heads: columns of a CTA's products: 8, 16 or 32. Rows with more of them take more CTAs.
+    stages: blocks of tokens that shared memory holds.
+    cluster: 1, or the number of parts of every row, which one cluster of CTAs then has and adds up.
+    ahead: blocks ahead of its copies that a token's index, or page, is asked for.
+    """
+
+    form: ClassVar[str] = FORM
+    head_dim: ClassVar[int] = HEAD_DIM
+    layout: ClassVar[TokenLayout] = LAYOUT
+    tokens: str = "sparse"
+    heads: int = 16
+    stages: int = 4
+    ahead: int = 3
+    cluster: int = 1
+
+    @property
+    def name(self) -> str:
+        """C identifier of the variant."""
+        cluster = f"c{self.cluster}" if self.cluster > 1 else ""
+        return f"{self.form}_{self.tokens}_h{self.heads}_s{self.stages}a{self.ahead}{cluster}"
+
+    @property
+    def head_blocks(self) -> int:
+        """Blocks of 8 heads: the N of an MMA."""
+        return self.heads // 8
+
+    @property
+    def vector_words(self) -> int:
+        """Words of the queries' operands that a lane loads at once."""
+        return min(4, 2 * self.head_blocks)
+
+    @property
+    def step_vectors(self) -> int:
+        """Such loads for a step of 16 columns."""
+        return 2 * self.head_blocks // self.vector_words
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of tokens."""
+        return self.stages * STAGE_BYTES
+
+    @property
+    def statistic_bytes(self) -> int:
+        """Shared memory of two numbers a head that a cluster's CTAs tell each other."""
+        return 8 * self.heads if self.cluster > 1 else 0
+
+    @property
+    def query_bytes(self) -> int:
+        """Shared memory of the queries, as operands."""
+        return NUM_STEPS * WARP_THREADS * self.head_blocks * 8
+
+    @property
+    def weight_bytes(self) -> int:
+        """Shared memory of a block's weights, for every tile its own."""
+        return NUM_TILES * self.head_blocks * MATRIX_BYTES
+
+    @property
+    def head_bytes(self) -> int:
+        """Shared memory of a number a head."""
+        return 4 * self.heads
+
+    @property
+    def factor_bytes(self) -> int:
+        """Shared memory of a number a tile and head."""
+        return NUM_TILES * self.head_bytes
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory through which scoring warps tell each other a number a head, and one a tile."""
+        return SCORING_WARPS * (self.head_bytes + 4 * NUM_TILES)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        stages = self.ring_bytes + self.stages * (FLAG_BYTES + 2 * BARRIER_BYTES)
+        # Buffers of weights have factors and a word that says whether these are to be used.
+        buffers = WEIGHT_BUFFERS * (self.weight_bytes + self.factor_bytes + 16 + 2 * BARRIER_BYTES)
+        once = self.query_bytes + self.head_bytes + self.exchange_bytes + self.factor_bytes + self.statistic_bytes
+        return stages + buffers + once
+
+    def can_implement(self) -> str | None:
+        """Why the configuration cannot be compiled, or None."""
+        if self.tokens not in TOKENS:
+            return f"tokens is {self.tokens!r}; want one of {TOKENS}"
+        if self.heads not in HEADS:
+            return f"heads is {self.heads}; want one of {HEADS}"
+        if not 2 <= self.stages <= MAX_STAGES:
+            return f"stages is {self.stages}; want 2 to {MAX_STAGES}"
+        if self.cluster not in CLUSTERS:
+            return f"cluster is {self.cluster}; want one of {CLUSTERS}"
+        if not 1 <= self.ahead <= 8:
+            return f"ahead is {self.ahead}; want 1 to 8"
+        if self.smem_bytes > MAX_SHARED_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
+        return None
+
+
+def served_few_heads(tokens: str, heads: int, cluster: int = 1) -> FewHeadsConfig:
+    """The variant that calls are served by."""
+    return FewHeadsConfig(tokens, heads, SERVED_STAGES[heads], cluster=cluster)
+
+
+def shipped_few_heads() -> list[FewHeadsConfig]:
+    """What bundles hold."""
+    variants = (*((heads, 1) for heads in HEADS), SERVED_CLUSTER)
+    return [served_few_heads(tokens, *variant) for tokens in TOKENS for variant in variants]

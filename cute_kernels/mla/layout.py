@@ -1,0 +1,88 @@
+"""How the kernels see a token: which of its bytes become which columns of a tile. No GPU types here.
+
+All of it follows from the format's own description of its bytes (:mod:`layouts.kv.mla`). A tile is made of slabs of
+64 columns, [tokens, 64] each: those of the latent columns, then that of the RoPE columns, which is part of the value
+where keys have 512 columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cute_kernels.mla.formats import V_DIM, format_of
+from layouts.kv.mla import MlaDense
+
+SLAB_COLUMNS = 64
+VALUE_SLABS = V_DIM // SLAB_COLUMNS
+HALF_SLABS = VALUE_SLABS // 2  # of the value, that a warpgroup multiplies
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """One width of one format.
+
+    Attributes:
+        dtype: "bf16" or "fp16", of queries, tiles and results.
+        num_slabs: of a key.
+        data_bytes: of a token that lie together; the scales of split pages lie elsewhere.
+        code_slabs: the first slabs, of which the token holds E4M3 codes; 0 where it holds numbers as they are.
+        rope_offset: the RoPE columns' first byte, of FP8 tokens.
+        num_scales: of a token, of equally many code slabs each.
+        scale_bytes: of all scales of a token, loaded at once.
+        scales_offset: their first byte in the token, None where they lie behind all tokens of the page.
+    """
+
+    dtype: str
+    num_slabs: int
+    data_bytes: int
+    code_slabs: int = 0
+    rope_offset: int = 0
+    num_scales: int = 0
+    scale_bytes: int = 0
+    scales_offset: int | None = None
+
+    @property
+    def slabs_per_scale(self) -> int:
+        return self.code_slabs // self.num_scales
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a token's scales lie behind the data of all tokens of its page."""
+        return self.num_scales > 0 and self.scales_offset is None
+
+    @property
+    def left_slabs(self) -> tuple[int, ...]:
+        """The left half of a tile, as filled and given back by halves, to which columns behind the value belong."""
+        return (*range(HALF_SLABS), *range(VALUE_SLABS, self.num_slabs))
+
+    @property
+    def right_slabs(self) -> tuple[int, ...]:
+        return tuple(range(HALF_SLABS, VALUE_SLABS))
+
+    @property
+    def score_runs(self) -> tuple[tuple[int, int], ...]:
+        """(first slab, how many) in the order in which scores are made of them: the left half, then the right one."""
+        behind = ((VALUE_SLABS, self.num_slabs - VALUE_SLABS),) if self.num_slabs > VALUE_SLABS else ()
+        return ((0, HALF_SLABS), *behind, (HALF_SLABS, HALF_SLABS))
+
+
+@lru_cache(maxsize=64)
+def layout_of(form: str, head_dim: int) -> TokenLayout:
+    """Of the format called ``form``; ValueError for a name or a width that there is not."""
+    token = format_of(form).token(head_dim)
+    if isinstance(token, MlaDense):
+        return TokenLayout(token.dtype, head_dim // SLAB_COLUMNS, token.row_bytes)
+    split = format_of(form).split_pages
+    fields = {field.name: field for field in token.fields}
+    scales = fields["scales"].offset
+    return TokenLayout(
+        dtype="bf16",
+        num_slabs=head_dim // SLAB_COLUMNS,
+        data_bytes=scales if split else token.row_bytes,
+        code_slabs=token.latent_dim // SLAB_COLUMNS,
+        rope_offset=fields["rope"].offset,
+        num_scales=token.num_tiles,
+        scale_bytes=token.row_bytes - scales if split else fields["scales"].num_bytes,
+        scales_offset=None if split else scales,
+    )
