@@ -21,7 +21,6 @@ from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
-    CTAS_PER_SM,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
@@ -136,7 +135,7 @@ class AppendKernel:
         # grid neighbours are chunks of the same tokens, which lie side by side in memory.
         by_kind = blocks * chunks <= wave
         # Attention's copies hold up the loads of CTAs on the same SMs, and so itself, unless these are few.
-        few = blocks * chunks * CTAS_PER_SM <= wave
+        few = blocks * chunks * config.ctas_per_sm <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
         self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
@@ -254,7 +253,7 @@ class AppendKernel:
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Asks for the team's first rows; nothing waits for them yet."""
-        if const_expr(self.k_elements == self.v_elements):
+        if const_expr(self.config.decode and self.k_elements == self.v_elements):  # one copy of the code for all
             most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
             ahead = max(self.config.q_rows_in_flight, self.config.rows_in_flight)
             self.fetch_rows(raw, source, self.k_elements, ahead, cutlass.min(count, most), lane)
@@ -285,7 +284,7 @@ class AppendKernel:
             position = length - 1
             inside = position >= 0
             if ~is_q:
-                page, row, inside = self.in_table(where, token, position, inside)
+                page, row, inside = self.find_page(where, token, position, inside)
             return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -305,19 +304,23 @@ class AppendKernel:
                 inside = inside & (quotient < Int64(where.num_pages))
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
-            elif where.mode & HAS_TABLE != 0:
-                page, row, inside = self.in_table(where, request, position, inside)
             else:
-                inside = inside & (position < where.page_size)
-                page, row = request, position
+                page, row, inside = self.find_page(where, request, position, inside)
         return position, inside, page, row
 
-    def in_table(self, where, request, position, inside):
-        """(page, row of it, whether the table goes that far) of a request's position."""
-        index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
-        entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-        page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
-        return page, position - index * where.page_size, inside & (index < where.max_pages)
+    @cute.jit
+    def find_page(self, where, request, position, inside):
+        """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
+        page, row = request, position
+        if where.mode & HAS_TABLE != 0:
+            index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
+            entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+            page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+            row = position - index * where.page_size
+            inside = inside & (index < where.max_pages)
+        else:
+            inside = inside & (position < where.page_size)
+        return page, row, inside
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -341,13 +344,14 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
-        """The team's q heads."""
+        """The team's q heads: most rows of a model with grouped queries. Unrolled, but for decode, where few rows would
+        be worth fetching the copies."""
         elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            if const_expr(self.config.q_unrolled):
+            if const_expr(not self.config.decode):
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)
