@@ -46,8 +46,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: append with RoPE over the whole head in Llama's order, for decode and for
-    everything else.
+    """What bundles hold and the gates compile: append with RoPE over the whole head in Llama's order, for decode and
+    for everything else.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """

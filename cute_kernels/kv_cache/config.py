@@ -82,8 +82,11 @@ class AppendConfig:
     decode: bool = False
 
     def for_decode(self) -> "AppendConfig":
-        """The kernel that does as much where ``decode`` holds, at less: a few tokens' warps run little code but once,
-        so that it is what they fetch that takes long, and twice the lanes to a row have half of it."""
+        """The kernel that does the same where ``decode`` holds, sooner.
+
+        A warp runs most of its code once then, and waits for instructions longer than for arithmetic: twice the lanes
+        to a row have half as many to fetch.
+        """
         return replace(self, decode=True, lane_columns=LANE_ELEMENTS)
 
     @property

@@ -232,18 +232,17 @@ class AppendKernel:
         slot_words.fill(0)
         if const_expr(self.config.decode):
             length = _load_word(where.seq_lens, token)
-        elif (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
-            length = _load_word(where.seq_lens, token)
-        if const_expr(self.config.decode):
-            pass
-        elif (where.slots | where.position_ids) != 0:
-            if (where.slots != 0) & ~is_q:
-                words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
-                slot_words[0], slot_words[1] = words[0], words[1]
-            if where.position_ids != 0:
-                shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
-                # Of 64-bit positions the lower half: they fit it.
-                own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
+        else:
+            if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
+                length = _load_word(where.seq_lens, token)
+            if (where.slots | where.position_ids) != 0:
+                if (where.slots != 0) & ~is_q:
+                    words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
+                    slot_words[0], slot_words[1] = words[0], words[1]
+                if where.position_ids != 0:
+                    shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
+                    # Of 64-bit positions the lower half: they fit it.
+                    own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
         if const_expr(self.config.rope != "none"):
             # Teams of v heads, too: a condition would cost the others more than it saves.
             for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
@@ -344,8 +343,10 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
-        """The team's q heads: most rows of a model with grouped queries. Unrolled, but for decode, where few rows would
-        be worth fetching the copies."""
+        """The team's q heads: most rows of a model with grouped queries.
+
+        Unrolled, but for decode: few rows take less time than copies of the code take to be fetched.
+        """
         elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)

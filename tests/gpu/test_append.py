@@ -51,10 +51,9 @@ def of_format(kv_format: str, dtype: str) -> list[Shape]:
 
 
 def of_head_dim(kv_format: str, head_dim: int) -> list[Shape]:
-    heads = {"num_q_heads": 3, "num_kv_heads": 3}
-    return [
-        Shape(kv_format, head_dim=head_dim, rope=Rope(head_dim), new=new, **heads) for new in ((3, 40, 6), (1,) * 49)
-    ]
+    """Prefill and decode."""
+    shape = Shape(kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(3, 40, 6), num_q_heads=3, num_kv_heads=3)
+    return [shape, shape.with_(new=(1,) * 49)]
 
 
 def of_rope(rope: Rope) -> Shape:
