@@ -150,6 +150,12 @@ def multiply_high(a: Uint64, b: Uint64, *, loc=None, ip=None) -> Uint64:
 
 
 @dsl_user_op
+def multiply_high_u32(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The upper 32 bits of a 64-bit product."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "mul.hi.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load_global_part(address: Int64, offset: int, num_bytes: int, *, loc=None, ip=None) -> Uint32:
     """1 or 2 bytes of read-only global memory, zero-extended."""
     if num_bytes == 1:
@@ -246,6 +252,26 @@ def barrier_any(condition: Int32, barrier: int, num_threads: int, *, loc=None, i
 
 
 @dsl_user_op
+def active_lanes(*, loc=None, ip=None) -> Uint32:
+    """The lanes of the warp that are here. Never 0, which no compiler knows: a branch on it is one that stays."""
+    u32 = Uint32.mlir_type
+    return Uint32(llvm.inline_asm(u32, [], "activemask.b32 $0;", "=r", has_side_effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def copy_word_async_or(
+    condition: Int32, destination: Int32, source: Int64, otherwise: Int32, *, loc=None, ip=None
+) -> None:
+    """cp.async of a word, global -> shared, if condition is not 0; else ``otherwise`` is stored there at once."""
+    operands = [Int32(condition), Int32(destination), Int64(source), Int32(otherwise)]
+    asm = (
+        "{ .reg .pred p; setp.ne.s32 p, $0, 0; "
+        "@p cp.async.ca.shared.global [$1], [$2], 4; @!p st.shared.u32 [$1], $3; }"
+    )
+    _effect(operands, asm, "r,r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
     """This thread arrives at an mbarrier, for which it is counted, once all of its cp.async so far are done."""
     _effect([Int32(barrier)], "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", loc=loc, ip=ip)
@@ -255,13 +281,6 @@ def arrive_when_copied(barrier: Int32, *, loc=None, ip=None) -> None:
 def prefetch_line_if(condition: Int32, address: Int64, *, loc=None, ip=None) -> None:
     """Brings the line of 128 bytes around an address into L2, if condition is not 0."""
     asm = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p prefetch.global.L2 [$1]; }"
-    _effect([Int32(condition), Int64(address)], asm, "r,l", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: int, *, loc=None, ip=None) -> None:
-    """Brings ``num_bytes``, a multiple of 16, at a multiple of 16 into L2, if condition is not 0; a lane at a time."""
-    asm = f"{{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; }}"
     _effect([Int32(condition), Int64(address)], asm, "r,l", loc=loc, ip=ip)
 
 
@@ -279,6 +298,15 @@ def store_async(address: Int32, values: Sequence[Uint32], barrier: Int32, *, loc
     asm = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{kind} [$0], {data}, [${len(values) + 1}];"
     operands = [Int32(address), *(Uint32(value) for value in values), Int32(barrier)]
     _effect(operands, asm, ",".join(["r"] * len(operands)), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32, *, loc=None, ip=None) -> None:
+    """cp.async.bulk of ``num_bytes`` (a multiple of 16; addresses too) of this CTA's shared memory into a CTA of the
+    cluster, counted on a barrier there. Stores before it need a fence of the async proxy."""
+    copy = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+    operands = [Int32(target), Int32(source), Int32(barrier)]
+    _effect(operands, f"{copy} [$0], [$1], {num_bytes}, [$2];", "r,r,r", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -307,6 +335,10 @@ def load_in_cluster(address: Int32, num_words: int, *, loc=None, ip=None) -> lis
 
 @dsl_user_op
 def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
-    """Arrives at an mbarrier of any CTA of the cluster, by its address there."""
-    asm = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];"
+    """Arrives at an mbarrier of any CTA of the cluster, by its address there.
+
+    Orders what is done with tiles, as arrivals at home do, but no stores to global memory: to release at the scope of
+    the cluster, ptxas waits for all of the thread's stores to be visible on the GPU.
+    """
+    asm = "mbarrier.arrive.shared::cluster.b64 _, [$0];"
     _effect([Int32(barrier)], asm, "r", loc=loc, ip=ip)

@@ -28,8 +28,13 @@ def piece_offset(row: Any, piece: Any) -> Any:
 
 def tile(pointer, rows: int, columns: int, dtype: Any = BFloat16) -> cute.Tensor:
     """The K-major tensor [rows, columns] at a pointer to shared memory aligned to 1024 bytes; BFloat16 or Float16."""
+    return _tensor(pointer, tile_layout(rows, columns, dtype), dtype)
+
+
+def tile_layout(rows: int, columns: int, dtype: Any = BFloat16):
+    """The layout of :func:`tile`, with its swizzle."""
     atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
-    return _tensor(pointer, cute.tile_to_shape(atom, (rows, columns), order=(0, 1)), dtype)
+    return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
 
 
 def transposed_tile(pointer, rows: int, columns: int, dtype: Any = BFloat16) -> cute.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import TokenLayout, layout_of
@@ -31,9 +32,11 @@ SERIAL_REGISTERS, CROSSOVER_REGISTERS, SEESAW_REGISTERS = (208, 160, 128), (208,
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
-PREFETCH_BY = ("line", "bulk")
 MAX_PREFETCH = 16
+ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
+WHOLE = 16  # pieces of a stretch that has all of a lane's
 SERVED_PREFETCH = 4  # blocks
+SERVED_STRETCH = 3  # of crossover
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class MlaConfig:
         filled and given back one by one.
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens are brought into L2, 0 for not at all.
-    prefetch_by: "line": an instruction of a warp for 32 lines of 128 bytes; "bulk": a bulk prefetch a token.
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
+    stretch: of FP8 caches whose tiles are filled whole: after how many pieces of 16 bytes at the latest the loads that
+        take their place are issued; WHOLE: when the compiler wants.
     """
 
     tokens: str = "sparse"
@@ -62,16 +66,17 @@ class MlaConfig:
     seesaw: bool = False
     crossover: bool = False
     prefetch: int = 0
-    prefetch_by: str = "line"
+    stretch: int = WHOLE
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form in SCALES else ""
         width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
-        order = f"{'_seesaw' * self.seesaw}{'_crossover' * self.crossover}"
-        ahead = f"_prefetch{self.prefetch}{self.prefetch_by}" if self.prefetch else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}"
+        order = "_seesaw" * self.seesaw + "_crossover" * self.crossover
+        ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
+        stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
+        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}{stretch}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -100,8 +105,15 @@ class MlaConfig:
         The left half of the seesaw's tiles holds weights that both warpgroups read.
         """
         if self.seesaw:
-            return MULTIPLYING_WARPS, WARPGROUP_WARPS
+            return MULTIPLYING_WARPS * self.cluster, WARPGROUP_WARPS * self.cluster
         return (MULTIPLYING_WARPS * self.cluster,)
+
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """What a CTA of a pair is sent of a tile, or of each half of it; the flags come with the first."""
+        slab_rows = BLOCK_TOKENS * 128 // 2
+        sides = [self.layout.left_slabs, self.layout.right_slabs] if self.seesaw else [range(self.layout.num_slabs)]
+        return tuple(len(slabs) * slab_rows + (FLAG_BYTES // 2) * (i == 0) for i, slabs in enumerate(sides))
 
     @property
     def copies(self) -> bool:
@@ -131,6 +143,21 @@ class MlaConfig:
         return CROSSOVER_REGISTERS if self.crossover else SERIAL_REGISTERS
 
     @property
+    def entry_lead(self) -> int:
+        """Blocks ahead of which a gathering warp has the entries: what it prefetches, or will load next."""
+        return max(self.prefetch, 2)
+
+    @property
+    def entry_blocks(self) -> int:
+        """Blocks whose entries are in shared memory: from the next one to the one that is asked for, a power of 2."""
+        return 1 << self.entry_lead.bit_length()
+
+    @property
+    def entry_bytes(self) -> int:
+        """Shared memory of entries."""
+        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
+
+    @property
     def weight_bytes(self) -> int:
         """Shared memory of weights that have a place of their own."""
         return 0 if self.seesaw else WEIGHT_BYTES
@@ -143,12 +170,17 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.num_halves * BARRIER_BYTES)
-        return stages + self.query_bytes + self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + (2 * self.num_halves + 1) * BARRIER_BYTES) + BARRIER_BYTES
+        others = self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES + self.entry_bytes
+        return stages + self.query_bytes + others
 
     def can_implement(self) -> str | None:
         """Why the configuration cannot be compiled, or None."""
-        choices = {"tokens": TOKENS, "form": tuple(FORMATS), "fence": FENCES, "prefetch_by": PREFETCH_BY}
+        choices = {
+            "tokens": TOKENS,
+            "form": tuple(FORMATS),
+            "fence": FENCES,
+        }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
                 return f"{name} is {getattr(self, name)!r}; want one of {wanted}"
@@ -166,10 +198,14 @@ class MlaConfig:
             return (
                 f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
             )
-        if self.crossover and (self.seesaw or self.fence != "reader"):
-            return f"seesaw is {self.seesaw}, fence is {self.fence!r}; crossover wants False and 'reader'"
-        if not 0 <= self.prefetch <= MAX_PREFETCH:
-            return f"prefetch is {self.prefetch}; want 0 to {MAX_PREFETCH} blocks"
+        if self.crossover and self.fence != "writer":
+            return f"fence is {self.fence!r}; crossover wants 'writer'"
+        if self.copies and self.prefetch:
+            return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
+        if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
+            return f"prefetch is {self.prefetch}; want 0 or 2 to {MAX_PREFETCH} blocks"
+        if not 1 <= self.stretch <= WHOLE:
+            return f"stretch is {self.stretch}; want 1 to {WHOLE} pieces"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
@@ -191,18 +227,25 @@ class CombineConfig:
         return f"mla_combine_{self.num_threads}{'' if self.dtype == 'bf16' else f'_{self.dtype}'}"
 
 
-def served_config(tokens: str, form: str, head_dim: int | None = None) -> MlaConfig:
-    """The variant that calls are served by. head_dim: default the format's only or wider one."""
+def crosses(tokens: str, form: str, num_heads: int) -> bool:
+    """Whether calls with so many heads a row are served by crossover: chosen tokens, decoded, for CTAs in pairs."""
+    return tokens == "sparse" and form in SCALES and -(-num_heads // BLOCK_HEADS) % 2 == 0
+
+
+def served_config(tokens: str, form: str, head_dim: int | None = None, crossover: bool = False) -> MlaConfig:
+    """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader")
     # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it.
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    return MlaConfig(tokens, form, head_dim, SCALES[form][0], prefetch=prefetch)
+    stretch = SERVED_STRETCH if crossover else WHOLE
+    return MlaConfig(tokens, form, head_dim, SCALES[form][0], crossover=crossover, prefetch=prefetch, stretch=stretch)
 
 
-SHIPPED = (
+SHIPPED: tuple[tuple[Any, ...], ...] = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
+    *(("sparse", form, None, True) for form in SCALES),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
 )

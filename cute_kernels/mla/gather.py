@@ -27,13 +27,12 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.dequant import Dequantizer
+from cute_kernels.mla.entries import Entries
 from cute_kernels.mla.layout import HALF_SLABS
-from cute_kernels.mla.locate import NO_ENTRY, Token, make_locator
-from cute_kernels.sm90 import WARP_THREADS
+from cute_kernels.mla.locate import Token, make_locator
 
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
-LINE_BYTES = 128  # of L2
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
 LEFT_LOADS = HALF_SLABS + ROPE_LOADS  # of the left half of a tile of 9 slabs, to which the RoPE columns belong
 
@@ -65,68 +64,6 @@ def write_flags(memory, stage, group, valid, lane):
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
-@dataclass(frozen=True)
-class Prefetcher:
-    """Brings the tokens of a gathering warp into L2 some blocks before they are asked for.
-
-    The lanes of a warp share its tokens of a block, a token's lines of 128 bytes among two lanes or more. The entry of
-    a token is read a block ahead of that.
-    """
-
-    locator: Any
-    blocks: int
-    kind: str  # as in `MlaConfig.prefetch_by`
-    token_bytes: int
-    rows: int  # of a block, that a warp fetches
-    split: bool = False  # scales lie behind the data of all tokens of a page
-
-    @cute.jit
-    def start(self, work, source, first_row, lane):
-        """Asks for the first blocks behind the one that is fetched first; the entry for :meth:`step`."""
-        entry = Int32(NO_ENTRY)
-        if const_expr(self.blocks > 0):
-            entries = [self.load(work, source, work.begin + i, first_row, lane) for i in range(1, self.blocks + 1)]
-            for i in cutlass.range_constexpr(self.blocks - 1):
-                self.ask(work, source, entries[i], work.begin + (i + 1), first_row, lane)
-            entry = entries[self.blocks - 1]
-        return entry
-
-    @cute.jit
-    def step(self, work, source, entry, block, first_row, lane):
-        """While ``block`` is filled: asks for the block of ``entry``; the next entry."""
-        if const_expr(self.blocks > 0):
-            self.ask(work, source, entry, block + self.blocks, first_row, lane)
-            entry = self.load(work, source, block + (self.blocks + 1), first_row, lane)
-        return entry
-
-    def load(self, work, source, block, first_row, lane):
-        return self.locator.load_entry(work, source, block, first_row + lane % self.rows)
-
-    def ask(self, work, source, entry, block, first_row, lane) -> None:
-        token = self.locator.locate(work, source, entry, block, first_row + lane % self.rows)
-        if self.kind == "bulk":
-            first = cutlass.select_(lane < self.rows, token.valid, Int32(0))
-            numbers.prefetch_bulk_if(first, token.address, self.token_bytes)
-            return
-        for offset in self.lines(lane // self.rows):
-            numbers.prefetch_line_if(token.valid, token.address + offset)
-        if self.split:
-            numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
-
-    def lines(self, sharer) -> list[Any]:
-        """Offsets in a token, one in each line that its ``sharer``-th lane asks for; tokens begin at any 16 bytes."""
-        count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
-        share = -(-count // (WARP_THREADS // self.rows))
-        last = self.token_bytes - wgmma_tiles.PIECE_BYTES
-        return [cutlass.min((sharer * share + i) * LINE_BYTES, last) for i in range(share)]
-
-
-def make_prefetcher(config: MlaConfig, locator) -> Prefetcher:
-    rows = config.warp_groups * GROUP_TOKENS
-    layout = config.layout
-    return Prefetcher(locator, config.prefetch, config.prefetch_by, layout.data_bytes, rows, layout.is_split)
-
-
 class Dequantizing:
     """The gathering warpgroup over an FP8 cache."""
 
@@ -135,8 +72,7 @@ class Dequantizing:
         self.layout = config.layout
         self.num_loads = self.layout.code_slabs + ROPE_LOADS
         self.scale_words = self.layout.scale_bytes // 4
-        self.locator = make_locator(config.tokens)
-        self.prefetcher = make_prefetcher(config, self.locator)
+        self.entries = Entries.of(config)
         self.dequantizer = Dequantizer(config.scales, exponents=self.layout.is_split)
 
     @cute.jit
@@ -144,31 +80,29 @@ class Dequantizing:
         """Fills a tile for every block of the CTA's share."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
-        link = self.link(memory)
+        link = self.link(memory, first_row)
         words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
         scales = cute.make_rmem_tensor(self.scale_words, Uint32)
-        entry = self.locator.load_entry(work, source, work.begin, place.row)
-        token = self.locator.locate(work, source, entry, work.begin, place.row)
+        self.entries.start(work, source, memory, first_row, lane)
+        token = self.entries.token(work, source, memory, work.begin, place.row)
         for i in cutlass.range_constexpr(self.num_loads):
             self.load_piece(words, token, place, i)
         self.load_scales(scales, token)
         held = token.valid
-        entry = self.locator.load_entry(work, source, *self.step(work.begin, 1, place))
-        ahead = self.prefetcher.start(work, source, first_row, lane)
+        self.entries.prefetch_first(work, source, memory, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(self.config.warp_groups):
-                next_block, next_row = self.step(block, group + 1, place)
-                token = self.locator.locate(work, source, entry, next_block, next_row)
-                entry = self.locator.load_entry(work, source, *self.step(block, group + 2, place))
+                token = self.entries.token(work, source, memory, *self.step(block, group + 1, place))
                 self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
                 tile = self.tile(memory, link, stage, group)
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
+            self.entries.step(work, source, memory, block, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
+        self.finish(memory, stage, phase)
 
     def step(self, block, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
@@ -181,7 +115,7 @@ class Dequantizing:
         """The first row of a block that a warp (0 to 3) fetches."""
         return warp * (WARP_GROUPS * GROUP_TOKENS)
 
-    def link(self, memory):
+    def link(self, memory, first_row):
         """What is known of another CTA: nothing."""
         return
 
@@ -189,7 +123,7 @@ class Dequantizing:
         """Says which of a group's 8 tokens exist."""
         write_flags(memory, stage, group, valid, lane)
 
-    def tile(self, memory, link, stage, group: int):
+    def tile(self, memory, link, stage, group: int, half: int = 0):
         """Where the rows of a warp's group go in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
@@ -197,9 +131,15 @@ class Dequantizing:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
 
-    def announce_tile(self, memory, stage, warp, lane) -> None:
-        """Says that the warp's part of a tile is written."""
-        self.announce(memory.full + stage, lane)
+    def send(self, tile, place, first: int, count: int) -> None:
+        """A warp has written its rows of ``count`` slabs: nobody else wants them."""
+
+    def finish(self, memory, stage, phase) -> None:
+        """Behind the last tile: nobody else is to be waited for."""
+
+    def announce_tile(self, memory, stage, warp, lane, half: int = 0) -> None:
+        """Says that the warp's part of a tile, or of a half, is written."""
+        self.announce(memory.full + (half * NUM_STAGES + stage), lane)
 
     @cute.jit
     def announce(self, barrier, lane):
@@ -229,24 +169,40 @@ class Dequantizing:
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
-    def write_group(self, words, scales, token: Token, tile, place) -> None:
-        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place."""
-        codes, shared = self.layout.code_slabs, self.layout.slabs_per_scale
+    @cute.jit
+    def write_group(self, words, scales, token, tile, place):
+        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place.
+
+        The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
+        always taken keep them in their stretch.
+        """
         factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
         self.load_scales(scales, token)
-        for i in range(codes):
-            self.write_latent(words, i, i, factors[i // shared], tile, place, token, i)
-        for i in range(codes, self.num_loads):
-            self.write_rope(words, i, i - codes, tile, place)
-            self.load_piece(words, token, place, i)
+        for stretch in cutlass.range_constexpr(0, self.num_loads, self.config.stretch):
+            if const_expr(stretch + self.config.stretch >= self.num_loads):
+                self.write_stretch(words, factors, token, tile, place, stretch)
+            else:
+                if numbers.active_lanes() != 0:
+                    self.write_stretch(words, factors, token, tile, place, stretch)
+        self.send(tile, place, 0, self.layout.num_slabs)
 
-    def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int | None) -> None:
+    def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
+        """Those of a lane's pieces from ``first`` on that are written in a stretch."""
+        codes = self.layout.code_slabs
+        for i in range(first, min(first + self.config.stretch, self.num_loads)):
+            if i < codes:
+                own = factors[i // self.layout.slabs_per_scale]
+                self.write_latent(words, i, i, own, tile, place, token, i)
+            else:
+                self.write_rope(words, i, i - codes, tile, place)
+                self.load_piece(words, token, place, i)
+
+    def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int) -> None:
         """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
         values = []
         for j in range(4):
             values += self.dequantizer.word(words[4 * slot + j], factors)
-        if piece is not None:
-            self.load_piece(words, token, place, piece, slot)
+        self.load_piece(words, token, place, piece, slot)
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
 
@@ -274,45 +230,44 @@ class DequantizingHalves(Dequantizing):
         """Fills a tile for every block of the CTA's share."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
-        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(WARP_GROUPS)]
-        scales = [cute.make_rmem_tensor(self.scale_words, Uint32) for _ in range(WARP_GROUPS)]
-        addresses = cute.make_rmem_tensor(WARP_GROUPS, Int64)
-        valid = cute.make_rmem_tensor(WARP_GROUPS, Int32)
-        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
-        for group in cutlass.range_constexpr(WARP_GROUPS):
-            row = place.row + group * GROUP_TOKENS
-            entry = self.locator.load_entry(work, source, work.begin, row)
-            token = self.locator.locate(work, source, entry, work.begin, row)
-            entries[group] = self.locator.load_entry(work, source, work.begin + 1, row)
-            addresses[group] = token.address
-            valid[group] = token.valid
-            self.load_scales(scales[group], token)
+        link = self.link(memory, first_row)
+        groups = self.config.warp_groups
+        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(groups)]
+        scales = [cute.make_rmem_tensor(self.scale_words, Uint32) for _ in range(groups)]
+        addresses = cute.make_rmem_tensor(groups, Int64)
+        valid = cute.make_rmem_tensor(groups, Int32)
+        self.entries.start(work, source, memory, first_row, lane)
+        for group in cutlass.range_constexpr(groups):
+            found = self.entries.token(work, source, memory, work.begin, place.row + group * GROUP_TOKENS)
+            addresses[group] = found.address
+            valid[group] = found.valid
+            self.load_scales(scales[group], found)
             for slot in cutlass.range_constexpr(LEFT_LOADS):
-                self.load_piece(words[group], token, place, self.left_pieces[slot], slot)
-        ahead = self.prefetcher.start(work, source, first_row, lane)
+                self.load_piece(words[group], found, place, self.left_pieces[slot], slot)
+        self.entries.prefetch_first(work, source, memory, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            tile = memory.tiles + stage * self.config.tile_bytes
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                write_flags(memory, stage, warp * WARP_GROUPS + group, valid[group], lane)
+            for group in cutlass.range_constexpr(groups):
+                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, valid[group], lane)
                 token = Token(Int64(addresses[group]), Int32(valid[group]))
-                self.write_left(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
-            self.announce(memory.full + stage, lane)
+                tile = self.tile(memory, link, stage, group)
+                self.write_left(words[group], scales[group], token, tile, place)
+            self.announce_tile(memory, stage, warp, lane)
             # Where the next tokens lie is found out while this block's right half is awaited.
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                row = place.row + group * GROUP_TOKENS
-                token = self.locator.locate(work, source, Int32(entries[group]), block + 1, row)
-                entries[group] = self.locator.load_entry(work, source, block + 2, row)
-                addresses[group] = token.address
-                valid[group] = token.valid
-            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
+            for group in cutlass.range_constexpr(groups):
+                found = self.entries.token(work, source, memory, block + 1, place.row + group * GROUP_TOKENS)
+                addresses[group] = found.address
+                valid[group] = found.valid
+            self.entries.step(work, source, memory, block, first_row, lane)
             cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
+            for group in cutlass.range_constexpr(groups):
                 token = Token(Int64(addresses[group]), Int32(valid[group]))
-                self.write_right(words[group], scales[group], token, tile + group * GROUP_BYTES, place)
-            self.announce(memory.full + (NUM_STAGES + stage), lane)
+                tile = self.tile(memory, link, stage, group, 1)
+                self.write_right(words[group], scales[group], token, tile, place)
+            self.announce_tile(memory, stage, warp, lane, 1)
             stage, phase = advance(stage, phase, NUM_STAGES)
+        self.finish(memory, stage, phase)
 
     def write_left(self, words, scales, token: Token, tile, place) -> None:
         """Writes the left half and the RoPE columns that the registers hold, and asks for the right half."""
@@ -320,8 +275,10 @@ class DequantizingHalves(Dequantizing):
         for slot in range(HALF_SLABS):
             own = factors[slot // self.layout.slabs_per_scale]
             self.write_latent(words, slot, slot, own, tile, place, token, HALF_SLABS + slot)
+        self.send(tile, place, 0, HALF_SLABS)
         for i in range(ROPE_LOADS):
             self.write_rope(words, HALF_SLABS + i, i, tile, place)
+        self.send(tile, place, self.layout.code_slabs, 1)
 
     def write_right(self, words, scales, token: Token, tile, place) -> None:
         """Writes the right half that the registers hold, and asks for the left half and the scales of ``token``."""
@@ -333,13 +290,14 @@ class DequantizingHalves(Dequantizing):
         for slot in range(HALF_SLABS):
             own = factors[slot // self.layout.slabs_per_scale]
             self.write_latent(words, slot, HALF_SLABS + slot, own, tile, place, token, slot)
+        self.send(tile, place, HALF_SLABS, HALF_SLABS)
 
 
 @dataclass(frozen=True)
 class Link:
     """The other CTA of a pair; run-time values."""
 
-    rank: Any  # this CTA's, 0 or 1
+    first_row: Any  # of the warp's rows in a block
     distance: Any  # from an address of this CTA's shared memory to the same place in the other's
 
 
@@ -348,23 +306,27 @@ class SharedTile:
     """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
 
     address: Any
+    rows: Any  # of the warp's group, the same in all lanes
     distance: Any
     barrier: Any
 
 
 class Crossing(Dequantizing):
-    """Half of the tokens of every block, written here and sent to the other CTA of the pair, which sends its half.
+    """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
 
-    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
+    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy; those of all slabs are sent at
+    once, since the fence before them waits for loads that are under way.
     """
 
     def first_row(self, warp):
         rank = cute.arch.block_idx_in_cluster()
         return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
 
-    def link(self, memory) -> Link:
-        rank = cute.arch.block_idx_in_cluster()
-        return Link(rank, numbers.address_in(memory.tiles, 1 - rank) - memory.tiles)
+    def link(self, memory, first_row) -> Link:
+        other = 1 - cute.arch.block_idx_in_cluster()
+        distance = numbers.address_in(memory.tiles, other) - memory.tiles
+        return Link(cute.arch.make_warp_uniform(first_row), cute.arch.make_warp_uniform(distance))
 
     @cute.jit
     def publish_flags(self, memory, link, stage, group, valid, lane):
@@ -375,24 +337,47 @@ class Crossing(Dequantizing):
             barrier = (memory.full + stage).toint() + link.distance
             numbers.store_async(place + link.distance, [flags], barrier)
 
-    def tile(self, memory, link, stage, group: int) -> SharedTile:
+    def tile(self, memory, link, stage, group: int, half: int = 0) -> SharedTile:
         address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-        return SharedTile(address, link.distance, (memory.full + stage).toint() + link.distance)
+        barrier = (memory.full + (half * NUM_STAGES + stage)).toint()
+        return SharedTile(
+            address, address + link.first_row * wgmma_tiles.ROW_BYTES, link.distance, barrier + link.distance
+        )
 
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
-        numbers.store_async(tile.address + tile.distance + (place + offset), values, tile.barrier)
+
+    def send(self, tile: SharedTile, place, first: int, count: int) -> None:
+        """Copies a warp's rows of ``count`` slabs."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for slab in range(first, first + count):
+                source = tile.rows + slab * SLAB_BYTES
+                numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
+
+    def finish(self, memory, stage, phase) -> None:
+        """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
+        here, so that this one may leave."""
+        for _ in range(NUM_STAGES):
+            for half in range(self.config.num_halves):
+                cute.arch.mbarrier_wait(memory.empty + (half * NUM_STAGES + stage), phase)
+            stage, phase = advance(stage, phase, NUM_STAGES)
 
     @cute.jit
-    def announce_tile(self, memory, stage, warp, lane):
-        """The first warp also says how many bytes are to come from the other CTA."""
-        cute.arch.sync_warp()
+    def announce_tile(self, memory, stage, warp, lane, half: cutlass.Constexpr = 0):
+        """As that of one CTA, behind the fence of the last copy; the first warp also says how many bytes are to come
+        from the other CTA."""
+        barrier = memory.full + (half * NUM_STAGES + stage)
         if lane == 0:
             if warp == 0:
-                sent = (self.config.tile_bytes + FLAG_BYTES) // 2
-                cute.arch.mbarrier_arrive_and_expect_tx(memory.full + stage, sent)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes[half])
             else:
-                cute.arch.mbarrier_arrive(memory.full + stage)
+                cute.arch.mbarrier_arrive(barrier)
+
+
+class CrossingHalves(Crossing, DequantizingHalves):
+    """As :class:`Crossing`, a half of a tile at a time."""
 
 
 class Copying:
@@ -401,20 +386,16 @@ class Copying:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.prefetcher = make_prefetcher(config, self.locator)
 
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        first_row = warp * (WARP_GROUPS * GROUP_TOKENS)
-        place = GatherLane.of(first_row, lane)
+        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
         entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
         for group in cutlass.range_constexpr(WARP_GROUPS):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
-        ahead = self.prefetcher.start(work, source, first_row, lane)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            ahead = self.prefetcher.step(work, source, ahead, block, first_row, lane)
             tokens = []
             for group in cutlass.range_constexpr(WARP_GROUPS):
                 row = place.row + group * GROUP_TOKENS
@@ -456,5 +437,5 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
     if config.copies:
         return Copying(config)
     if config.crossover:
-        return Crossing(config)
+        return CrossingHalves(config) if config.seesaw else Crossing(config)
     return DequantizingHalves(config) if config.seesaw else Dequantizing(config)

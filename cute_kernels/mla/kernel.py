@@ -9,13 +9,15 @@ docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
@@ -27,14 +29,22 @@ from cute_kernels.mla.config import (
     WARPGROUP_WARPS,
     MlaConfig,
 )
-from cute_kernels.mla.gather import SLAB_BYTES, make_gatherer
+from cute_kernels.mla.gather import make_gatherer
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, count_blocks, make_locator
-from cute_kernels.mla.multiply import MULTIPLYING_THREADS, Memory
+from cute_kernels.mla.multiply import Memory
+from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.seesaw import Seesaw
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import Results, Shape, Work
-from cute_kernels.sm90 import WARP_THREADS
+
+
+@dataclass(frozen=True)
+class QuerySource:
+    """The queries of a launch by a tensor map."""
+
+    copy: Any
+    view: Any  # coordinates [heads, columns, rows]
 
 
 class MlaKernel:
@@ -89,8 +99,8 @@ class MlaKernel:
         # Who asks for the greatest scores gets running maxima that are.
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
         shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
-        main_pages = Pages(cache, page_stride, token_stride, page_size)
-        extra_pages = Pages(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
+        main_pages = Pages.of(cache, page_stride, token_stride, page_size)
+        extra_pages = Pages.of(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
         extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
         results = Results(out, lse, max_logits, sinks, partials)
@@ -129,7 +139,7 @@ class MlaKernel:
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
-        pages = Pages(cache, page_stride, token_stride, page_size)
+        pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
         self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, softmax_scale, stream)
 
@@ -137,7 +147,9 @@ class MlaKernel:
     def launch(self, q, source, results, shape, softmax_scale, stream):
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
-        self.kernel(ptx.address(q), source, results, shape, head_blocks, softmax_scale).launch(
+        copy, view = self.query_map(q, shape)
+        queries = QuerySource(copy, view)
+        self.kernel(queries, source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),
             block=(NUM_THREADS, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
@@ -145,25 +157,37 @@ class MlaKernel:
             stream=stream,
         )
 
+    def query_map(self, q, shape):
+        """A tensor map of the queries, 64 heads and 64 columns a box, and its coordinates [heads, columns, rows]."""
+        width = self.config.head_dim
+        layout = cute.make_layout((shape.num_heads, width, shape.rows), stride=(width, 1, shape.num_heads * width))
+        box = (BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS)
+        place = wgmma_tiles.tile_layout(*box, of_name(self.config.layout.dtype).type)
+        view = cute.make_tensor(q.iterator, layout)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, box)
+
     @cute.kernel
-    def kernel(self, q: Int64, source, results, shape, head_blocks: Int32, softmax_scale: Float32):
+    def kernel(self, queries, source, results, shape, head_blocks: Int32, softmax_scale: Float32):
         index, part, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
         cute.arch.griddepcontrol_launch_dependents()
+        row = index // head_blocks
+        first_head = (index - row * head_blocks) * BLOCK_HEADS
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
-        row = index // head_blocks
+            cute.arch.sync_warp()
+            self.copy_queries(queries, memory, row, index - row * head_blocks)
         length, extra_length = self.locator.lengths(source, row // shape.request_rows)
         main_blocks, num_blocks = count_blocks(length, extra_length)
         begin, end = Work.share(num_blocks, shape.num_parts, part)
-        first_head = (index - row * head_blocks) * BLOCK_HEADS
         work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
         if const_expr(self.config.crossover):
-            cute.arch.cluster_arrive()
+            # Barriers are made visible by the fence behind their making.
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -172,16 +196,10 @@ class MlaKernel:
             self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            self.load_queries(q, work, memory, warp * WARP_THREADS + lane)
             self.multiplier.second(work, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
-            self.load_queries(q, work, memory, warp * WARP_THREADS + lane)
             self.multiplier.first(work, results, memory, softmax_scale, warp, lane)
-        if const_expr(self.config.crossover):
-            # Nobody leaves while the other may still write or arrive here.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]
@@ -199,8 +217,9 @@ class MlaKernel:
             weights = smem.allocate(self.config.weight_bytes, byte_alignment=1024)
         row_values = smem.allocate(self.config.row_value_slots * ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
+        entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
         barriers = NUM_STAGES * self.config.num_halves
-        full = smem.allocate_array(cutlass.Int64, 2 * barriers)
+        full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1 + NUM_STAGES)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -209,8 +228,11 @@ class MlaKernel:
             weight_pointer=weights,
             row_values=row_values.toint(),
             flags=flags.toint(),
+            entries=entries.toint(),
             full=full,
             empty=full + barriers,
+            queries_full=full + 2 * barriers,
+            received=full + (2 * barriers + 1),
         )
 
     def init_barriers(self, memory: Memory) -> None:
@@ -218,29 +240,26 @@ class MlaKernel:
             for i in range(half * NUM_STAGES, (half + 1) * NUM_STAGES):
                 cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
                 cute.arch.mbarrier_init(memory.empty + i, empty_arrivals)
+        for i in range(NUM_STAGES):
+            cute.arch.mbarrier_init(memory.received + i, 1)
+        cute.arch.mbarrier_init(memory.queries_full, 1)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
-    def load_queries(self, q, work, memory, tid):
-        """Copies the CTA's heads into swizzled shared memory; heads that do not exist become 0."""
-        base = q + Int64(work.query_row(0)) * (self.config.head_dim * 2)
-        num_heads = work.shape.num_heads - work.first_head
-        head_pieces = self.config.head_dim // 8  # of 16 bytes
-        count = BLOCK_HEADS * head_pieces // MULTIPLYING_THREADS  # of a thread, all under way at once
-        pieces = []
-        for i in cutlass.range_constexpr(count):
-            index = tid + i * MULTIPLYING_THREADS
-            exists = cutlass.select_(index // head_pieces < num_heads, Int32(1), Int32(0))
-            pieces.append(self.load_piece(base, index, exists))
-        for i in cutlass.range_constexpr(count):
-            index = tid + i * MULTIPLYING_THREADS
-            head = index // head_pieces
-            piece = index - head * head_pieces
-            slab = piece // (wgmma_tiles.ROW_BYTES // wgmma_tiles.PIECE_BYTES)
-            place = slab * SLAB_BYTES + wgmma_tiles.piece_offset(head, piece % 8)
-            ptx.store_shared(memory.queries + place, 0, pieces[i])
-        cute.arch.fence_proxy("async.shared", space="cta")
-
-    def load_piece(self, base, index, exists):
-        """16 bytes of the queries, which lie one behind the other."""
-        return numbers.load_global_if(exists, base + Int64(index) * 16, 0)
+    def copy_queries(self, queries, memory, row, head_block):
+        """Asks for the CTA's heads in swizzled shared memory; heads that do not exist become 0. One warp."""
+        box = (BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS)
+        width = self.config.head_dim
+        tile = wgmma_tiles.tile(memory.query_pointer, BLOCK_HEADS, width, of_name(self.config.layout.dtype).type)
+        target, source = cpasync.tma_partition(
+            queries.copy,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.flat_divide(tile, box)[None, None, 0, None], 0, 2),
+            cute.group_modes(cute.local_tile(queries.view, box, (None, None, None)), 0, 2),
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, BLOCK_HEADS * width * 2)
+        for slab in cutlass.range_constexpr(width // wgmma_tiles.SLAB_COLUMNS):
+            place = target[None, slab]
+            cute.copy(queries.copy, source[None, head_block, slab, row], place, tma_bar_ptr=memory.queries_full)

@@ -6,18 +6,47 @@ An entry is what has to be read to know it: an index, or a page number. It is as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.mla.config import BLOCK_TOKENS
 from cute_kernels.mla.work import blocks_of
 
 NO_ENTRY = -1
 BEHIND_BYTES = 8  # of a token, behind the data of all tokens of a split page
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """A positive int32 d that many non-negative int32 n are divided by: n // d is n * multiplier // 2**(31 + shift).
+
+    With 2**(shift - 1) < d <= 2**shift and multiplier the least integer that is not below 2**(31 + shift) / d, the
+    product is too large by less than n * d / d <= 2**31 of 2**(31 + shift) / d: the quotient is exact (Granlund and
+    Montgomery 1994). 32 bits hold the multiplier and 2 n, whose product's upper half wants a shift alone.
+    """
+
+    value: Any
+    multiplier: Any  # Uint32
+    shift: Any  # Uint32, 0 to 31
+
+    @staticmethod
+    def of(value) -> Divisor:
+        """Found once a launch, on the host."""
+        shift = Int32(0)
+        for power in range(31):
+            shift = shift + cutlass.select_(value > 2**power, Int32(1), Int32(0))
+        multiplier = ((Int64(1) << (Int64(shift) + 31)) + (Int64(value) - 1)) // Int64(value)
+        return Divisor(value, Uint32(multiplier), Uint32(shift))
+
+    def divide(self, number) -> tuple[Any, Any]:
+        """(quotient, remainder) of a Uint32 below 2**31, as Uint32."""
+        quotient = numbers.multiply_high_u32(number << 1, self.multiplier) >> self.shift
+        return quotient, number - quotient * Uint32(self.value)
 
 
 @dataclass(frozen=True)
@@ -27,7 +56,12 @@ class Pages:
     base: Any
     page_stride: Any
     token_stride: Any
-    page_size: Any
+    page_size: Divisor  # tokens
+
+    @staticmethod
+    def of(base, page_stride, token_stride, page_size) -> Pages:
+        """On the host; page_size: Int32."""
+        return Pages(base, page_stride, token_stride, Divisor.of(page_size))
 
     def address(self, page, offset):
         """Address of a token; page and offset Uint32."""
@@ -36,7 +70,7 @@ class Pages:
     def token(self, page, offset, valid) -> Token:
         """The token of a page; valid: a run-time truth."""
         address = self.address(page, offset)
-        behind = self.address(page, self.page_size) + Int64(offset) * BEHIND_BYTES
+        behind = self.address(page, self.page_size.value) + Int64(offset) * BEHIND_BYTES
         return Token(address, cutlass.select_(valid, Int32(1), Int32(0)), behind)
 
 
@@ -85,7 +119,30 @@ def load_int(address) -> Int32:
     return ptx.load_global_words(address, 0, 1)[0].to(Int32)
 
 
-class SparseLocator:
+class Locator:
+    """What both locators share."""
+
+    def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
+        """(address of the entry of a block's ``position``-th token, 1 if it counts, else 0)."""
+        raise NotImplementedError
+
+    @cute.jit
+    def load_entry(self, work, source, block, position) -> Int32:
+        """The entry of a block's ``position``-th token; NO_ENTRY where none counts."""
+        place, exists = self.entry_place(work, source, block, position)
+        entry = Int32(NO_ENTRY)
+        if exists != 0:
+            entry = load_int(place)
+        return entry
+
+    @cute.jit
+    def copy_entry(self, target, work, source, block, position):
+        """Asks for the entry of a block's ``position``-th token in shared memory; NO_ENTRY where none counts."""
+        place, exists = self.entry_place(work, source, block, position)
+        numbers.copy_word_async_or(exists, target, place, NO_ENTRY)
+
+
+class SparseLocator(Locator):
     """Tokens named by indices."""
 
     @cute.jit
@@ -100,58 +157,51 @@ class SparseLocator:
             length = load_int(chosen.lengths + Int64(request) * 4)
         return cutlass.max(cutlass.min(length, chosen.topk), Int32(0))
 
-    @cute.jit
-    def load_entry(self, work, source, block, position) -> Int32:
-        """The index of a block's ``position``-th token; NO_ENTRY where none counts."""
+    def entry_place(self, work, source, block, position):
+        """(address of the index of a block's ``position``-th token, 1 if one counts, else 0)."""
         in_extra = block >= work.main_blocks
         place = cutlass.select_(in_extra, block - work.main_blocks, block) * BLOCK_TOKENS + position
         length = cutlass.select_(in_extra, work.extra_length, work.length)
         base = cutlass.select_(in_extra, source.extra.indices, source.main.indices)
         topk = cutlass.select_(in_extra, source.extra.topk, source.main.topk)
-        index = Int32(NO_ENTRY)
-        if (block < work.end) & (place < length):
-            index = load_int(base + (Int64(work.row) * topk + place) * 4)
-        return index
+        exists = cutlass.select_((block < work.end) & (place < length), Int32(1), Int32(0))
+        return base + (Int64(work.row) * topk + place) * 4, exists
 
     def locate(self, work, source, entry, block, position) -> Token:
         """The token of an entry."""
         in_extra = block >= work.main_blocks
 
         def of(name: str, part: str | None = None):
-            sides = [getattr(side.pages if part else side, name) for side in (source.extra, source.main)]
-            return cutlass.select_(in_extra, *sides)
+            path = f"{part}.{name}" if part else name
+            return cutlass.select_(in_extra, *map(attrgetter(path), (source.extra, source.main)))
 
-        pages = Pages(*(of(name, "pages") for name in ("base", "page_stride", "token_stride", "page_size")))
+        page_size = Divisor(*(of(name, "pages.page_size") for name in ("value", "multiplier", "shift")))
+        pages = Pages(of("base", "pages"), of("page_stride", "pages"), of("token_stride", "pages"), page_size)
         valid = (entry >= 0) & (entry < of("num_tokens"))
-        page = Uint32(entry) // Uint32(pages.page_size)
-        offset = Uint32(entry) - page * Uint32(pages.page_size)
-        return pages.token(page, offset, valid)
+        return pages.token(*page_size.divide(Uint32(entry)), valid)
 
 
-class PagedLocator:
+class PagedLocator(Locator):
     """Tokens in order."""
 
     @cute.jit
     def lengths(self, source, request):
         """(tokens of a request, 0)."""
         length = load_int(source.lengths + Int64(request) * 4)
-        most = source.max_pages * source.pages.page_size
+        most = source.max_pages * source.pages.page_size.value
         return cutlass.max(cutlass.min(length, most), Int32(0)), Int32(0)
 
-    @cute.jit
-    def load_entry(self, work, source, block, position) -> Int32:
-        """The page of a block's ``position``-th token; NO_ENTRY where there is none."""
+    def entry_place(self, work, source, block, position):
+        """(address of the number of the page of a block's ``position``-th token, 1 if there is one, else 0)."""
         place = block * BLOCK_TOKENS + position
-        page = Int32(NO_ENTRY)
-        if (block < work.end) & (place < work.length):
-            index = Int32(Uint32(place) // Uint32(source.pages.page_size))
-            page = load_int(source.table + (Int64(work.row) * source.table_stride + index) * 4)
-        return page
+        exists = cutlass.select_((block < work.end) & (place < work.length), Int32(1), Int32(0))
+        index, _ = source.pages.page_size.divide(Uint32(place))
+        return source.table + (Int64(work.row) * source.table_stride + Int64(index)) * 4, exists
 
     def locate(self, work, source, entry, block, position) -> Token:
         """The token of an entry; of a page that does not exist it counts, but as zeros."""
         place = Uint32(block * BLOCK_TOKENS + position)
-        offset = place % Uint32(source.pages.page_size)
+        _, offset = source.pages.page_size.divide(place)
         valid = (entry >= 0) & (entry < source.num_pages)
         return source.pages.token(Uint32(entry), offset, valid)
 

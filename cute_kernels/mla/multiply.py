@@ -33,7 +33,6 @@ from cute_kernels.sm90 import WARP_THREADS
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
 HALF_SUMS = HALF // 2  # of a thread
 MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
-QUERIES_READY = 1  # named barrier of both multiplying warpgroups; 0 is that of all threads
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,11 @@ class Memory:
     weight_pointer: Any  # of the serial order; None where weights take the place of RoPE columns
     row_values: Any  # slots of a number a row, fp32 [64] each
     flags: Any
+    entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
     full: Any
     empty: Any
+    queries_full: Any  # a barrier of one phase
+    received: Any  # of the seesaw with crossover: the other CTA has this one's rows of the left half of a tile
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,23 @@ class Multiplying:
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
+    def await_queries(self, memory) -> None:
+        """Waits for the CTA's queries."""
+        cute.arch.mbarrier_wait(memory.queries_full, 0)
+
     def await_tile(self, memory, stage, phase, half: int) -> None:
         """Waits for a tile, or for a half of it if they come one by one."""
         cute.arch.mbarrier_wait(memory.full + (half * NUM_STAGES + stage), phase)
         if self.config.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def confirm(self, memory, stage, warp, lane):
+        """Tells the other CTA that its rows of the left half of a tile, which is waited for, are here."""
+        if const_expr(self.config.crossover):
+            if (warp == 0) & (lane == 0):
+                other = 1 - cute.arch.block_idx_in_cluster()
+                numbers.arrive_in_cluster(numbers.address_in((memory.received + stage).toint(), other))
 
     @cute.jit
     def release(self, memory, stage, lane, half: cutlass.Constexpr):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, HEAD_DIM, V_HEAD_DIM, MlaConfig, served_config
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, HEAD_DIM, V_HEAD_DIM, MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
 from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
 from cute_kernels.sm90 import NUM_SMS
@@ -39,6 +39,7 @@ class Rate:
 
 
 WIDE = Rate(BLOCK_HEADS, 3.0, 8.0)
+CROSSING = Rate(BLOCK_HEADS, 2.4, 8.0)
 FEW_HEADS = (
     Rate(8, 1.5, 5.0),
     Rate(16, 1.7, 4.5),
@@ -89,13 +90,14 @@ def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
 
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
-    rates = [WIDE]
+    wide = CROSSING if crosses(tokens, form, shape.num_heads) else WIDE
+    rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
-    if rate is WIDE:
-        return served_config(tokens, form, head_dim), parts[rate]
+    if rate is wide:
+        return served_config(tokens, form, head_dim, wide is CROSSING), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 

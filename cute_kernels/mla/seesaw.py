@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, WARPGROUP_WARPS
 from cute_kernels.mla.gather import SLAB_BYTES
-from cute_kernels.mla.multiply import HALF_SLABS, HALF_SUMS, MULTIPLYING_THREADS, QUERIES_READY, Multiplying, Rows
+from cute_kernels.mla.multiply import HALF_SLABS, HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
 from cute_kernels.sm90 import WARP_THREADS
 
 WEIGHT_SLAB = 2 * HALF_SLABS  # that of the RoPE columns
@@ -44,7 +44,7 @@ class Seesaw(Multiplying):
     @cute.jit
     def first(self, work, results, memory, softmax_scale, warp, lane):
         """The first warpgroup. warp: 0 to 3."""
-        cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.await_queries(memory)
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         phase = Int32(0)
@@ -72,17 +72,18 @@ class Seesaw(Multiplying):
     @cute.jit
     def second(self, work, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
-        cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.await_queries(memory)
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         phase = Int32(0)
         pairs_end = work.end - (work.end - work.begin) % 2
         for block in cutlass.range(work.begin, pairs_end, 2, unroll=1):
             self.score(rows.scores, memory, 1, phase)
+            self.confirm(memory, 1, warp, lane)
             self.add_even_right(rows, memory, scale, warp, lane)
             wgmma_tiles.wait(1)  # for the scores
             factors = self.weigh(rows, work, memory, 1, block + 1, scale, warp, lane)
-            self.publish(rows, memory, 1, warp, lane)
+            self.publish(rows, memory, 1, phase, warp, lane)
             wgmma_tiles.wait()
             self.release_both(memory, 0, lane)
             softmax.rescale(rows.sums, factors, HALF_SUMS)
@@ -93,6 +94,7 @@ class Seesaw(Multiplying):
         if pairs_end < work.end:
             self.add_even_right(rows, memory, scale, warp, lane)
             wgmma_tiles.wait()
+            self.release_both(memory, 0, lane)
         for row in cutlass.range_constexpr(2):
             rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
         self.publish_rows(rows.totals, memory, TOTALS, warp, lane)
@@ -105,9 +107,10 @@ class Seesaw(Multiplying):
     def add_even_left(self, rows: Rows, work, memory, phase, block, scale, warp, lane):
         """The first warpgroup's even block: scores, softmax, left half of the output; gives the left half back."""
         self.score(rows.scores, memory, 0, phase)
+        self.confirm(memory, 0, warp, lane)
         wgmma_tiles.wait()
         factors = self.weigh(rows, work, memory, 0, block, scale, warp, lane)
-        self.publish(rows, memory, 0, warp, lane)
+        self.publish(rows, memory, 0, phase, warp, lane)
         softmax.rescale(rows.sums, factors, HALF_SUMS)
         self.add_values(rows.sums, self.weight_fragment(rows.packed), memory, 0, 0)
         wgmma_tiles.wait()
@@ -128,8 +131,11 @@ class Seesaw(Multiplying):
         return memory.tile_pointer + (stage * self.config.tile_bytes + WEIGHT_SLAB * SLAB_BYTES)
 
     @cute.jit
-    def publish(self, rows: Rows, memory, side: cutlass.Constexpr, warp, lane):
+    def publish(self, rows: Rows, memory, side: cutlass.Constexpr, phase, warp, lane):
         """Hands the weights of a block and the maxima they are scaled by to the other warpgroup."""
+        if const_expr(self.config.crossover):
+            # What the weights replace is still read until the other CTA has it.
+            cute.arch.mbarrier_wait(memory.received + side, phase)
         # A warp's scores are there before those of another, which may still read what the weights replace.
         cute.arch.barrier(barrier_id=ALONE + side, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
         self.publish_weights(rows.packed, self.weight_pointer(memory, side).toint(), warp, lane)

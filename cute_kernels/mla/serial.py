@@ -15,7 +15,7 @@ from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
-from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, QUERIES_READY, Multiplying, Rows
+from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
 
 WEIGHTS_READY, WEIGHTS_FREE = 2, 3  # named barriers of both warpgroups
 
@@ -26,7 +26,7 @@ class Serial(Multiplying):
     @cute.jit
     def first(self, work, results, memory, softmax_scale, warp, lane):
         """The first warpgroup. warp: 0 to 3."""
-        cute.arch.barrier(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.await_queries(memory)
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         stage, phase = Int32(0), Int32(0)
@@ -60,7 +60,6 @@ class Serial(Multiplying):
     @cute.jit
     def second(self, work, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
-        cute.arch.barrier_arrive(barrier_id=QUERIES_READY, number_of_threads=MULTIPLYING_THREADS)
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)

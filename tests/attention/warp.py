@@ -184,6 +184,9 @@ class Warp:
         data = np.stack([Uint32(a), Uint32(b)], axis=1).view(np.uint8).reshape(32, 8)
         select = np.asarray(Uint32(selector))
         chosen = [data[LANES, select >> 4 * i & 7] for i in range(4)]
+        # Bit 3 of a selector asks for eight copies of the byte's sign.
+        chosen = [np.where(select >> 4 * i & 8, -(byte >> 7) & 0xFF, byte) for i, byte in enumerate(chosen)]
+        chosen = [byte.astype(np.uint8) for byte in chosen]
         return np.ascontiguousarray(np.stack(chosen, axis=1)).view(np.uint32).reshape(32).view(_Lanes)
 
     def half2_low_to_float(self, x: Lanes) -> Lanes:

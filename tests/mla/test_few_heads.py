@@ -32,7 +32,7 @@ from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts import banks
 from layouts.kv.mla import MlaFp8
 from tests.attention.warp import LANES, Float32, Int32, Int64, Registers, Uint32, bf16_bits, bf16_values, halves
-from tests.mla.test_gather import NUM_PAGES, PAGE_SIZE, fp8_tokens, paged, some_indices, sparse_source
+from tests.mla.test_gather import NUM_PAGES, PAGE_SIZE, fp8_tokens, paged, pages_of, some_indices, sparse_source
 from tests.mla.warp import MlaWarp
 
 FORM = MlaFp8()
@@ -102,7 +102,7 @@ def lanes_of(warp: int) -> tuple[Any, Any]:
 def copy_block(machine: FewHeadsWarp, stride: int, indices: np.ndarray) -> None:
     """One block of tokens into the first stage."""
     copier = copying.Copier(FewHeadsConfig())
-    source = sparse_source(locate.Pages(Int64(0), stride, ROW_BYTES, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
+    source = sparse_source(pages_of(Int64(0), stride, ROW_BYTES, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
     for warp in range(COPYING_WARPS):
         row = warp * WARP_TOKENS + LANES % WARP_TOKENS
         entry: Any = Int32(indices[row])

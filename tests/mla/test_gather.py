@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import dequant, gather, locate
+from cute_kernels.mla import dequant, entries, gather, locate
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     GATHER_WARPS,
@@ -71,9 +74,19 @@ def read_tile(shared: np.ndarray) -> np.ndarray:
     return bf16_values(read_words(shared))
 
 
+def divisor_of(value: int) -> locate.Divisor:
+    """As the host finds it."""
+    shift = (value - 1).bit_length()
+    return locate.Divisor(value, np.uint32(-(-(2 ** (31 + shift)) // value)), np.uint32(shift))
+
+
+def pages_of(base: int, page_stride: int, token_stride: int, page_size: int) -> locate.Pages:
+    return locate.Pages(base, page_stride, token_stride, divisor_of(page_size))
+
+
 def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
     chosen = SimpleNamespace(pages=pages, num_tokens=num_tokens)
-    nothing = SimpleNamespace(pages=locate.Pages(0, 0, 0, 1), num_tokens=0)
+    nothing = SimpleNamespace(pages=pages_of(0, 0, 0, 1), num_tokens=0)
     return locate.SparseSource(chosen, nothing)
 
 
@@ -82,12 +95,12 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
     machine.install(monkeypatch, gather, dequant, locate)
     gatherer: Any = gather.make_gatherer(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
-    work = SimpleNamespace(main_blocks=1)
+    work, locator = SimpleNamespace(main_blocks=1), locate.SparseLocator()
     for warp in range(GATHER_WARPS):
         place = gather.GatherLane.of(warp * WARP_GROUPS * GROUP_TOKENS, LANES)
         for group in range(WARP_GROUPS):
             entry = Int32(indices[place.row + group * GROUP_TOKENS])
-            token = gatherer.locator.locate(work, source, entry, Int32(0), place.row)
+            token = locator.locate(work, source, entry, Int32(0), place.row)
             tile = Int32(group * GROUP_TOKENS * 128)
             if config.copies:
                 for half in range(config.num_halves):
@@ -106,7 +119,8 @@ def write_all(gatherer, token, tile, place) -> None:
     for i in range(gatherer.num_loads):
         gatherer.load_piece(words, token, place, i)
     gatherer.load_scales(scales, token)
-    gatherer.write_group(words, scales, locate.Token(token.address, Int32(0), token.behind), tile, place)
+    nothing = locate.Token(token.address, Int32(0), token.behind)
+    type(gatherer).write_group.__wrapped__(gatherer, words, scales, nothing, tile, place)
 
 
 def fill_halves(gatherer, token, tile, place) -> None:
@@ -142,7 +156,7 @@ def test_fp8_tile(monkeypatch, scales, seesaw):
         monkeypatch,
         MlaConfig(scales=scales, seesaw=seesaw),
         machine,
-        locate.Pages(0, stride, 656, PAGE_SIZE),
+        pages_of(0, stride, 656, PAGE_SIZE),
         indices,
     )
     exists = (indices >= 0) & (indices < len(tokens))
@@ -168,7 +182,7 @@ def test_model1_tile(monkeypatch, scales, exponents):
     config = MlaConfig(form="mla_model1", head_dim=512, scales=scales)
     machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
     indices = some_indices(4)
-    fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
+    fill_tile(monkeypatch, config, machine, pages_of(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = MODEL1.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
     # Products among bf16's subnormals are rounded, as bf16 rounds them.
@@ -188,17 +202,21 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(2 * TILE_BYTES, 0xFF, np.uint8), memory)
     machine.install(monkeypatch, gather, dequant, locate)
-    gatherer: Any = gather.make_gatherer(MlaConfig(fence="reader", crossover=True))
-    source = sparse_source(locate.Pages(0, stride, 656, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
+    gatherer: Any = gather.make_gatherer(MlaConfig(crossover=True))
+    source = sparse_source(pages_of(0, stride, 656, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
     indices = some_indices(3)
+    for name in ("fence_proxy", "sync_warp"):
+        monkeypatch.setattr(gather.cute.arch, name, lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(gather.cute.arch, "elect_one", nullcontext, raising=False)
     for rank in range(2):
         monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
         for warp in range(GATHER_WARPS):
             place = gather.GatherLane.of(gatherer.first_row(warp), LANES)
-            token = gatherer.locator.locate(
+            token = locate.SparseLocator().locate(
                 SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
             )
-            tile = gather.SharedTile(Int32(rank * TILE_BYTES), (1 - 2 * rank) * TILE_BYTES, 1 - rank)
+            start, rows = rank * TILE_BYTES, gatherer.first_row(warp) * 128
+            tile = gather.SharedTile(Int32(start), start + rows, (1 - 2 * rank) * TILE_BYTES, 1 - rank)
             write_all(gatherer, token, tile, place)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
@@ -223,7 +241,7 @@ def test_tile_of_copies(monkeypatch, config):
     memory, stride = paged(tokens.view(torch.uint8))
     machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
     indices = some_indices(2)
-    fill_tile(monkeypatch, config, machine, locate.Pages(0, stride, 2 * width, PAGE_SIZE), indices)
+    fill_tile(monkeypatch, config, machine, pages_of(0, stride, 2 * width, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = tokens[np.where(exists, indices, 0)].numpy() * exists[:, None]
     assert np.array_equal(read_words(machine.shared_memory), wanted)
@@ -247,12 +265,41 @@ def test_every_code_times_every_scale(monkeypatch):
                 assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
 
 
-@pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_bf16", 576), ("mla_model1", 512)])
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
+@example(1, 2**31 - 1)
+@example(2**31 - 1, 2**31 - 1)
+@example(2**31 - 1, 2**31 - 2)
+@example(641, 2**31 - 1)
+def test_division_by_a_multiplication_is_exact(value, number):
+    """What the host finds, with Python's integers in the place of the compiler's, held to 32 and 64 bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locate, "cutlass", SimpleNamespace(select_=lambda which, a, b: a if which else b))
+        patch.setattr(locate, "Uint32", bounded(2**32))
+        patch.setattr(locate, "Int32", bounded(2**31))
+        patch.setattr(locate, "Int64", bounded(2**63))
+        patch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+        divisor = locate.Divisor.of(value)
+        assert divisor == divisor_of(value)
+        for near in {number, number - number % value, max(number - number % value - 1, 0)}:
+            assert (2 * near) < 2**32 and divisor.divide(near) == divmod(near, value)
+
+
+def bounded(limit: int):
+    """An integer type: what it is given must fit."""
+
+    def check(value: int) -> int:
+        assert 0 <= value < limit
+        return value
+
+    return check
+
+
+@pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_model1", 512)])
 @pytest.mark.parametrize("start", range(0, 128, 16))
 def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start):
-    config = MlaConfig(form=form, head_dim=head_dim, fence="reader", prefetch=4)
-    prefetcher = gather.make_prefetcher(config, None)
-    monkeypatch.setattr(gather, "cutlass", SimpleNamespace(min=min))
+    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4)
+    prefetcher = entries.Entries.of(config)
+    monkeypatch.setattr(entries, "cutlass", SimpleNamespace(min=min))
     offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]
     assert {(start + offset) // 128 for offset in offsets} == {
         (start + byte) // 128 for byte in range(prefetcher.token_bytes)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import MlaConfig, served_config
+from cute_kernels.mla.config import MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
 from cute_kernels.mla.schedule import FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
 from cute_kernels.sm90 import MAX_SHARED_BYTES
@@ -32,9 +32,19 @@ def test_few_heads_have_a_kernel_of_their_own():
             assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
             assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
     wide = choose("sparse", "mla_fp8", 576, WorkShape(256, 128, 2048))
-    assert wide == (served_config("sparse", "mla_fp8"), 1)
+    assert wide == (served_config("sparse", "mla_fp8", crossover=True), 1)
     for form, head_dim in (("mla_bf16", 576), ("mla_bf16", 512), ("mla_model1", 512)):
         assert choose("paged", form, head_dim, WorkShape(128, 16, 8192)) == (served_config("paged", form, head_dim), 1)
+
+
+def test_pairs_of_blocks_of_heads_decode_half_of_the_tokens_each():
+    for form, head_dim in (("mla_fp8", 576), ("mla_model1", 512)):
+        for heads, pairs in ((64, False), (65, True), (128, True), (192, False), (256, True)):
+            config, _ = choose("sparse", form, head_dim, WorkShape(256, heads, 2048))
+            assert isinstance(config, MlaConfig) and config.crossover == pairs and config.can_implement() is None
+            config, _ = choose("paged", form, head_dim, WorkShape(256, heads, 2048))
+            assert isinstance(config, MlaConfig) and not config.crossover
+    assert not crosses("sparse", "mla_bf16", 128)
 
 
 def test_few_rows_of_few_heads_are_clusters():
@@ -57,7 +67,8 @@ def test_few_rows_of_many_heads_take_few_heads_a_cta():
 @given(SHAPES, st.sampled_from(("sparse", "paged")))
 def test_what_is_chosen_is_shipped(shape, tokens):
     config, parts = choose(tokens, "mla_fp8", 576, shape)
-    assert config in (served_config(tokens, "mla_fp8"), *shipped_few_heads())
+    crossover = crosses(tokens, "mla_fp8", shape.num_heads)
+    assert config in (served_config(tokens, "mla_fp8", crossover=crossover), *shipped_few_heads())
     assert config.can_implement() is None and 1 <= parts <= MAX_PARTS
     if isinstance(config, FewHeadsConfig) and config.cluster > 1:
         assert parts == config.cluster
@@ -89,8 +100,10 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="mla_bf16"), "fence"),
         (MlaConfig(form="mla_bf16", fence="reader", crossover=True), "crossover"),
         (MlaConfig(prefetch=17), "prefetch"),
-        (MlaConfig(seesaw=True, crossover=True, fence="reader"), "crossover"),
-        (MlaConfig(crossover=True), "fence"),
+        (MlaConfig(form="mla_bf16", fence="reader", prefetch=2), "prefetch"),
+        (MlaConfig(prefetch=16), "shared memory"),
+        (MlaConfig(stretch=0), "stretch"),
+        (MlaConfig(crossover=True, fence="reader"), "fence"),
         (MlaConfig(form="int4"), "form"),
         (MlaConfig(tokens="all"), "tokens"),
         (MlaConfig(scales="fp16"), "scales"),

@@ -150,6 +150,12 @@ class Model(seesaw.Seesaw):
         finish = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
         self.writer: Any = finish
 
+    def await_queries(self, memory) -> None:
+        self.machine.step()
+
+    def confirm(self, memory, stage, warp, lane) -> None:
+        """Of the other CTA of a pair, which there is not."""
+
     def score(self, scores, memory, stage, phase) -> None:
         machine = self.machine
         turn = self.turns[machine.warp]

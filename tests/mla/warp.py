@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.attention import warp
-from tests.attention.warp import Access, Float32, Lanes, bf16_bits, bf16_values, from_halves, halves
+from tests.attention.warp import Access, Float32, Lanes, Uint32, bf16_bits, bf16_values, from_halves, halves
 
 
 def _values(word: Any) -> np.ndarray:
@@ -31,7 +31,7 @@ class MlaWarp(warp.Warp):
     """Its methods have the names and arguments of `cute_kernels.device.ptx` and `cute_kernels.device.numbers`.
 
     reads: (first byte, bytes) of every access to global memory that was made.
-    sent: bytes of asynchronous stores, by the address of the barrier that counts them.
+    sent: bytes of asynchronous stores and copies, by the address of the barrier that counts them.
     """
 
     reads: list[tuple[int, int]] = field(default_factory=list)
@@ -42,6 +42,8 @@ class MlaWarp(warp.Warp):
         for module in modules:
             if hasattr(module, "numbers"):
                 monkeypatch.setattr(module, "numbers", self)
+            if hasattr(module, "cutlass"):
+                monkeypatch.setattr(module.cutlass, "range_constexpr", range, raising=False)
 
     def multiply(self, a: Any, b: Any) -> Lanes:
         return Float32(np.float64(a) * np.float64(b))
@@ -72,3 +74,14 @@ class MlaWarp(warp.Warp):
     def store_async(self, address: Lanes, values: list[Lanes], barrier: int) -> None:
         self.store_shared(address, 0, values)
         self.sent[barrier] += 32 * 4 * len(values)
+
+    def copy_to_cluster(self, target: int, source: int, num_bytes: int, barrier: int) -> None:
+        assert target % 16 == 0 and source % 16 == 0 and num_bytes % 16 == 0
+        self.shared_memory[target : target + num_bytes] = self.shared_memory[source : source + num_bytes]
+        self.sent[barrier] += num_bytes
+
+    def multiply_high_u32(self, a: Any, b: Any) -> Lanes:
+        return Uint32(np.asarray(a, np.uint64) * np.asarray(b, np.uint64) >> np.uint64(32))
+
+    def active_lanes(self) -> int:
+        return 2**32 - 1
