@@ -51,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     linear.add_argument("--rows", nargs="+", type=int, metavar="M", help="rows of x")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
+    linear.add_argument(
+        "--peers-from",
+        type=Path,
+        metavar="RECORD",
+        help="take peers that are missing here from a run of this command by another process on this GPU",
+    )
     linear.add_argument("--samples", type=int, default=15, help="timed calls per figure")
     linear.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     linear.set_defaults(run=_linear)
@@ -142,7 +148,12 @@ def _linear(options: argparse.Namespace) -> int:
 
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     peers = linear_peers.PEERS[:1] if options.no_peers else linear_peers.PEERS
-    linear.run(bench, rows=rows, all_bits=options.bits, peers=peers)
+    earlier = records.load(options.peers_from) if options.peers_from else None
+    try:
+        linear.run(bench, rows=rows, all_bits=options.bits, peers=peers, earlier=earlier)
+    except ValueError as error:
+        print(f"--peers-from {options.peers_from}: {error}", file=sys.stderr)
+        return 2
     return _finish(bench.recorder, linear.text)
 
 

@@ -93,14 +93,16 @@ def judge(record: Record) -> list[Verdict]:
 
 
 def _judge_moe(row: Record) -> list[Verdict]:
-    """The first product: few tokens against the floor, many against the peer and by their rate."""
+    """The first product: few tokens against the floor, many by their rate and against the peer, each doing the same
+    work: both gather rows, or neither."""
     tokens, model, first = row["shape"]["tokens"], row["shape"]["model"]["name"], row["first"]
     name, verdicts = f"moe: {row['name']}, first product", []
     if tokens <= MOE_FEW_TOKENS:
         verdicts.append(Verdict(f"{name}: ratio to the floor", first["floor_ratio"], MOE_FLOOR_RATIO, ""))
-    rival = row["peers"].get(MOE_RIVAL, {}).get("first_us")
-    if tokens >= MOE_MANY_TOKENS and rival:
-        verdicts.append(Verdict(f"{name}: time over {MOE_RIVAL}'s", first["us"] / rival, 1.0, ""))
+    for what, how in (("first", "rows by index"), ("in_order", "rows in order")):
+        rival = row["peers"].get(MOE_RIVAL, {}).get(f"{what}_us")
+        if tokens >= MOE_MANY_TOKENS and rival and what in row:
+            verdicts.append(Verdict(f"{name}, {how}: time over {MOE_RIVAL}'s", row[what]["us"] / rival, 1.0, ""))
     if (model, tokens) in MOE_RATES:
         rate = MOE_RATES[model, tokens]
         verdicts.append(Verdict(f"{name}: rate", first["tflops"], rate, "TFLOPS", at_most=False))
@@ -140,10 +142,13 @@ def _judge_linear(row: Record) -> list[Verdict]:
     if shape["m"] <= LINEAR_FEW_ROWS:
         limit = LINEAR_SMALL_FLOOR_RATIO if layer == LINEAR_SMALL else LINEAR_FLOOR_RATIO
         verdicts.append(Verdict(f"{name}: ratio to the floor", row["floor_ratio"], limit, ""))
-    peers = {peer: found["us"] for peer, found in row["peers"].items() if found["us"]}
+    # A peer that another process timed is compared with our time from there.
+    peers = {
+        peer: found.get("beside", {"us": us})["us"] / found["us"] for peer, found in row["peers"].items() if found["us"]
+    }
     if peers:
-        best = min(peers, key=peers.__getitem__)
-        verdicts.append(Verdict(f"{name}: time over {best}'s", us / peers[best], LINEAR_PEER_RATIO, ""))
+        best = max(peers, key=peers.__getitem__)
+        verdicts.append(Verdict(f"{name}: time over {best}'s", peers[best], LINEAR_PEER_RATIO, ""))
     if shape["m"] >= LINEAR_MANY_ROWS and layer in LINEAR_LARGE and shape["bits"] == 4:
         verdicts.append(Verdict(f"{name}: rate", row["tflops"], LINEAR_TFLOPS, "TFLOPS", at_most=False))
     return verdicts

@@ -30,6 +30,7 @@ def environment() -> dict[str, object]:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         record["gpu"] = properties.name
+        record["gpu_uuid"] = str(getattr(properties, "uuid", "")) or None
         record["num_sms"] = properties.multi_processor_count
         record["memory_bytes"] = properties.total_memory
         record["l2_bytes"] = getattr(properties, "L2_cache_size", None)

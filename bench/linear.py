@@ -9,28 +9,30 @@ from typing import Any
 
 import torch
 
+from bench import linear_apart
 from bench.linear_peers import GROUP_SIZE, PEERS, LinearPeer, Product, Weights
 from bench.peers import AGREEMENT, relative_error
 from bench.report import aligned, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
-from bench.timing import time_cold_in_turn
+from bench.timing import time_cold_in_turn, time_host
 from cute_kernels.linear import PackedWeight, linear
-from cute_kernels.linear.compile import LinearSpec
-from cute_kernels.linear.plan import FEW_ROWS
+from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.schedule import Problem, make_schedule
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
-from cute_kernels.linear.wgmma.schedule import make_tile_schedule
 from cute_kernels.runtime import KernelSpec
 
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
 ROWS = tuple(1 << i for i in range(14))
 QUICK_ROWS = (1, 16, 128, 1024)
 BITS = (4, 8)
+GPU = "NVIDIA H200"  # whose kernels are compiled ahead
 CHECKED_ROWS = 16
 MANY_FLOPS = 2e12  # of a call beyond which fewer samples do
 FEW_SAMPLES = 5
+HOST_ROWS = 16  # up to which the host's share of an eager call is measured: it does not depend on the rows
+HOST_CALLS = 100
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,7 @@ def specs(layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS
             for m in rows:
                 k_pad = padded_shape((n, k), GROUP_SIZE)[1]
                 problem = Problem(m, n, k, k_pad, bits, "bf16", GROUP_SIZE)
-                if m > FEW_ROWS:
-                    found[WgmmaSpec(make_tile_schedule(problem).config)] = None
-                else:
-                    found[LinearSpec(make_schedule(problem).config)] = None
+                found[spec_of(chosen(problem, GPU).config)] = None
     return list(found)
 
 
@@ -127,13 +126,21 @@ def run(
     rows: Iterable[int] = ROWS,
     all_bits: Iterable[int] = BITS,
     peers: Iterable[LinearPeer] = PEERS,
+    earlier: dict[str, Any] | None = None,
 ) -> None:
-    """One row per layer, width of codes and number of rows under the record's key "linear"."""
+    """One row per layer, width of codes and number of rows under the record's key "linear".
+
+    earlier: record of a run of another process, whose peers' times are taken over: see `linear_apart`. ValueError if
+    it is of another GPU, commit or protocol.
+    """
     found: list[dict[str, Any]] = []
     rows, peers = tuple(rows), tuple(peers)
+    if earlier is not None:
+        linear_apart.check(earlier, bench.recorder.data)
+        bench.recorder.set("peers_from", linear_apart.about(earlier))
     for n, k in layers:
         for bits in all_bits:
-            work = partial(_run_layer, bench, found, n, k, bits, rows, peers)
+            work = partial(_run_layer, bench, found, n, k, bits, rows, peers, earlier)
             bench.attempt(f"linear: w{bits}a16 {n} x {k}", work)
 
 
@@ -145,13 +152,15 @@ def _run_layer(
     bits: int,
     rows: Iterable[int],
     peers: Iterable[LinearPeer],
+    earlier: dict[str, Any] | None,
 ) -> None:
     layer = Layer.of(make_weights(n, k, bits), peers)
     dense = layer.weights.dense.float()
     for m in rows:
         shape = LinearShape(n, k, m, bits)
         try:
-            found.append(measure(bench, shape, layer, dense))
+            row = measure(bench, shape, layer, dense)
+            found.append(linear_apart.with_peers(row, earlier) if earlier else row)
         except Exception as error:
             what = f"linear: {shape.format} {shape.name}"
             bench.say(f"{what}: FAILED: {bench.recorder.add_failure(what, error)[:300]}")
@@ -181,6 +190,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer, dense: torch.Tensor)
     times = time_cold_in_turn(calls, bench.flush, protocol)
     us = times.pop("")
     floor = bench.floor(shape.weight_bytes)
+    host_us = round(time_host(own, HOST_CALLS).median_us, 2) if shape.m <= HOST_ROWS else None
     return {
         "name": shape.name,
         "format": shape.format,
@@ -188,6 +198,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer, dense: torch.Tensor)
         "weight_bytes": shape.weight_bytes,
         "error": error,
         "us": us.as_dict(),
+        "host_us": host_us,
         "tflops": shape.flops / us.median_us * 1e-6,
         "floor": {"us": floor.us, "kernel": floor.kernel},
         "floor_ratio": us.median_us / floor.us,
@@ -220,7 +231,7 @@ def text(record: dict[str, Any]) -> str:
     """The run as an aligned table."""
     rows = record.get("linear", [])
     names = list(dict.fromkeys(name for row in rows for name, peer in row["peers"].items() if peer["us"] is not None))
-    cells = [["format", "N x K", "M", "us", "min", "floor", "/ floor", "TFLOPS", *names]]
+    cells = [["format", "N x K", "M", "us", "min", "floor", "/ floor", "host", "TFLOPS", *names]]
     cells += [_cells(row, names) for row in rows]
     reasons = {
         f"{name} ({row['format']})": peer["why_not"]
@@ -250,6 +261,7 @@ def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:
         number(row["us"]["min_us"]),
         number(row["floor"]["us"]),
         number(row["floor_ratio"], 2),
+        number(row.get("host_us")),
         number(row["tflops"], 0),
         *(number(row["peers"].get(name, {}).get("us")) for name in peers),
     ]

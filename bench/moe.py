@@ -32,6 +32,7 @@ GROUP_SIZE, BITS = 128, 4
 CHECKED_TOKENS = 8
 TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
 HOST_TOKENS = 8
+COMPARED = ("first", "in_order", "layer")  # with peers: the first product of rows by index and of rows in order, all
 
 
 @dataclass(frozen=True)
@@ -202,13 +203,13 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer, peers: Iterable[MoePeer
     protocol = bench.protocol
     if shape.flops(0) > MANY_FLOPS:
         protocol = replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
-    timed = {"first": {"": calls["first"]}, "layer": {"": calls["layer"]}}
+    timed = {what: {"": calls[what]} for what in COMPARED}
     why_not: dict[str, str] = {}
     for peer in peers:
         reason = peer.missing() or _disagreement(peer, layer.dense, routed, chosen, want)
         if reason is None:
-            timed["first"][peer.name] = partial(peer.first, layer.dense, routed)
-            timed["layer"][peer.name] = partial(peer.layer, layer.dense, routed)
+            for what in COMPARED:
+                timed[what][peer.name] = partial(getattr(peer, what), layer.dense, routed)
         else:
             why_not[peer.name] = reason
     times = {what: time_cold_in_turn(these, bench.flush, protocol) for what, these in timed.items()}
@@ -218,6 +219,7 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer, peers: Iterable[MoePeer
     first_bytes, second_bytes = (shape.weight_bytes(i, active) for i in range(2))
     floors = [bench.floor(size // 64 * 64).us for size in (first_bytes, second_bytes, first_bytes + second_bytes)]
     own_us = times["first"].pop("").median_us, second.median_us, graph.median_us
+    in_order = times["in_order"].pop("").median_us
     return {
         "name": shape.name,
         "shape": {"model": asdict(model), "tokens": shape.tokens},
@@ -225,29 +227,28 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer, peers: Iterable[MoePeer
         "most_rows": int(routed.counts.max()),
         "error": error,
         "first": _product(own_us[0], floors[0], shape.flops(0)),
+        "in_order": _product(in_order, floors[0], shape.flops(0)),
         "second": _product(own_us[1], floors[1], shape.flops(1)),
         "layer": _product(own_us[2], floors[2], shape.flops(0) + shape.flops(1)),
         "eager_us": times["layer"].pop("").median_us,
-        "peers": {
-            name: {"first_us": times["first"][name].median_us, "layer_us": times["layer"][name].median_us}
-            for name in times["first"]
-        }
-        | {name: {"first_us": None, "layer_us": None, "why_not": reason} for name, reason in why_not.items()},
+        "peers": {name: {f"{what}_us": times[what][name].median_us for what in COMPARED} for name in times["first"]}
+        | {name: {f"{what}_us": None for what in COMPARED} | {"why_not": reason} for name, reason in why_not.items()},
     }
 
 
 def _own_calls(
     layer: Layer, inputs: Inputs, routed: Routed, own: Callable[[], object]
 ) -> Mapping[str, Callable[[], object]]:
-    """The layer, its first product as the layer computes it, with rows by index, and its second."""
+    """The layer, its first product as the layer computes it, with rows by index, and of rows in order, its second."""
     routing = launch_routing(inputs.ids, len(layer.gate_up))
     hidden = grouped_linear(inputs.x, layer.gate_up, routing.offsets, rows=routing.rows, activation="swiglu")
     first = partial(
         grouped_linear, inputs.x, layer.gate_up, routing.offsets, rows=routing.rows, activation="swiglu", out=hidden
     )
+    in_order = partial(grouped_linear, routed.sorted_x, layer.gate_up, routing.offsets, activation="swiglu", out=hidden)
     results = grouped_linear(hidden, layer.down, routing.offsets)
     second = partial(grouped_linear, hidden, layer.down, routing.offsets, out=results)
-    return {"first": first, "second": second, "layer": own}
+    return {"first": first, "in_order": in_order, "second": second, "layer": own}
 
 
 def _product(us: float, floor_us: float, flops: int) -> dict[str, float]:
@@ -289,8 +290,19 @@ def text(record: dict[str, Any]) -> str:
     """The run as an aligned table."""
     rows = record.get("moe", [])
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    header = ["model", "tokens", "active", "rows", "first us", "/ floor", "TFLOPS", "second us", "/ floor"]
-    header += ["layer us", "/ floor", "eager", *(f"{name}: {what}" for name in names for what in ("first", "layer"))]
+    header = [
+        "model",
+        "tokens",
+        "active",
+        "rows",
+        "first us",
+        "/ floor",
+        "TFLOPS",
+        "in order us",
+        "second us",
+        "/ floor",
+    ]
+    header += ["layer us", "/ floor", "eager", *(f"{name}: {what}" for name in names for what in COMPARED)]
     lines = [str(record["environment"]["gpu"]), "", *aligned([header, *(_cells(row, names) for row in rows)]), ""]
     reasons = {name: peer["why_not"] for row in rows for name, peer in row["peers"].items() if "why_not" in peer}
     lines += [f"{name}: {reason}" for name, reason in reasons.items()]
@@ -314,10 +326,11 @@ def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:
         number(first["us"]),
         number(first["floor_ratio"], 2),
         number(first["tflops"], 0),
+        number(row.get("in_order", {}).get("us")),
         number(second["us"]),
         number(second["floor_ratio"], 2),
         number(layer["us"]),
         number(layer["floor_ratio"], 2),
         number(row["eager_us"]),
-        *(number(row["peers"].get(name, {}).get(what)) for name in peers for what in ("first_us", "layer_us")),
+        *(number(row["peers"].get(name, {}).get(f"{what}_us")) for name in peers for what in COMPARED),
     ]

@@ -30,7 +30,7 @@ class Routed:
     """Tokens and their experts, and for the first product alone the rows as it takes them.
 
     x: [T, K]; ids: int32 [T, topk]; weights: fp32 [T, topk]; order: assignments by expert; counts: of each expert;
-    ends: int32 [E]; sorted_x: [T * topk, K].
+    ends: int32 [E]; rows: of x, in this order; sorted_x: [T * topk, K].
     """
 
     x: torch.Tensor
@@ -39,6 +39,7 @@ class Routed:
     order: torch.Tensor
     counts: torch.Tensor
     ends: torch.Tensor
+    rows: torch.Tensor
     sorted_x: torch.Tensor
 
     @staticmethod
@@ -47,16 +48,19 @@ class Routed:
         order = flat.argsort(stable=True)
         ones = torch.ones_like(flat)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, ones)
-        return Routed(x, ids, weights, order, counts, counts.cumsum(0).int(), x[order // ids.shape[1]])
+        rows = order // ids.shape[1]
+        return Routed(x, ids, weights, order, counts, counts.cumsum(0).int(), rows, x.index_select(0, rows))
 
 
 @dataclass(frozen=True)
 class MoePeer:
-    """`first`: the first product of tokens that are sorted already; `layer`: all of it, from ids to sums."""
+    """`first`: the first product of rows by index; `in_order`: of rows that lie in the order of the places already;
+    `layer`: all of it, from ids to sums."""
 
     name: str
     missing: Callable[[], str | None]
     first: Callable[[DenseExperts, Routed], torch.Tensor]
+    in_order: Callable[[DenseExperts, Routed], torch.Tensor]
     layer: Callable[[DenseExperts, Routed], torch.Tensor]
 
 
@@ -70,6 +74,10 @@ def _torch_missing() -> str | None:
 
 
 def _torch_first(dense: DenseExperts, routed: Routed) -> torch.Tensor:
+    return _grouped_mm(routed.x.index_select(0, routed.rows), dense.gate_up, routed.ends)
+
+
+def _torch_in_order(dense: DenseExperts, routed: Routed) -> torch.Tensor:
     return _grouped_mm(routed.sorted_x, dense.gate_up, routed.ends)
 
 
@@ -83,4 +91,4 @@ def _torch_layer(dense: DenseExperts, routed: Routed) -> torch.Tensor:
     return out.index_add_(0, again.order // topk, results).to(torch.bfloat16)
 
 
-PEERS = (MoePeer("torch grouped bf16", _torch_missing, _torch_first, _torch_layer),)
+PEERS = (MoePeer("torch grouped bf16", _torch_missing, _torch_first, _torch_in_order, _torch_layer),)

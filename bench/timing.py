@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 FLUSH_BYTES = 256 << 20
+CLOCKS_PER_US = 2000  # of the GPU, at most about
+HEAD_START = 2.0  # of the host before the GPU, in times that it took to launch the same calls; events come on top
+MAX_HEAD_START_US = 50_000  # calls that wait for the GPU would ask for any amount
 
 
 @dataclass(frozen=True)
@@ -59,26 +62,8 @@ class ColdL2:
 
 
 def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL) -> Timing:
-    """Times `call` with CUDA events on the current stream, `flush` running before each call, outside the events.
-
-    All samples are enqueued without waiting. The flush keeps the GPU busy longer than the host needs to enqueue the
-    next call, so an event pair encloses GPU work (and the launch's own latency), not the host.
-    """
-    for _ in range(protocol.warmup):
-        flush()
-        call()
-    torch.cuda.synchronize()
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(protocol.samples)
-    ]
-    flush()  # a head start for the host over the first sample
-    for start, stop in events:
-        flush()
-        start.record()
-        call()
-        stop.record()
-    torch.cuda.synchronize()
-    return Timing.of([1e3 * start.elapsed_time(stop) for start, stop in events])
+    """Times `call` with CUDA events on the current stream, `flush` running before each call, outside the events."""
+    return time_cold_in_turn({"": call}, flush, protocol)[""]
 
 
 def time_cold_in_turn(
@@ -87,13 +72,18 @@ def time_cold_in_turn(
     """As `time_cold`, for several calls by name, one sample of each after the other.
 
     What slows a GPU down for a while, such as its power limit after some long products, then meets all of them alike.
+
+    All samples are queued behind a kernel that runs for as long as the host takes to do so. Thus an event pair encloses
+    GPU work and the launch's own latency, never the host: a flush of some 60 us alone would not hide every call.
     """
     for call in calls.values():
         for _ in range(protocol.warmup):
             flush()
             call()
-    torch.cuda.synchronize()
+    round_us = _host_us_of_a_round(calls, flush)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    head_start_us = min(HEAD_START * round_us * protocol.samples, MAX_HEAD_START_US)
+    torch.cuda._sleep(int(CLOCKS_PER_US * head_start_us))
     flush()
     for _ in range(protocol.samples):
         for name, call in calls.items():
@@ -105,6 +95,18 @@ def time_cold_in_turn(
             events[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: Timing.of([1e3 * a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
+
+
+def _host_us_of_a_round(calls: Mapping[str, Callable[[], object]], flush: Callable[[], None]) -> float:
+    """Microseconds that the host takes to launch each call once."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for call in calls.values():
+        flush()
+        call()
+    taken = 1e6 * (time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return taken
 
 
 def capture(call: Callable[[], object], warmup: int = 2) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cutlass import AddressSpace, Float32, Int32, Int64, cute
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cute
 
 from cute_kernels.runtime import compile_options
 from cute_kernels.runtime.workspace import POOL
@@ -53,6 +53,27 @@ def append(
     pass
 
 
+@cute.jit
+def product(
+    x: cute.Tensor, codes: Int64, scales: Int64, zeros: Int64, bias: Int64, residual: Int64, out: Int64,
+    workspace: Int64, n: Int32, num_tiles: Int32, units: Int32, slices: Int32, groups: Int32, parts: Int32,
+    activation: Int32, out_kind: Int32,
+):  # fmt: skip
+    pass
+
+
+@functools.cache
+def product_function(config: Any) -> Any:
+    """Of a weight-only linear layer, for few rows or for many."""
+    dtype = BFloat16 if config.dtype == "bf16" else Float16
+    shape = cute.sym_int(), cute.sym_int(divisibility=8)
+    x = cute.runtime.make_fake_compact_tensor(
+        dtype, shape, stride_order=(1, 0), assumed_align=16, memspace=AddressSpace.generic
+    )
+    arguments = (x, *[Int64(0)] * 7, *[Int32(0)] * 8)
+    return cute.compile(product, *arguments, options=compile_options("sm_90a"))
+
+
 @functools.cache
 def attention_function(config: Any) -> Any:
     from cute_kernels.attention.compile import fake_arguments
@@ -89,7 +110,7 @@ def standing_in(
 
     patch.setattr(plan, "load", load)
     patch.setattr(plan, "arch_of", lambda index: "sm_90a")
-    patch.setattr(plan, "empty_strided", new)
+    patch.setattr(plan, "empty_strided", new, raising=False)
     patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's device
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     patch.setattr(POOL, "get", lambda index, stream, num_words: num_words)

@@ -255,7 +255,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         reason = cannot_read(format_of(name), head_dim)
         if reason is not None:
             raise ValueError(f"kv_format: {reason}")
-    blocks, blocks_per_warp = query_blocks(problem)
+    blocks, _ = query_blocks(problem)
     with_headers = [has_headers(format_of(name)) for name in names]
     if not any(with_headers):
         make, counts = bare_config, (1, 2, 4)
@@ -266,18 +266,19 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, 4) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
-    if blocks_per_warp == MAX_BLOCKS_PER_WARP:
+    borrows = _borrows_registers(problem)
+    if borrows:
         counts = (1,)
-    return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas))) for ctas in counts))
+    return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts))
 
 
-def _with_copy_warps(config: DecodeConfig) -> DecodeConfig:
+def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
     """``config`` with as many copying warps as its tiles' copies want and its registers allow.
 
-    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. Where warps
-    carry four blocks of queries, four copying ones lend theirs.
+    An SM's four partitions take a warp each in turn: as many as fill up the last turn cost no registers. ``borrows``:
+    whether four copying warps lend theirs to eight attending ones.
     """
-    if "word" in config.copies or (config.blocks_per_warp, config.num_warps) == (MAX_BLOCKS_PER_WARP, TARGET_WARPS):
+    if "word" in config.copies or (borrows and config.num_warps == TARGET_WARPS):
         return _change(config, copy_warps=MAX_COPY_WARPS)
     wanted = min(MAX_COPY_WARPS, -(-copies_per_tile(config) // COPIES_PER_WARP))
     turns = -(-config.ctas_per_sm * (config.num_warps + 1) // SM_PARTITIONS)
@@ -317,10 +318,21 @@ def _fits_four_blocks(problem: Problem) -> bool:
     )
 
 
+def _borrows_registers(problem: Problem) -> bool:
+    """Whether eight warps want more registers than 168: with four blocks of queries each, or two of INT4 with groups.
+
+    Two blocks with four groups take 218, and no two CTAs of an SM have them. What is spilled finds no room in the L1
+    cache beside the ring: every such load goes to the L2 cache.
+    """
+    forms = [format_of(name) for name in (problem.k_format, problem.v_format)]
+    grouped = all(isinstance(form, Int4Format) for form in forms) and max(num_groups(form) for form in forms) > 1
+    blocks_per_warp = query_blocks(problem)[1]
+    return blocks_per_warp == MAX_BLOCKS_PER_WARP or (blocks_per_warp == 2 and grouped)
+
+
 def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -> int:
     """KV heads of a CTA such that a token's rows can be copied in bulk, 0 if there is no such number."""
-    four_blocks = query_blocks(problem)[1] == MAX_BLOCKS_PER_WARP
-    most = (TARGET_WARPS if four_blocks else MAX_WARPS) // num_query_blocks
+    most = (TARGET_WARPS if _borrows_registers(problem) else MAX_WARPS) // num_query_blocks
     dims = (problem.head_dim, problem.v_head_dim)
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
@@ -422,8 +434,14 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _takes_one_block(config: DecodeConfig) -> bool:
-    """Whether a warp has no registers for a second block of tokens, since it would keep the queries for it."""
-    return config.shares_queries and max(config.head_dims) > 64
+    """Whether a warp has no registers for a second block of tokens, since it would keep the queries for it.
+
+    With two blocks of queries and eight groups it has too few for one block of tokens: 18 spills in the loop instead
+    of 88 for two.
+    """
+    most_groups = max(num_groups(form) for form in config.formats)
+    crowded = config.shares_queries or (config.blocks_per_warp == 2 and most_groups == 8)
+    return crowded and max(config.head_dims) > 64
 
 
 def _num_stages(config: DecodeConfig, ctas_per_sm: int) -> int:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_kernels.device import ptx
+
+
+def in_pairs(combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
+    """``combine`` over a lane's own values as a tree, so that no more than log2 of them wait for each other."""
+    while len(values) > 1:
+        pairs = [combine(values[i], values[i + 1]) for i in range(0, len(values) - 1, 2)]
+        values = pairs + list(values[len(values) & ~1 :])
+    return values[0]
 
 
 def over_lanes(combine: Callable[[Any, Any], Any], value: Any, offsets: Iterable[int]) -> Any:

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
-from cute_kernels.device.lanes import neighbours, over_lanes
+from cute_kernels.device.lanes import in_pairs, neighbours, over_lanes
 from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, format_of
 from layouts.kv.e5m2 import E5M2_MAX
 from layouts.kv.int4 import FP16_MAX, MAX_CODE
@@ -165,6 +165,7 @@ class DenseRow:
     runs: int = 1
 
     num_statistics: ClassVar[int] = 0
+    num_steps: ClassVar[int] = 0
     has_header: ClassVar[bool] = False
     given_scale: ClassVar[None] = None
 
@@ -180,7 +181,7 @@ class DenseRow:
     def codes(self) -> Piece:
         return self.elements.piece
 
-    def encode(self, values, statistics, scale) -> tuple[list[Uint32], None]:
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], None]:
         return self.elements.pack(values), None
 
     def decode(self, words, header, scale) -> list[Float32]:
@@ -191,8 +192,9 @@ class DenseRow:
 class CodedRow:
     """Common part of rows of small codes, in front of which a word per group may hold its scale.
 
-    Quantising goes in steps, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
-    if that is `unusual`, `reduce` over the group, `encode`.
+    Quantising goes in parts, so that a kernel may branch between them: `measure` what a lane holds, `repair` its values
+    if that is `unusual`, `reduce` over the group, and `encode`. Rows of bytes with one divisor, or one per group, go
+    another way round: `find_steps`, and if these or what they divide are `awkward`, `tame` both.
 
     Args:
         kv_format: name of the format.
@@ -207,6 +209,7 @@ class CodedRow:
     runs: int = 1
 
     code_bits: ClassVar[int]
+    num_steps: ClassVar[int] = 0
     set_statistics: ClassVar[int]
     """What `measure` says of a lane's values of one set."""
 
@@ -297,10 +300,7 @@ class NibbleRow(CodedRow):
         """The smallest and the largest value of each of the lane's sets; NaN if there is one."""
         found = []
         for own in (self.of_set(values, s) for s in range(self.sets)):
-            low, high = own[0], own[0]
-            for value in own[1:]:
-                low, high = numbers.min_or_nan(low, value), numbers.max_or_nan(high, value)
-            found += [low, high]
+            found += [in_pairs(numbers.min_or_nan, own), in_pairs(numbers.max_or_nan, own)]
         return found
 
     def unusual(self, statistics):
@@ -312,7 +312,7 @@ class NibbleRow(CodedRow):
         combine = (numbers.fmin, ptx.fmax)
         return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
 
-    def encode(self, values, statistics, scale) -> tuple[list[Uint32], list[Uint32]]:
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32]]:
         """Codes in whole words, and the words of the lane's groups."""
         rounded, header = [], []
         for s in range(self.sets):
@@ -372,13 +372,20 @@ class ByteRow(CodedRow):
         return E5M2_MAX if self.code_name == "e5m2" else FP32_MAX
 
     @property
+    def num_steps(self) -> int:  # type: ignore[override]
+        """Divisors of the lane's values; 0 if there are none, or one for every column."""
+        if self.code_name == "e5m2" or self.given_scale == "channel":
+            return 0
+        return self.sets
+
+    @property
     def num_headers(self) -> int:
         return self.form.header_bytes // 4
 
     def measure(self, values) -> list[Float32]:
         """The largest magnitude of each of the lane's sets; NaN if there is one."""
         sets = [[ptx.absolute(value) for value in self.of_set(values, s)] for s in range(self.sets)]
-        return [functools.reduce(numbers.max_or_nan, sizes) for sizes in sets]
+        return [in_pairs(numbers.max_or_nan, sizes) for sizes in sets]
 
     def unusual(self, statistics):
         return ~functools.reduce(operator.and_, [statistics[s] <= self.limit for s in range(self.sets)])
@@ -397,27 +404,43 @@ class ByteRow(CodedRow):
         offset = Int64(head) * 4 if self.given_scale == "head" else Int64(0)
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
-    def encode(self, values, statistics, scale) -> tuple[list[Uint32], list[Uint32] | None]:
-        """Codes in whole words, and the words of the lane's groups if rows have them."""
+    def find_steps(self, statistics, scale) -> list[Float32]:
+        """What the lane's sets are divided by; kept apart from `tame`'s, since headers hold these."""
+        if self.has_header:
+            return [_over_constant(statistics[s], CODE_MAX[self.code_name]) for s in range(self.sets)]
+        return list(scale)
+
+    def awkward(self, statistics, steps):
+        """Whether a plain quotient could go wrong, or would saturate: next to never. NaN counts as that, too."""
+        plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]
+        if not self.has_header:
+            plain.append(statistics[0] <= numbers.multiply(steps[0], Float32(CODE_MAX[self.code_name])))
+        return ~functools.reduce(operator.and_, plain)
+
+    def tame(self, value: Float32, step: Float32) -> tuple[Float32, Float32]:
+        """A value and a divisor that are not `awkward`, with the code of those that may be."""
+        divisor = _Divisor(step, None if self.has_header else CODE_MAX[self.code_name])
+        return divisor.tame(self.repair(value)), divisor.tame_step
+
+    def encode(self, values, statistics, steps, scale) -> tuple[list[Uint32], list[Uint32] | None]:
+        """Codes in whole words, and the words of the lane's groups if rows have them.
+
+        steps: `find_steps`', tamed as the values are if they were `awkward`.
+        """
         if self.code_name == "e5m2":
             return self._pack([values[i] for i in range(self.count)]), None
-        largest = CODE_MAX[self.code_name]
-        if self.has_header:
-            steps = [_over_constant(statistics[s], largest) for s in range(self.sets)]
-            sets = [(self.of_set(values, s), [_Divisor(step)]) for s, step in enumerate(steps)]
-            words = [word for own, divisor in sets for word in self._scaled(own, divisor * len(own))]
-            return words, [numbers.bits(step) for step in steps]
-        divisors = [_Divisor(step, largest) for step in scale]
-        return self._scaled(values, divisors if len(divisors) > 1 else divisors * self.count), None
-
-    def _scaled(self, values, divisors: list[_Divisor]) -> list[Uint32]:
-        ratios = [divisor.divide(values[i]) for i, divisor in enumerate(divisors)]
-        if self.code_name == "e4m3":  # keeps the sign of a zero
-            ratios = [numbers.with_sign_of(ratio, values[i]) for i, ratio in enumerate(ratios)]
-        if divisors[0] is divisors[-1]:
-            return [word & divisors[0].mask for word in self._pack(ratios)]
-        # Masked before they are packed: every code has a divisor of its own.
-        return self._pack([divisor.or_zero(ratio) for divisor, ratio in zip(divisors, ratios, strict=True)])
+        if not self.num_steps:
+            divisors = [_Divisor(step, CODE_MAX[self.code_name]) for step in scale]
+            ratios = [divisor.divide(values[i]) for i, divisor in enumerate(divisors)]
+            return self._pack([d.or_zero(ratio) for d, ratio in zip(divisors, ratios, strict=True)]), None
+        ratios = []
+        for s in range(self.num_steps):
+            reciprocal = _reciprocal(steps[s])
+            size = self.count // self.num_steps
+            own = [values[i] for i in range(s * size, (s + 1) * size)]
+            ratios += [_quotient(value, steps[s], reciprocal) for value in own]
+        header = [numbers.bits(step) for step in self.find_steps(statistics, scale)] if self.has_header else None
+        return self._pack(ratios), header
 
     def _pack(self, ratios: list[Float32]) -> list[Uint32]:
         """Ratios rounded to codes, four to a word; the last word of a run may hold fewer."""
@@ -476,7 +499,7 @@ def make_row(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> CacheR
 class _Divisor:
     """A divisor that several numbers are divided by, each quotient rounded as IEEE's.
 
-    A quotient by a divisor that is not above 0 (NaN included) counts as 0: ``mask`` and `or_zero` see to it.
+    A quotient by a divisor that is not above 0 (NaN included) counts as 0: `or_zero` and `tame` see to it.
 
     Args:
         step: the divisor.
@@ -490,15 +513,27 @@ class _Divisor:
         # Dividing by infinity: 0 for both makes every quotient a zero of the right sign.
         self.step = cutlass.select_(finite, numbers.multiply(step, self.factor), Float32(0.0))
         self.reciprocal = cutlass.select_(finite, _reciprocal(self.step), Float32(0.0))
-        self.positive = step > 0.0
-        self.mask = cutlass.select_(self.positive, Uint32(0xFFFFFFFF), Uint32(0))
+        self.positive, self.finite = step > 0.0, finite
         self.bound = None if largest is None else numbers.multiply(self.step, Float32(largest))
 
     def divide(self, value: Float32) -> Float32:
+        return _quotient(self._scaled(value), self.step, self.reciprocal)
+
+    def tame(self, value: Float32) -> Float32:
+        """What divided by `tame_step` without more ado gives the quotient."""
+        value = self._scaled(value)
+        value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
+        return self.or_zero(value)
+
+    @property
+    def tame_step(self) -> Float32:
+        return cutlass.select_(self.finite, self.step, Float32(1.0))
+
+    def _scaled(self, value: Float32) -> Float32:
         value = numbers.multiply(value, self.factor)
         if self.bound is not None:
             value = ptx.fmax(numbers.fmin(value, self.bound), -self.bound)
-        return _quotient(value, self.step, self.reciprocal)
+        return value
 
     def or_zero(self, quotient: Float32) -> Float32:
         return cutlass.select_(self.positive, quotient, Float32(0.0))
@@ -522,8 +557,9 @@ def _quotient(value: Float32, divisor: Float32, reciprocal: Float32, last=None) 
     last: the multiply-add that rounds it, default the plain one.
     """
     quotient = numbers.multiply(value, reciprocal)
-    remainder = ptx.fma(-divisor, quotient, value)
-    return (last or ptx.fma)(remainder, reciprocal, quotient)
+    # The remainder's negative: where all is 0 it is +0, times -1 / divisor -0, and the quotient keeps its sign.
+    remainder = ptx.fma(divisor, quotient, -value)
+    return (last or ptx.fma)(remainder, -reciprocal, quotient)
 
 
 def _over_constant(value: Float32, divisor: float) -> Float32:

@@ -15,18 +15,31 @@ def encode_row(cache_row, values, given):
     changed where one is NaN or out of range; given: what `load_given` gave.
     """
     statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
+    steps = cute.make_rmem_tensor(max(cache_row.num_steps, 1), Float32)
     if const_expr(cache_row.num_statistics > 0):
         for i, value in enumerate(cache_row.measure(values)):
             statistics[i] = value
-        # Once at most. As an `if` it would be predicated: 60 instructions issued for every row.
-        while cute.arch.vote_any_sync(cache_row.unusual(statistics)):
-            for i in cutlass.range_constexpr(cache_row.count):
-                values[i] = cache_row.repair(values[i])
-            for i, value in enumerate(cache_row.measure(values)):
+        if const_expr(cache_row.num_steps == 0 or cache_row.has_header):
+            # Once at most. As an `if` it would be predicated: 60 instructions issued for every row.
+            while cute.arch.vote_any_sync(cache_row.unusual(statistics)):
+                for i in cutlass.range_constexpr(cache_row.count):
+                    values[i] = cache_row.repair(values[i])
+                for i, value in enumerate(cache_row.measure(values)):
+                    statistics[i] = value
+            for i, value in enumerate(cache_row.reduce(statistics)):
                 statistics[i] = value
-        for i, value in enumerate(cache_row.reduce(statistics)):
-            statistics[i] = value
-    return cache_row.encode(values, statistics, given)
+    if const_expr(cache_row.num_steps > 0):
+        for i, step in enumerate(cache_row.find_steps(statistics, given)):
+            steps[i] = step
+        awkward = cute.arch.vote_any_sync(cache_row.awkward(statistics, steps))
+        while awkward:  # once at most
+            size = cache_row.count // cache_row.num_steps
+            for s in cutlass.range_constexpr(cache_row.num_steps):
+                step = steps[s]
+                for i in cutlass.range_constexpr(size):
+                    values[s * size + i], steps[s] = cache_row.tame(values[s * size + i], step)
+            awkward = awkward & False
+    return cache_row.encode(values, statistics, steps, given)
 
 
 def store_row(cache_row, encoded, address, team_lane) -> None:

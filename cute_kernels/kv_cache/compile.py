@@ -46,7 +46,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: append with RoPE over the whole head in Llama's order.
+    """What bundles hold and the gates compile: append with RoPE over the whole head in Llama's order, for decode and
+    for everything else.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """
@@ -62,7 +63,7 @@ def shipped_specs() -> list[KernelSpec]:
         for head_dim in (64, 256)
         for name in SHIPPED_SMALL_FORMATS
     ]
-    return [AppendSpec(config) for config in configs]
+    return [AppendSpec(kernel) for config in configs for kernel in (config.for_decode(), config)]
 
 
 def compile_append(config: AppendConfig, arch: str, *options: str) -> Any:

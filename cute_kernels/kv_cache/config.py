@@ -1,7 +1,7 @@
 """Every compile-time choice of the kernels that write and read cache rows, as data. No GPU types here."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_kernels.kv_formats import HEAD_DIMS, Int4Format, KvFormat, format_of
 from cute_kernels.sm90 import WARP_THREADS
@@ -57,6 +57,8 @@ class AppendConfig:
         q_rows_per_kv_row: a team takes so many times as many q heads as others take KV heads.
         lane_columns: columns that a lane owns of a row that is split, if that makes a power of two of lanes.
         split: where RoPE allows, a lane owns a run of columns of each half of a row, so that it has both of each pair.
+        decode: every token is its request's only one, at the end of its length: no slots, position ids or bounds of
+            requests, whose code would be fetched, or jumped over, by every warp; see `for_decode`.
         leads: attention over the same caches is launched as its programmatic dependent: it lets that one start
             early, on SMs whose shared memory it leaves alone.
     """
@@ -77,6 +79,15 @@ class AppendConfig:
     lane_columns: int = 2 * LANE_ELEMENTS
     leads: bool = False
     split: bool = True
+    decode: bool = False
+
+    def for_decode(self) -> "AppendConfig":
+        """The kernel that does the same where ``decode`` holds, sooner.
+
+        A warp runs most of its code once then, and waits for instructions longer than for arithmetic: twice the lanes
+        to a row have half as many to fetch.
+        """
+        return replace(self, decode=True, lane_columns=LANE_ELEMENTS)
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -107,6 +118,11 @@ class AppendConfig:
         return self.num_warps * WARP_THREADS
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that an SM is reckoned to hold at a time."""
+        return DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
+
+    @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
@@ -114,8 +130,7 @@ class AppendConfig:
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
-        extras += f"l{self.lane_columns}"
-        extras += "h" * self.split + "_leads" * self.leads
+        extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
@@ -201,6 +216,7 @@ class BulkConfig:
 
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 CTAS_PER_SM = 9  # that fit with the registers the append kernels need
+DECODE_CTAS_PER_SM = 16  # those for decode need fewer
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 

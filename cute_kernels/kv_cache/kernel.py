@@ -21,7 +21,6 @@ from cute_kernels.device.lanes import lane_sum, neighbours
 from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
-    CTAS_PER_SM,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
@@ -136,10 +135,10 @@ class AppendKernel:
         # grid neighbours are chunks of the same tokens, which lie side by side in memory.
         by_kind = blocks * chunks <= wave
         # Attention's copies hold up the loads of CTAs on the same SMs, and so itself, unless these are few.
-        few = blocks * chunks * CTAS_PER_SM <= wave
+        few = blocks * chunks * config.ctas_per_sm <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
-        self.kernel(inputs, targets, where, extras, phase_steps, rope_factor, shares).launch(
+        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
             grid=(
                 Int32(cutlass.select_(by_kind, blocks, chunks)),
                 Int32(cutlass.select_(by_kind, chunks, rest)),
@@ -157,14 +156,15 @@ class AppendKernel:
     @cute.kernel
     def kernel(
         self,
-        inputs: "Inputs",
-        targets: "Targets",
-        where: "Where",
-        extras: "Extras",
-        phase_steps: Int64,
-        rope_factor: Float32,
         shares: "Shares",
+        inputs: "Inputs",
+        where: "Where",
+        phase_steps: Int64,
+        targets: "Targets",
+        extras: "Extras",
+        rope_factor: Float32,
     ):
+        # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
         config = self.config
         if const_expr(config.leads):
             if shares.few:
@@ -194,7 +194,8 @@ class AppendKernel:
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
-            position = cutlass.select_(where.position_ids != 0, own, position)
+            if const_expr(not config.decode):
+                position = cutlass.select_(where.position_ids != 0, own, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
@@ -229,16 +230,19 @@ class AppendKernel:
         """
         length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
-        if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
+        if const_expr(self.config.decode):
             length = _load_word(where.seq_lens, token)
-        if (where.slots | where.position_ids) != 0:
-            if (where.slots != 0) & ~is_q:
-                words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
-                slot_words[0], slot_words[1] = words[0], words[1]
-            if where.position_ids != 0:
-                shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
-                # Of 64-bit positions the lower half: they fit it.
-                own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
+        else:
+            if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
+                length = _load_word(where.seq_lens, token)
+            if (where.slots | where.position_ids) != 0:
+                if (where.slots != 0) & ~is_q:
+                    words = ptx.load_global_words(where.slots + Int64(token) * 8, 0, 2)
+                    slot_words[0], slot_words[1] = words[0], words[1]
+                if where.position_ids != 0:
+                    shift = Int64(token) * cutlass.select_((where.mode & WIDE_POSITIONS) != 0, Int64(8), Int64(4))
+                    # Of 64-bit positions the lower half: they fit it.
+                    own = ptx.load_global_words(where.position_ids + shift, 0, 1)[0].to(Int32)
         if const_expr(self.config.rope != "none"):
             # Teams of v heads, too: a condition would cost the others more than it saves.
             for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
@@ -248,7 +252,11 @@ class AppendKernel:
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Asks for the team's first rows; nothing waits for them yet."""
-        if is_q:
+        if const_expr(self.config.decode and self.k_elements == self.v_elements):  # one copy of the code for all
+            most = cutlass.select_(is_q, Int32(self.config.q_rows_in_flight), Int32(self.config.rows_in_flight))
+            ahead = max(self.config.q_rows_in_flight, self.config.rows_in_flight)
+            self.fetch_rows(raw, source, self.k_elements, ahead, cutlass.min(count, most), lane)
+        elif is_q:
             self.fetch_rows(raw, source, self.k_elements, self.config.q_rows_in_flight, count, lane)
         elif is_v:
             self.fetch_rows(raw, source, self.v_elements, self.config.rows_in_flight, count, lane)
@@ -271,6 +279,12 @@ class AppendKernel:
         q heads look for none.
         """
         position, page, row = Int32(0), Int32(-1), Int32(0)
+        if const_expr(self.config.decode):
+            position = length - 1
+            inside = position >= 0
+            if ~is_q:
+                page, row, inside = self.find_page(where, token, position, inside)
+            return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
             ahead = Int32(1)  # tokens from this one to the request's end
@@ -290,16 +304,22 @@ class AppendKernel:
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
             else:
-                index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
-                row = position - index * where.page_size
-                if where.mode & HAS_TABLE != 0:
-                    inside = inside & (index < where.max_pages)
-                    entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-                    page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
-                else:
-                    inside = inside & (index == 0)
-                    page = request
+                page, row, inside = self.find_page(where, request, position, inside)
         return position, inside, page, row
+
+    @cute.jit
+    def find_page(self, where, request, position, inside):
+        """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
+        page, row = request, position
+        if where.mode & HAS_TABLE != 0:
+            index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
+            entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+            page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+            row = position - index * where.page_size
+            inside = inside & (index < where.max_pages)
+        else:
+            inside = inside & (position < where.page_size)
+        return page, row, inside
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -323,24 +343,40 @@ class AppendKernel:
 
     @cute.jit
     def process_q(self, raw, source, cos, sin, heads, extras, targets, place):
-        """The team's q heads. Unrolled: most rows of a model with grouped queries are q's."""
+        """The team's q heads: most rows of a model with grouped queries.
+
+        Unrolled, but for decode: few rows take less time than copies of the code take to be fetched.
+        """
         elements, ahead = self.k_elements, self.config.q_rows_in_flight
         values = cute.make_rmem_tensor(elements.count, Float32)
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            for u in cutlass.range_constexpr(ahead):
-                if done + u < heads.count:
-                    self.unpack(raw, values, elements, u)
-                    self.turn(
-                        values, cos, sin, extras.q_bias, extras.q_norm, extras, heads.first + done + u, place.lane
-                    )
+            if const_expr(not self.config.decode):
+                for u in cutlass.range_constexpr(ahead):
+                    if done + u < heads.count:
+                        self.unpack(raw, values, elements, u)
+                        self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
+                        if place.valid:
+                            elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
+                done = done + ahead
+                target = target + ahead * elements.row_bytes
+            else:
+                for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
+                    self.unpack(raw, values, elements, 0)
+                    self.advance(raw, ahead)
+                    self.turn_q(values, cos, sin, extras, heads.first + done, place)
                     if place.valid:
-                        elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
-            done = done + ahead
+                        elements.piece.store(target, place.lane, elements.pack(values))
+                    done = done + 1
+                    target = target + elements.row_bytes
             source = source + ahead * elements.row_bytes
-            target = target + ahead * elements.row_bytes
             self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+
+    @cute.jit
+    def turn_q(self, values, cos, sin, extras, head, place):
+        """Bias, norm and RoPE of a q row."""
+        self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
 
     @cute.jit
     def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
@@ -374,7 +410,7 @@ class AppendKernel:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
                 given = load_given(cache_row, scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
-                self.advance(raw)
+                self.advance(raw, ahead)
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
@@ -399,9 +435,9 @@ class AppendKernel:
         for i, value in enumerate(elements.unpack(words)):
             values[i] = value
 
-    def advance(self, raw):
-        """Makes the second row of ``raw`` its first."""
-        for i in range((self.config.rows_in_flight - 1) * self.row_words):
+    def advance(self, raw, ahead):
+        """Makes the second row of ``raw``, of ``ahead``, its first."""
+        for i in range((ahead - 1) * self.row_words):
             raw[i] = raw[i + self.row_words]
 
     @cute.jit

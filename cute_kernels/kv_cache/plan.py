@@ -11,7 +11,6 @@ import torch
 from cute_kernels.kv_cache.call import DTYPES, AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.kv_cache.config import (
-    CTAS_PER_SM,
     HAS_Q,
     HAS_SEQ_LENS,
     HAS_TABLE,
@@ -100,9 +99,13 @@ class Plan:
 
 
 def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
-    """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent."""
+    """The kernel that a call uses; ``leads``: attention over the same caches is launched as its dependent.
+
+    One token a request, at the end of its length, has a kernel of its own, but for appends that lead: how early
+    attention may start beside them is measured for the other one only.
+    """
     rope = call.rope
-    return AppendConfig(
+    config = AppendConfig(
         k_format=call.k_format,
         v_format=call.v_format,
         dtype=DTYPES[call.k.dtype],
@@ -114,6 +117,9 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
         has_norm=call.q_norm is not None or call.k_norm is not None,
         leads=leads,
     )
+    elsewhere = (call.cu_seqlens, call.slots, call.position_ids)
+    decode = not leads and call.seq_lens is not None and all(given is None for given in elsewhere)
+    return config.for_decode() if decode else config
 
 
 def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
@@ -128,13 +134,14 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
         WIDE_POSITIONS: positions is not None and positions.dtype == torch.int64,
     }
     nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    config = config_of(call, leads=leads)
     return Plan(
-        function=load(AppendSpec(config_of(call, leads=leads)), arch_of(device.index)),
+        function=load(AppendSpec(config), arch_of(device.index)),
         device_index=device.index,
         phase_steps=steps,
         steps_address=0 if steps is None else steps.data_ptr(),
         rope_factor=1.0 if rope is None else rope.attention_factor,
-        wave=CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count,
+        wave=config.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count,
         mode=sum(flag for flag, is_set in flags.items() if is_set),
         new_q_out=None if call.q is None else blank(call.q.shape, call.q.dtype),
         k_view=byte_view(call.k_cache),
@@ -145,9 +152,9 @@ def make_plan(call: AppendCall, *, leads: bool = False) -> Plan:
     )
 
 
-def check_alignment(call: AppendCall) -> None:
-    """Raises ValueError for rows that the kernel's vectors could not address."""
-    config = config_of(call)
+def check_alignment(call: AppendCall, *, leads: bool = False) -> None:
+    """Raises ValueError for rows that the kernel's vectors could not address; ``leads`` as `config_of` has it."""
+    config = config_of(call, leads=leads)
     for name in ("q", "k", "v", "q_out"):
         x = getattr(call, name)
         if x is not None:

@@ -174,7 +174,7 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> StepPlan:
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
     """The two calls of a step, after all that can be said of it without waiting for the device."""
     append, attention = make_calls(step)
-    append_plan.check_alignment(append)
+    append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)
     return append, attention
 

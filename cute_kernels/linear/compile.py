@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cute_kernels.linear import schedule as few_rows
+from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.schedule import shipped_configs
-from cute_kernels.linear.wgmma import schedule as wgmma_schedule
+from cute_kernels.linear.wgmma import schedule as many_rows
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
@@ -41,10 +43,18 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
+    configs = [*few_rows.shipped_configs(), *many_rows.shipped_configs(), *tuned.shipped_configs()]
+    return [spec_of(config) for config in dict.fromkeys(configs)]
+
+
+def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
+    """The kernel of a configuration of the kernel for few rows, of that for many, or of the portable one."""
+    from cute_kernels.linear.portable.compile import PortableConfig, PortableSpec
     from cute_kernels.linear.wgmma.compile import WgmmaSpec
 
-    few = [LinearSpec(config) for config in shipped_configs()]
-    return [*few, *(WgmmaSpec(config) for config in wgmma_schedule.shipped_configs())]
+    if isinstance(config, LinearConfig):
+        return LinearSpec(config)
+    return PortableSpec(config) if isinstance(config, PortableConfig) else WgmmaSpec(config)
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

@@ -2,13 +2,96 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
 
-from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, plan_of
-from layouts.weights.hopper import tile_k
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, Plan, plan_of
+from cute_kernels.linear.reference import out_features
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.runtime.memory import Blank, blank, empty_strided
 
 VECTOR_BYTES = 16  # what bulk copies of activations are aligned to
+
+
+@dataclass(frozen=True)
+class KeptLaunch:
+    """What of a checked call is kept for the next one that differs from it in the contents and places of memory alone.
+
+    Attributes:
+        matrix: [M, K], the shape that the kernel takes x in; None where x has it.
+        new_out: what the result is made of where the caller gives no tensor for it.
+        numbers: what follows the workspace among the function's arguments.
+    """
+
+    plan: Plan
+    matrix: tuple[int, int] | None
+    new_out: Blank
+    numbers: tuple[int, ...]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Launches on the current stream of the plan's device; ``out`` or a new result, in the call's own shape.
+
+        One flat function, as each layer of each decoding step of a model waits for it.
+        """
+        plan = self.plan
+        index = plan.device_index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.run(x, codes, scales, zeros, bias, residual, out)
+        if x.requires_grad:
+            x = x.detach()
+        if out is None:
+            out = empty_strided(*self.new_out)
+        plan.function(
+            x if self.matrix is None else x.view(self.matrix),
+            codes.data_ptr(),
+            scales.data_ptr(),
+            0 if zeros is None else zeros.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            plan.workspace() if plan.num_words else 0,
+            *self.numbers,
+        )
+        return out
+
+
+def keep_launch(
+    x: torch.Tensor,
+    has_zeros: bool,
+    bits: int,
+    group_size: int | None,
+    shape: tuple[int, int],
+    activation: str | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool,
+) -> KeptLaunch | None:
+    """What to keep of a checked call; None for one that has no rows, or whose x must be copied first.
+
+    x: contiguous [..., K] on a CUDA device; other arguments as of `cute_kernels.linear.ops.apply`.
+    """
+    (n, k), m = shape, x.numel() // shape[1]
+    if m == 0 or not _is_aligned(x):
+        return None
+    k_pad = padded_shape(shape, group_size)[1]
+    plan = plan_of(m, n, k, k_pad, bits, x.dtype, group_size or 0, has_zeros, x.get_device(), batch_invariant)
+    return KeptLaunch(
+        plan=plan,
+        matrix=None if x.dim() == 2 else (m, k),
+        new_out=blank((*x.shape[:-1], out_features(n, activation)), out_dtype),
+        numbers=(n, *plan.sizes, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
+    )
 
 
 def launch(
@@ -46,11 +129,10 @@ def launch(
                 x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype,
                 batch_invariant, out, portable,
             )  # fmt: skip
-    columns = n // 2 if activation == "swiglu" else n
     if out is None:
-        out = torch.empty((x.shape[0], columns), dtype=out_dtype, device=x.device)
+        out = torch.empty((x.shape[0], out_features(n, activation)), dtype=out_dtype, device=x.device)
     x = _aligned(x)
-    k_pad = codes.shape[1] * tile_k(bits)
+    k_pad = padded_shape((n, k), group_size or None)[1]
     plan = plan_of(
         x.shape[0], n, k, k_pad, bits, x.dtype, group_size, zeros is not None, index, batch_invariant, portable
     )
@@ -68,6 +150,11 @@ def launch(
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows [..., K], one behind the other, are whole 16-byte pieces that start on 16 bytes."""
+    return not (x.shape[-1] * x.element_size() % VECTOR_BYTES or x.data_ptr() % VECTOR_BYTES)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels.arguments import needs_dispatch
 from cute_kernels.linear import checks
-from cute_kernels.linear.launch import launch
+from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, keep_launch, launch
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.runtime.plans import identity, keep
+
+_kept: dict[tuple[Any, ...], KeptLaunch] = {}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 def apply(
@@ -29,7 +36,37 @@ def apply(
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one."""
+    """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one.
+
+    What a call that passed the checks launches is kept for those that they could not tell from it.
+    """
+    key = None
+    if is_direct(x, codes, bias, residual, out) and perm is input_scale and isinstance(batch_invariant, bool):
+        try:
+            key = (
+                x.shape,
+                x.dtype,
+                x.get_device(),
+                x.is_contiguous(),
+                x.data_ptr() % VECTOR_BYTES,
+                codes.get_device(),
+                scales.dtype,
+                zeros is None,
+                bits,
+                group_size,
+                shape,
+                activation,
+                out_dtype,
+                batch_invariant,
+                None if bias is None else identity(bias),
+                None if residual is None else identity(residual),
+                None if out is None else identity(out),
+            )
+            kept = _kept.get(key)
+        except TypeError:  # an option that is not hashable: the checks say which
+            key = kept = None
+        if kept is not None:
+            return kept.run(x, codes, scales, zeros, bias, residual, out)
     dispatch = needs_dispatch(x=x, codes=codes)
     n, k = shape
     checks.check_input(x, k, scales.dtype, codes.device)
@@ -43,10 +80,15 @@ def apply(
     columns = out_features(n, activation)
     if residual is not None:
         checks.check_result("residual", residual, x, n, activation, out_dtype)
-        residual = _rows(residual, columns)
     if out is not None:
         checks.check_result("out", out, x, n, activation, out_dtype)
         checks.check_out(out)
+    if key is not None and x.is_contiguous() and (residual is None or residual.is_contiguous()):
+        kept = keep_launch(x, zeros is not None, bits, group_size, shape, activation, out_dtype, batch_invariant)
+        if kept is not None:
+            return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out)
+    if residual is not None:
+        residual = _rows(residual, columns)
     if torch.is_grad_enabled():  # there is no way back, so nothing may look as if there were
         x = x.detach() if x.requires_grad else x
         bias, residual = (t.detach() if t is not None and t.requires_grad else t for t in (bias, residual))
@@ -66,6 +108,13 @@ def apply(
     if x.dim() != 2:
         result = result.view(*x.shape[:-1], columns)
     return result if out is None else out.copy_(result)
+
+
+def is_direct(x: Any, codes: Any, bias: Any, residual: Any, out: Any) -> bool:
+    """Whether a kernel may be launched without the operator: in eager mode, on plain tensors on a GPU."""
+    if is_compiling() or type(x) is not torch.Tensor or type(codes) is not torch.Tensor:
+        return False
+    return x.is_cuda and type(bias) in _PLAIN and type(residual) in _PLAIN and type(out) in _PLAIN
 
 
 def _rows(tensor: torch.Tensor, columns: int) -> torch.Tensor:

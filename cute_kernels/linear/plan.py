@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
-from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import BF16, FP16, FP32, GELU, NO_ACTIVATION, SILU, SWIGLU
-from cute_kernels.linear.portable.plan import make_portable_plan
+from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
-from cute_kernels.linear.schedule import FEW_ROWS as FEW_ROWS
 from cute_kernels.linear.schedule import Problem, Schedule
-from cute_kernels.linear.tuned import modelled, tuned
-from cute_kernels.linear.wgmma.plan import TilePlan, make_tile_plan
+from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
-from cute_kernels.runtime.device import arch_of, is_supported
+from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
 from cute_kernels.runtime.workspace import POOL
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -32,12 +30,16 @@ class Plan:
     """Everything about a launch that does not change between calls of the same shapes and formats.
 
     Attributes:
+        function: the compiled kernel, of few rows, of many, or the portable one.
+        schedule: what it was made of.
+        sizes: what stands between n and the activation among the function's arguments.
         num_words: of workspace, 0 if there is nothing to combine.
     """
 
     function: Callable[..., Any]
-    schedule: Schedule
+    schedule: Schedule | TileSchedule
     device_index: int
+    sizes: tuple[int, ...]
     num_words: int
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], n: int, activation: int, out_kind: int) -> None:
@@ -45,30 +47,20 @@ class Plan:
 
         x: [m, k], 16-byte aligned, k a multiple of 8. addresses: codes, scales, zeros, bias, residual, out.
         """
-        workspace = 0
-        if self.num_words:
-            index = self.device_index
-            workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
-        self.launch(x, addresses, workspace, n, activation, out_kind)
+        self.launch(x, addresses, self.workspace(), n, activation, out_kind)
 
     def launch(
         self, x: torch.Tensor, addresses: tuple[int, ...], workspace: int, n: int, activation: int, out_kind: int
     ) -> None:
         """:meth:`run` with a workspace of the caller's."""
-        schedule = self.schedule
-        self.function(
-            x,
-            *addresses,
-            workspace,
-            n,
-            schedule.num_tiles,
-            schedule.units,
-            schedule.num_slices,
-            schedule.num_groups,
-            schedule.max_parts,
-            activation,
-            out_kind,
-        )
+        self.function(x, *addresses, workspace, n, *self.sizes, activation, out_kind)
+
+    def workspace(self) -> int:
+        """The address of a workspace for a launch on the current stream; 0 if it needs none."""
+        if not self.num_words:
+            return 0
+        index = self.device_index
+        return POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +76,7 @@ def plan_of(
     device: int,
     batch_invariant: bool = False,
     portable: bool = False,
-) -> Plan | TilePlan:
+) -> Plan:
     """The plan of a product of any number of rows on a CUDA device.
 
     portable: whether the portable kernel is wanted where others run too, as tests want it.
@@ -102,18 +94,30 @@ def plan_of(
         batch_invariant=batch_invariant,
     )
     if portable or not is_supported(device):
-        return make_portable_plan(make_portable_schedule(problem), device)
-    schedule = tuned(problem, torch.cuda.get_device_name(device)) or modelled(problem)
-    if isinstance(schedule, TileSchedule):
-        return make_tile_plan(schedule, device)
-    return make_plan(schedule, m, device)
+        return make_tile_plan(make_portable_schedule(problem), device)
+    return make_plan(chosen(problem, torch.cuda.get_device_name(device)), m, device)
 
 
-def make_plan(schedule: Schedule, m: int, device_index: int) -> Plan:
+def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> Plan:
     """The plan of a given schedule for products of ``m`` rows."""
+    if isinstance(schedule, TileSchedule):
+        return make_tile_plan(schedule, device_index)
     return Plan(
-        function=load(LinearSpec(schedule.config), arch_of(device_index)),
+        function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
+        sizes=(schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups, schedule.max_parts),
         num_words=schedule.workspace_words(m),
+    )
+
+
+def make_tile_plan(schedule: TileSchedule, device_index: int) -> Plan:
+    """The plan of a given schedule of the kernel for many rows, or of the portable one."""
+    is_portable = isinstance(schedule.config, PortableConfig)
+    return Plan(
+        function=load(spec_of(schedule.config), (portable_arch_of if is_portable else arch_of)(device_index)),
+        schedule=schedule,
+        device_index=device_index,
+        sizes=(schedule.num_tiles, schedule.units, schedule.whole, schedule.splits, schedule.num_ctas),
+        num_words=schedule.workspace_words,
     )

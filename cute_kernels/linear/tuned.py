@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cute_kernels.linear import schedule as few
+from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, Problem, Schedule
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma import schedule as many
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule
-from cute_kernels.runtime.tuned import Choice, choice_of
+from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
 
 FEW, MANY = "few_rows", "many_rows"
+MOST = 6  # schedules of a kernel that are measured,
+MOST_CUTS = 2  # of one configuration, as models compare cuts better than configurations,
+WITHIN = 1.5  # and how much longer than the best of its kernel one may be expected to take
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,19 @@ def key_of(problem: Problem) -> str:
     return f"linear {weight} n{problem.n} k{problem.k} m{problem.m} sms{problem.num_sms}"
 
 
+def problem_of(key: str) -> Problem | None:
+    """The problem that a key of `key_of` names, None for other keys."""
+    pattern = r"linear w(4|8)_(bf16|fp16)_g(channel|\d+)(z?) n(\d+) k(\d+) m(\d+) sms(\d+)"
+    match = re.fullmatch(pattern, key)
+    if match is None:
+        return None
+    bits, dtype, group, zero, *sizes = match.groups()
+    n, k, m, num_sms = map(int, sizes)
+    group_size = 0 if group == "channel" else int(group)
+    k_pad = padded_shape((n, k), group_size or None)[1]
+    return Problem(m, n, k, k_pad, int(bits), dtype, group_size, bool(zero), num_sms=num_sms)
+
+
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Every schedule of either kernel that is right for a problem."""
     if problem.m <= MAX_TOKENS and not problem.batch_invariant:
@@ -57,14 +78,41 @@ def modelled(problem: Problem) -> Schedule | TileSchedule:
     return few.make_schedule(problem)
 
 
-def worth_measuring(problem: Problem, most: int = 6) -> list[Candidate]:
+def worth_measuring(problem: Problem) -> list[Candidate]:
     """What is taken without a table, first, and of each kernel the schedules that its model expects most of."""
     found = list(dict.fromkeys(candidates(problem)))
     first = [one for one in found if one.schedule == modelled(problem)]
-    others = sorted((one for one in found if one not in first), key=lambda one: one.estimate_us)
     for kernel in (FEW, MANY):
-        first += [one for one in others if one.kernel == kernel][:most]
+        expected = sorted((one for one in found if one.kernel == kernel), key=lambda one: one.estimate_us)
+        cuts = Counter(one.schedule.config for one in first)
+        taken = 0
+        for one in expected:
+            config = one.schedule.config
+            if one in first or cuts[config] == MOST_CUTS or one.estimate_us > WITHIN * expected[0].estimate_us:
+                continue
+            first.append(one)
+            cuts[config] += 1
+            taken += 1
+            if taken == MOST:
+                break
     return first
+
+
+def chosen(problem: Problem, gpu: str) -> Schedule | TileSchedule:
+    """What serves a problem on a GPU: what a table says, or else what is expected to be the fastest."""
+    return tuned(problem, gpu) or modelled(problem)
+
+
+def shipped_configs() -> list[LinearConfig | WgmmaConfig]:
+    """The configurations that shipped tables choose."""
+    found: dict[LinearConfig | WgmmaConfig, None] = {}
+    for table in shipped_tables():
+        for key, choice in table.entries.items():
+            problem = problem_of(key)
+            schedule = None if problem is None else find(problem, choice)
+            if schedule is not None:
+                found[schedule.config] = None
+    return list(found)
 
 
 def tuned(problem: Problem, gpu: str) -> Schedule | TileSchedule | None:

@@ -9,7 +9,7 @@ from cute_kernels.sm90 import WARP_THREADS
 
 ROUTING_WARPS = 32
 COMBINE_THREADS = 128
-GATHER_THREADS = 128
+GATHER_THREADS = 256
 COMBINE_VECTOR = 4  # columns of a thread
 COMBINE_BATCH = 8  # rows that a thread asks for at a time
 OUT_DTYPES = ("bf16", "fp16", "fp32")
@@ -82,11 +82,13 @@ class GatherConfig:
 
     Attributes:
         dtype: of x, "bf16" or "fp16".
-        batch: pieces of 16 bytes that a thread asks for before it stores the first.
+        row_threads: that copy neighbouring pieces of 16 bytes of a row: a slice of the columns.
+        batch: rows of which a thread asks for its piece before it stores the first.
         use_pdl: programmatic dependent launch.
     """
 
     dtype: str = "bf16"
+    row_threads: int = 32
     batch: int = 4
     use_pdl: bool = True
 
@@ -95,11 +97,23 @@ class GatherConfig:
         return GATHER_THREADS
 
     @property
+    def thread_rows(self) -> int:
+        """Rows of a CTA that are copied at the same time."""
+        return GATHER_THREADS // self.row_threads
+
+    @property
+    def block_places(self) -> int:
+        """Places of a CTA."""
+        return self.thread_rows * self.batch
+
+    @property
     def name(self) -> str:
-        return f"moe_gather_{self.dtype}_b{self.batch}{'_pdl' if self.use_pdl else ''}"
+        return f"moe_gather_{self.dtype}_t{self.row_threads}b{self.batch}{'_pdl' if self.use_pdl else ''}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         if self.dtype not in OUT_DTYPES[:2]:
             return f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES[:2])}"
+        if self.row_threads not in (32, 64, 128, 256):
+            return f"row_threads {self.row_threads!r} is not 32, 64, 128 or 256"
         return None if self.batch in (1, 2, 4, 8) else f"batch {self.batch!r} is not 1, 2, 4 or 8"

@@ -1,7 +1,11 @@
-"""Rows of x in the order of their places, a CTA for each place: TMA on Hopper brings neighbouring rows only.
+"""Rows of x in the order of their places: TMA on Hopper brings neighbouring rows only.
 
 It costs a write and a read of the activations, a few percent of the products of many rows, which alone need it. The
 table of rows says where each comes from; places that no expert has are left as they are.
+
+Each row of x is copied to several places, in whatever order experts bring about. Were whole rows copied, all of x would
+come from memory for each expert that a token has, once there is more of it than L2 keeps. So launches go over all
+places with a slice of the columns before the next slice: a slice of x, of 4 MB with 8192 tokens, stays in L2 meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx
-from cute_kernels.moe.config import GATHER_THREADS, GatherConfig
+from cute_kernels.moe.config import GatherConfig
 
 PIECE_BYTES = 16
 
@@ -34,47 +38,54 @@ class GatherKernel:
         places: Int32,
         stream,
     ):
-        """Launches over the places.
+        """Launches over blocks of places, then slices of columns.
 
         x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. Addresses: end, of the int32 that says how many
         places have a row; rows, int32 [places]; out [places, k] as x.
         """
+        config = self.config
         shape: Any = x.shape
         row_pieces = shape[1] // (PIECE_BYTES // 2)
-        self.kernel(ptx.address(x), end, rows, out, row_pieces).launch(
-            grid=(places, 1, 1),
-            block=(self.config.num_threads, 1, 1),
-            use_pdl=self.config.use_pdl,
+        grid = cute.ceil_div(places, config.block_places), cute.ceil_div(row_pieces, config.row_threads), 1
+        self.kernel(ptx.address(x), end, rows, out, row_pieces, places).launch(
+            grid=grid,
+            block=(config.num_threads, 1, 1),
+            use_pdl=config.use_pdl,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, x: Int64, end: Int64, rows: Int64, out: Int64, row_pieces: Int32):
+    def kernel(self, x: Int64, end: Int64, rows: Int64, out: Int64, row_pieces: Int32, places: Int32):
+        config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        place, _, _ = cute.arch.block_idx()
-        if const_expr(self.config.use_pdl):
+        block, piece_block, _ = cute.arch.block_idx()
+        piece = piece_block * config.row_threads + thread % config.row_threads
+        place = block * config.block_places + thread // config.row_threads
+        if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         (count,) = ptx.load_global_words(end, 0, 1, constant=False)
-        (row,) = ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)
-        if place < Int32(count):
-            row_bytes = Int64(row_pieces) * PIECE_BYTES
-            source = x + Int64(Int32(row)) * row_bytes
-            target = out + Int64(place) * row_bytes
-            step = GATHER_THREADS * self.config.batch
-            for first in cutlass.range(thread, row_pieces, step, unroll=1):
-                self.copy(source + Int64(first) * PIECE_BYTES, target + Int64(first) * PIECE_BYTES, row_pieces - first)
+        numbers = self.load_numbers(rows, place, places - 1)
+        if piece < row_pieces:
+            self.copy(x, out, place, piece, row_pieces, Int32(count), numbers)
+
+    def load_numbers(self, rows, place, last) -> list[Any]:
+        """Numbers of a thread's rows, asked for before it is known how many places have one; none behind the last."""
+        places = [cutlass.min(place + i * self.config.thread_rows, last) for i in range(self.config.batch)]
+        return [ptx.load_global_words(rows + Int64(one) * 4, 0, 1, constant=False)[0] for one in places]
 
     @cute.jit
-    def copy(self, source, target, left):
-        """Copies pieces GATHER_THREADS apart, those that are ``left``."""
-        words = cute.make_rmem_tensor(4 * self.config.batch, Uint32)
-        for i in cutlass.range_constexpr(self.config.batch):
-            if i * GATHER_THREADS < left:
-                loaded = ptx.load_global_words(source, i * GATHER_THREADS * PIECE_BYTES, 4, constant=False)
+    def copy(self, x, out, place, piece, row_pieces, count, numbers):
+        """Copies a piece of each of a thread's rows, those whose places are below ``count``."""
+        batch, step = self.config.batch, self.config.thread_rows
+        words = cute.make_rmem_tensor(4 * batch, Uint32)
+        for i in cutlass.range_constexpr(batch):
+            if place + i * step < count:
+                source = x + (Int64(Int32(numbers[i])) * row_pieces + piece) * PIECE_BYTES
+                loaded = ptx.load_global_words(source, 0, 4, constant=False)
                 for j in cutlass.range_constexpr(4):
                     words[4 * i + j] = loaded[j]
-        for i in cutlass.range_constexpr(self.config.batch):
-            if i * GATHER_THREADS < left:
-                piece = [words[4 * i + j] for j in range(4)]
-                ptx.store_global(target + i * (GATHER_THREADS * PIECE_BYTES), piece)
+        for i in cutlass.range_constexpr(batch):
+            if place + i * step < count:
+                target = out + (Int64(place + i * step) * row_pieces + piece) * PIECE_BYTES
+                ptx.store_global(target, [words[4 * i + j] for j in range(4)])

@@ -138,6 +138,11 @@ def tables(gpu: str) -> tuple[TunedTable, ...]:
     return tuple(found)
 
 
+def shipped_tables() -> list[TunedTable]:
+    """The tables that ship, for any GPU."""
+    return [TunedTable.read(path) for path in sorted(SHIPPED.glob("*.json"))]
+
+
 def choice_of(key: str, gpu: str) -> Choice | None:
     """What the tables say of a problem."""
     return next((table.entries[key] for table in tables(gpu) if key in table.entries), None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from cute_kernels.tuning import linear
 from cute_kernels.tuning.tuner import Step, Timer, tune
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
+QUIET_SECONDS = 1.0  # between two lines where nobody watches
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
@@ -95,7 +98,7 @@ def run(
     missing = [subject for subject in chosen if arguments.again or subject.key not in table.entries]
     try:
         load_many(dict.fromkeys(spec for subject in missing for spec in subject.specs()), arch, progress=show_kernel)
-        tune(chosen, table, path, (make_timer or ColdTimer)(), again=arguments.again, progress=show_step)
+        tune(chosen, table, path, (make_timer or ColdTimer)(), again=arguments.again, progress=ShowSteps())
     except KeyboardInterrupt:
         print(f"\ninterrupted; {path} keeps {len(table.entries)} problems, and the same command goes on from there")
         return INTERRUPTED
@@ -103,12 +106,26 @@ def run(
     return 0
 
 
-def show_step(step: Step) -> None:
+class ShowSteps:
+    """Prints steps: all of them in a terminal, elsewhere one a second, the last one and those with warnings."""
+
+    def __init__(self) -> None:
+        self._next = 0.0  # seconds of the monotonic clock
+
+    def __call__(self, step: Step) -> None:
+        now = time.monotonic()
+        if now < self._next and not (step.refused or step.done == step.total or sys.stdout.isatty()):
+            return
+        self._next = now + QUIET_SECONDS
+        print(describe(step), flush=True)
+
+
+def describe(step: Step) -> str:
+    """A step in a line."""
     width = len(str(step.total))
     line = f"[{step.done:>{width}}/{step.total}] {step.key}  "
     if step.choice is None:
-        print(line + "known", flush=True)
-        return
+        return line + "known"
     choice = step.choice
     line += f"{choice.us:.1f} us"
     if choice.us != choice.model_us:
@@ -116,4 +133,4 @@ def show_step(step: Step) -> None:
     line += f"  {choice.config} / {choice.cut}"
     if step.refused:
         line += f"  WARNING: {step.refused} candidates computed something else and were left out"
-    print(line, flush=True)
+    return line

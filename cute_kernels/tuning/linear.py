@@ -9,15 +9,11 @@ from functools import cached_property, partial
 import torch
 
 from cute_kernels.linear import plan
-from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import NO_ACTIVATION
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import Candidate, key_of, worth_measuring
 from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.plan import make_tile_plan
-from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.sm90 import NUM_SMS
 from layouts.weights.hopper import tile_k
@@ -96,7 +92,7 @@ class LinearSubject:
 
     def specs(self) -> list[KernelSpec]:
         """The kernels of all candidates."""
-        return list(dict.fromkeys(map(spec_of, self.candidates)))
+        return list(dict.fromkeys(spec_of(one.schedule.config) for one in self.candidates))
 
     def calls(self) -> list[Callable[[], object] | None]:
         """See `Subject.calls`: launches that write to one output."""
@@ -120,15 +116,7 @@ class LinearSubject:
         return calls
 
     def plan(self, candidate: Candidate, device: int):
-        schedule = candidate.schedule
-        if isinstance(schedule, TileSchedule):
-            return make_tile_plan(schedule, device)
-        return plan.make_plan(schedule, self.problem.m, device)
-
-
-def spec_of(candidate: Candidate) -> KernelSpec:
-    config = candidate.schedule.config
-    return WgmmaSpec(config) if isinstance(config, WgmmaConfig) else LinearSpec(config)
+        return plan.make_plan(candidate.schedule, self.problem.m, device)
 
 
 def subjects(

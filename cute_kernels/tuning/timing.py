@@ -8,28 +8,35 @@ from collections.abc import Callable, Sequence
 import torch
 
 FLUSH_BYTES = 256 << 20
-SAMPLES = 9
+SAMPLES, FEWEST_SAMPLES = 15, 5
+MOST_US = 100_000  # of all samples together, beyond which there are fewer of them
+HEAD_START_CYCLES = 1_000_000  # of the host: about half a millisecond
 
 
 class ColdTimer:
     """Medians over a few rounds in which each call has its turn after L2 has been made cold.
 
     L2 is made cold by reading, which leaves clean lines as a stack of layers does: lines that had been written would be
-    written back while a call is timed.
+    written back while a call is timed. The GPU begins when the host is ahead of it, and flushing takes it longer than
+    a launch takes the host, so that only the GPU's time is measured.
     """
 
-    def __init__(self, device: torch.device | str = "cuda", samples: int = SAMPLES) -> None:
+    def __init__(self, device: torch.device | str = "cuda") -> None:
         self._buffer = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
         self._sum = torch.empty((), dtype=torch.float32, device=device)
-        self._samples = samples
 
     def __call__(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Microseconds of each call on the current stream, the launch's own latency included."""
-        for call in calls:
-            call()
+        self._rounds(calls, 1)
+        round_us = sum(map(sum, self._rounds(calls, 1)))
+        samples = round(MOST_US / round_us)
+        return list(map(statistics.median, self._rounds(calls, max(FEWEST_SAMPLES, min(SAMPLES, samples)))))
+
+    def _rounds(self, calls: Sequence[Callable[[], object]], number: int) -> list[list[float]]:
+        """Microseconds of each call in each round."""
         events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
-        self._flush()  # a head start for the host
-        for _ in range(self._samples):
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        for _ in range(number):
             for call, pairs in zip(calls, events, strict=True):
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self._flush()
@@ -38,7 +45,7 @@ class ColdTimer:
                 stop.record()
                 pairs.append((start, stop))
         torch.cuda.synchronize()
-        return [statistics.median(1e3 * a.elapsed_time(b) for a, b in pairs) for pairs in events]
+        return [[1e3 * a.elapsed_time(b) for a, b in pairs] for pairs in events]
 
     def _flush(self) -> None:
         torch.sum(self._buffer, dim=0, out=self._sum)

@@ -37,6 +37,7 @@ def steps_per_load(bits: int) -> int:
     return 8 * LOAD_BYTES // (bits * wgmma_a(16).num_values)
 
 
+@lru_cache(maxsize=16)  # every launch asks for it, and composing the fragment takes tens of microseconds
 def tile_k(bits: int) -> int:
     """Inputs per tile: 64 for 4-bit codes, 32 for 8-bit."""
     return STEP_K * steps_per_load(bits)

@@ -167,7 +167,9 @@ def test_one_kernel_serves_scales_per_tensor_and_per_head():
         ("e4m3_token_head", 5, {}, (2, 4)),
         ("int8_channel", 16, {}, (2, 4)),
         # What takes registers of its own: groups, slopes and biases; what costs nothing to decode twice.
+        ("int4_g2", 2, {}, (1, 2)),
         ("int4_g4", 4, {}, (2, 2)),
+        ("int4_g8", 4, {"alibi": True}, (2, 2)),
         ("int8_tensor", 4, {"alibi": True}, (2, 2)),
         ("int4_g1", 4, {"bias": "bf16"}, (2, 2)),
         ("bf16", 4, {}, (2, 2)),
@@ -179,7 +181,15 @@ def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len
     problem = dataclasses.replace(issue_problem(kv_format, 32), q_len=q_len, features=wanted)
     for config in candidate_configs(problem):
         assert (config.num_query_blocks, config.blocks_per_warp) == blocks
-        assert config.lends_registers == (blocks[1] == 4) and config.can_implement() is None
+        grouped = kv_format in ("int4_g2", "int4_g4", "int4_g8")
+        assert config.lends_registers == (blocks[1] == 4 or grouped) and config.can_implement() is None
+
+
+def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
+    for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
+        problem = Problem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
+        (config,) = candidate_configs(problem)
+        assert (config.num_heads, config.num_warps, config.copy_warps) == (heads, 8, 4)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

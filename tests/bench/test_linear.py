@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import linear, linear_peers
+from bench import linear, linear_apart, linear_peers
 from bench.__main__ import main
 from bench.bars import judge
 from bench.floor import Floor
@@ -105,6 +105,9 @@ def test_a_row_holds_what_was_measured(monkeypatch):
     assert found["us"]["median_us"] == 10.0 and found["floor_ratio"] == 2.0
     assert found["peers"][CUBLAS] == {"us": 10.0 + len(CUBLAS)}
     assert "disagrees" in found["peers"]["wrong"]["why_not"] and found["error"] < linear.TOLERANCE
+    assert found["host_us"] is None  # measured for few rows only
+    few = linear.measure(bench, LinearShape(64, 256, 2, 8), layer, weights.dense.float())  # pyright: ignore
+    assert 0 < few["host_us"] < 1e6
     assert found["tflops"] == pytest.approx(2 * 33 * 64 * 256 / 10e-6 * 1e-12)
 
 
@@ -142,6 +145,35 @@ def test_bars():
         "w8a16 4096 x 4096, M = 16: time over fast's": True,
         "w4a16 57344 x 8192, M = 1024: rate": False,
     }
+
+
+def test_peers_of_another_process_are_compared_with_what_was_timed_beside_them():
+    shape = LinearShape(8192, 8192, 1, 4)
+    here, there = row(shape, us=11.0, Marlin=20.0), row(shape, us=15.0, floor=12.0, QuACK=14.0, Marlin=19.0)
+    there["peers"]["other"] = {"us": None, "why_not": "no kernel"}
+    earlier = record(row(LinearShape(8192, 8192, 2, 4), us=1.0, QuACK=1.0), there)
+    merged = linear_apart.with_peers(here, earlier)
+    assert merged["peers"] == {
+        "Marlin": {"us": 20.0},
+        "absent": {"us": None, "why_not": "not installed"},
+        "other": {"us": None, "why_not": "no kernel"},
+        "QuACK": {"us": 14.0, "beside": {"us": 15.0, "floor_us": 12.0}},
+    }
+    verdicts = {verdict.what: verdict for verdict in judge(record(merged))}
+    found = verdicts["w4a16 8192 x 8192, M = 1: time over QuACK's"]
+    assert found.measured == pytest.approx(15 / 14) and not found.met
+    assert "14.0" in linear.text(record(merged)) and linear_apart.with_peers(merged, earlier) == merged
+
+
+@pytest.mark.parametrize("name", ["gpu_uuid", "commit", "driver"])
+def test_peers_of_another_machine_or_commit_are_refused(name):
+    here, earlier = record(), record()
+    linear_apart.check(earlier, here)
+    earlier["environment"] = earlier["environment"] | {name: "other"}
+    with pytest.raises(ValueError, match=f"got a run with {name} other"):
+        linear_apart.check(earlier, here)
+    with pytest.raises(ValueError, match="kind moe, want linear"):
+        linear_apart.check(record() | {"kind": "moe"}, here)
 
 
 def test_tables_and_figure(tmp_path):

@@ -66,10 +66,10 @@ def test_a_peer_that_disagrees_is_not_timed():
     layer, inputs = Layer.of(SMALL, "cpu"), Inputs.of(MoeShape(SMALL, 2), "cpu")
     routed, chosen = Routed.of(inputs.x, inputs.ids, inputs.weights, SMALL.experts), torch.arange(2)
     want = moe.reference(layer, inputs, chosen)
-    wrong = MoePeer("wrong", lambda: None, lambda *_: want, lambda *_: want + 1)
+    wrong = MoePeer("wrong", lambda: None, lambda *_: want, lambda *_: want, lambda *_: want + 1)
     assert "disagrees" in str(moe._disagreement(wrong, layer.dense, routed, chosen, want))
-    assert moe._disagreement(MoePeer("r", lambda: None, lambda *_: want, lambda *_: want), layer.dense, routed, chosen,
-                             want) is None  # fmt: skip
+    right = MoePeer("right", lambda: None, *(3 * [lambda *_: want]))
+    assert moe._disagreement(right, layer.dense, routed, chosen, want) is None
 
 
 def test_every_kernel_can_be_compiled():
@@ -88,10 +88,11 @@ def row(model: str, tokens: int, us: float, rival: float) -> dict[str, Any]:
         "active": 8,
         "most_rows": 9,
         "first": product,
+        "in_order": {**product, "us": us - 15},
         "second": product,
         "layer": product,
         "eager_us": us,
-        "peers": {"torch grouped bf16": {"first_us": rival, "layer_us": rival}},
+        "peers": {"torch grouped bf16": {"first_us": rival, "in_order_us": rival, "layer_us": rival}},
     }
 
 
@@ -102,9 +103,10 @@ def test_bars_and_table():
     assert [(verdict.limit, verdict.met) for verdict in verdicts] == [
         (1.2, True),
         (1.0, False),
+        (1.0, True),
         (620, False),
         (25.0, False),
     ]
     record |= {"bars": [verdict.as_dict() for verdict in verdicts], "environment": {"gpu": "H200"}}
     text = moe.text(record)
-    assert "1 of 4 bars met" in text and "NOT MET moe: Mixtral-8x7B, 8192 tokens, first product: rate" in text
+    assert "2 of 5 bars met" in text and "NOT MET moe: Mixtral-8x7B, 8192 tokens, first product: rate" in text

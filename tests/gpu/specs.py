@@ -43,8 +43,9 @@ def decode_spec(call: Call) -> DecodeSpec:
 
 
 def append_specs(shapes: Iterable[Shape]) -> list[AppendSpec]:
-    """The kernels that appends of these shapes are served by: numbers of tokens do not matter."""
-    calls = (make_append(shape.with_(new=(1,), lengths=None)) for shape in dict.fromkeys(shapes))
+    """The kernels that appends of these shapes are served by: of their tokens it matters whether each has a request."""
+    few = (shape.with_(new=(1,) if set(shape.new) == {1} else (2,), lengths=None) for shape in shapes)
+    calls = (make_append(shape) for shape in dict.fromkeys(few))
     return list(dict.fromkeys(AppendSpec(append_ops.config_of(call)) for call in calls))
 
 

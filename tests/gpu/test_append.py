@@ -50,8 +50,10 @@ def of_format(kv_format: str, dtype: str) -> list[Shape]:
     ]
 
 
-def of_head_dim(kv_format: str, head_dim: int) -> Shape:
-    return Shape(kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(3, 40, 6), num_q_heads=3, num_kv_heads=3)
+def of_head_dim(kv_format: str, head_dim: int) -> list[Shape]:
+    """Prefill and decode."""
+    shape = Shape(kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(3, 40, 6), num_q_heads=3, num_kv_heads=3)
+    return [shape, shape.with_(new=(1,) * 49)]
 
 
 def of_rope(rope: Rope) -> Shape:
@@ -68,12 +70,13 @@ def of_dims(head_dim: int, v_head_dim: int) -> list[Shape]:
 def specs() -> list[AppendSpec]:
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
     shapes = [shape for name in ALL_FORMATS for dtype in ("bf16", "fp16") for shape in of_format(name, dtype)]
-    shapes += [of_head_dim(name, head_dim) for name in FORMATS_OF_DIMS for head_dim in HEAD_DIMS]
+    shapes += [shape for name in FORMATS_OF_DIMS for head_dim in HEAD_DIMS for shape in of_head_dim(name, head_dim)]
     shapes += [of_rope(rope) for rope in ROPES]
     shapes += [shape for dims in DIMS_OF_K_AND_V for shape in of_dims(*dims)]
     shapes += [
-        Shape(name, rope=rope, bias=bias, norm=norm)
+        Shape(name, new=new, rope=rope, bias=bias, norm=norm)
         for name in RANDOM_FORMATS
+        for new in ((1,), (2,))
         for rope in (None, LLAMA)
         for bias in (False, True)
         for norm in (False, True)
@@ -128,7 +131,8 @@ def test_every_format_of_both_dtypes(kv_format, dtype):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kv_format", FORMATS_OF_DIMS)
 def test_every_head_dim(kv_format, head_dim):
-    check(of_head_dim(kv_format, head_dim))
+    for shape in of_head_dim(kv_format, head_dim):
+        check(shape)
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
@@ -436,4 +440,5 @@ def test_shipped_kernels_are_the_ones_that_usual_calls_use():
     shipped = {spec.config for spec in shipped_specs() if isinstance(spec, AppendSpec)}
     for kv_format in ALL_FORMATS:
         dtype = kv_format if kv_format in ("bf16", "fp16") else "bf16"
-        assert ops.config_of(make_call(Shape(kv_format, dtype, rope=LLAMA))) in shipped
+        for new in ((1, 1), (2, 1)):
+            assert ops.config_of(make_call(Shape(kv_format, dtype, new, rope=LLAMA))) in shipped

@@ -1,10 +1,12 @@
-"""The streaming floor's kernels read every word, and a floor behaves like one."""
+"""The streaming floor's kernels read every word, a floor behaves like one, and timings are the GPU's alone."""
+
+import time
 
 import pytest
 import torch
 
 from bench.floor import SWEEP, StreamingFloor
-from bench.timing import ColdL2
+from bench.timing import ColdL2, time_cold_in_turn
 
 
 @pytest.mark.parametrize("config", SWEEP, ids=lambda config: config.name)
@@ -44,3 +46,14 @@ def test_more_bytes_take_longer_and_no_faster_than_the_memory():
     assert 0 < small.us < large.us
     assert large.gb_per_s < 5000  # an H200's memory gives 4800 GB/s; more would mean that L2 was not cold
     assert floor(8 << 20) is small  # measured once per byte count
+
+
+def test_a_call_that_takes_the_host_long_is_timed_by_what_the_gpu_does():
+    word = torch.zeros(1, device="cuda")
+
+    def slow() -> None:
+        time.sleep(5e-4)
+        word.add_(1)
+
+    times = time_cold_in_turn({"slow": slow, "quick": lambda: word.add_(1)}, ColdL2())
+    assert times["slow"].median_us < times["quick"].median_us + 5 < 50

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from cute_kernels.linear.compile import LinearSpec
+from cute_kernels.linear.compile import spec_of as spec_of_config
 from cute_kernels.linear.ops import apply
-from cute_kernels.linear.plan import DTYPES, FEW_ROWS, make_plan
+from cute_kernels.linear.plan import DTYPES, make_plan
 from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
+from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, Problem, make_schedule, schedules
+from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight, padded_shape
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
-from cute_kernels.linear.wgmma.schedule import make_tile_schedule
 from cute_kernels.runtime.spec import KernelSpec
 from tests.linear.cases import Known, known
 
 pytestmark = pytest.mark.gpu
 
 CUDA = "cuda"
+GPU = "NVIDIA H200"  # whose kernels are compiled ahead
 FORMATS = [
     pytest.param(bits, dtype, group, zero, id=f"w{bits}-{str(dtype)[6:]}-g{group}{'-zero' if zero else ''}")
     for bits in (4, 8)
@@ -47,10 +48,8 @@ SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
 
 
 def spec_of(problem: Problem) -> KernelSpec:
-    """The kernel that `cute_kernels.linear.linear` takes for a product."""
-    if problem.m > FEW_ROWS:
-        return WgmmaSpec(make_tile_schedule(problem).config)
-    return LinearSpec(make_schedule(problem).config)
+    """The kernel that `cute_kernels.linear.linear` takes for a product on an H200."""
+    return spec_of_config(chosen(problem, GPU).config)
 
 
 def specs() -> list[KernelSpec]:

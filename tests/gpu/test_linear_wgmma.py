@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.linear.plan import make_tile_plan
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import WgmmaSpec
-from cute_kernels.linear.wgmma.plan import make_tile_plan
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.workspace import POOL
 from tests.gpu.test_linear import CUDA, DTYPES, TOLERANCE, activations, assert_near, every_format, exact_product, run

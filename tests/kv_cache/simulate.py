@@ -46,8 +46,8 @@ def simulate_append(
     gpu = _make_gpu(monkeypatch)
     simulated: Any = _unwrapped(
         kernel.AppendKernel,
-        *("kernel", "ask", "fetch", "fetch_rows", "locate", "find_request"),
-        *("process_q", "process_k", "process_v", "process_rows", "write", "turn", "add_bias", "normalise"),
+        *("kernel", "ask", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
+        *("process_q", "process_k", "process_v", "process_rows", "write", "turn", "turn_q", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
@@ -102,7 +102,7 @@ def simulate_append(
         for chunk in range(q_chunks + 2 * kv_chunks):
             for warp in range(config.num_warps):
                 gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
-                simulated.kernel(inputs, targets, where, extras, Int64(steps), factor, shares)
+                simulated.kernel(shares, inputs, where, Int64(steps), targets, extras, factor)
     gpu.get(at["k_cache"], call.k_cache)
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:

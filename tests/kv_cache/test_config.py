@@ -18,8 +18,12 @@ from cute_kernels.kv_cache.config import (
     rows_per_team,
     team_lanes,
 )
+from cute_kernels.kv_cache.plan import config_of
+from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_formats import FORMATS, HEAD_DIMS
+from tests.kv_cache.cases import Shape, make_call
 
+DECODE = AppendConfig("e4m3_head", "e4m3_head", "bf16", 128, 128, "half", 128).for_decode()
 APPEND = AppendConfig("int4_g4", "int4_g4", "bf16", 128, 128, "half", 128)
 BULK = BulkConfig("quantize", "int8_g4", "fp32", 128)
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, AppendSpec)]
@@ -57,18 +61,38 @@ def test_what_cannot_be_implemented_says_why(config, changes, reason):
 
 def test_names_tell_configurations_apart():
     changes = {"v_format": "int8_g4", "head_dim_v": 64, "rope": "interleaved", "num_warps": 8, "rows_in_flight": 4}
-    changes |= {"has_bias": True, "has_norm": True, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4, "leads": True}
+    changes |= {
+        "has_bias": True,
+        "has_norm": True,
+        "q_rows_in_flight": 8,
+        "q_rows_per_kv_row": 4,
+        "leads": True,
+        "decode": True,
+    }
     configs = [*SHIPPED, *(dataclasses.replace(APPEND, **{name: value}) for name, value in changes.items())]
     assert len({config.name for config in configs}) == len(set(configs))
     assert all(re.fullmatch(r"\w+", config.name) for config in configs)
 
 
 def test_what_ships_is_few_and_has_every_format_at_the_usual_head_dim():
-    assert len(SHIPPED) <= 40
-    usual = {(config.k_format, config.dtype) for config in SHIPPED if config.head_dim_k == 128}
+    assert len(SHIPPED) <= 80
     dtypes = {"bf16", "fp16"}
-    assert usual == {(name, dtype) for name in FORMATS for dtype in (dtypes & {name} or dtypes)}
+    for decode in (False, True):
+        of_kind = [config for config in SHIPPED if config.decode == decode]
+        usual = {(config.k_format, config.dtype) for config in of_kind if config.head_dim_k == 128}
+        assert usual == {(name, dtype) for name in FORMATS for dtype in (dtypes & {name} or dtypes)}
     assert all(json.loads(spec.config_json())["rope"] == "half" for spec in shipped_specs())
+
+
+@pytest.mark.parametrize("place", ["table", "contiguous", "slots"])
+@pytest.mark.parametrize("new", [(1, 1, 1), (1, 2)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("positions", ["none", "int32"])
+def test_one_token_a_request_at_its_end_has_a_kernel_of_its_own(place, new, positions):
+    call = make_call(Shape("e4m3_head", new=new, place=place, rope=Rope(128), positions=positions))
+    own = place != "slots" and new == (1, 1, 1) and positions == "none"
+    general = dataclasses.replace(DECODE, decode=False, lane_columns=16)
+    assert config_of(call) == (DECODE if own else general)
+    assert config_of(call, leads=True) == dataclasses.replace(general, leads=True)
 
 
 @pytest.mark.parametrize("v_head_dim", HEAD_DIMS)

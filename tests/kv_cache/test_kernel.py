@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.config import AppendConfig
+from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
 from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, make_call
 from tests.kv_cache.simulate import simulate_append
@@ -13,10 +18,21 @@ SMALL = Shape(num_q_heads=2, num_kv_heads=1)  # four tokens: two warps of head_d
 
 
 def check(shape: Shape, monkeypatch, rows_per_team: int = 2, **changes) -> None:
-    call = make_call(shape)._replace(**changes)
-    before = clone_caches(call)
-    q_out = simulate_append(call, monkeypatch, rows_per_team)
-    assert_appended(call, before, q_out)
+    check_call(make_call(shape)._replace(**changes), monkeypatch, rows_per_team)
+
+
+def check_call(call: AppendCall, monkeypatch, rows_per_team: int = 2) -> list[AppendCall]:
+    """The call as it is launched and, where that is with the kernel for decode, with the one for everything, too."""
+    config = config_of(call)
+    general = replace(config, decode=False, lane_columns=AppendConfig.lane_columns)
+    done = []
+    for kernel in dict.fromkeys((config, general)):
+        own = clone_caches(call)
+        choice = {"decode": kernel.decode, "lane_columns": kernel.lane_columns}
+        q_out = simulate_append(own, monkeypatch, rows_per_team, **choice)
+        assert_appended(own, call, q_out)
+        done.append(own)
+    return done
 
 
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
@@ -102,9 +118,7 @@ def test_positions_of_their_own_for_rope(positions, place, monkeypatch):
     dtype = getattr(torch, positions)
     check(shape, monkeypatch, position_ids=torch.tensor([-1, -4000, 2**31 - 1, 0], dtype=dtype))
     if place == "slots":  # lengths are not needed then
-        call = make_call(shape)._replace(seq_lens=None)
-        before = clone_caches(call)
-        assert_appended(call, before, simulate_append(call, monkeypatch))
+        check(shape, monkeypatch, seq_lens=None)
 
 
 @pytest.mark.parametrize("rows_per_team", [1, 2, 4, 16])
@@ -143,11 +157,9 @@ def test_tokens_without_a_place_are_not_written_and_nothing_else_is_touched(kv_f
     else:
         assert call.seq_lens is not None
         call.seq_lens[:] = call.seq_lens.new_tensor([0, -5, 34, 2**31 - 1])
-    before = clone_caches(call)
-    q_out = simulate_append(call, monkeypatch)
-    assert_appended(call, before, q_out)
-    for got, was in ((call.k_cache, before.k_cache), (call.v_cache, before.v_cache)):
-        assert got.view(torch.uint8).equal(was.view(torch.uint8))
+    for done in check_call(call, monkeypatch):
+        for got, was in ((done.k_cache, call.k_cache), (done.v_cache, call.v_cache)):
+            assert got.view(torch.uint8).equal(was.view(torch.uint8))
 
 
 def test_tokens_outside_the_bounds_of_a_prefill_are_not_written(monkeypatch):
@@ -166,8 +178,7 @@ def test_nan_and_infinity_stay_within_their_row_and_are_stored_as_the_format_say
         x[1, 1, 7] = torch.inf
         x[2, 0] = -torch.inf
         x[3, 0, ::2] = torch.nan
-    before = clone_caches(call)
-    assert_appended(call, before, simulate_append(call, monkeypatch))
+    check_call(call, monkeypatch)
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g1", "int4_g4", "int8_g2", "e4m3_token_head", "int8_channel"])
@@ -175,7 +186,8 @@ def test_nan_and_infinity_stay_within_their_row_and_are_stored_as_the_format_say
     "choice",
     [
         {"split": False},
-        {"lane_columns": 8},
+        {"decode": False},
+        {"lane_columns": 16},
         {"num_warps": 4, "rows_in_flight": 4, "q_rows_in_flight": 8, "q_rows_per_kv_row": 4},
     ],
     ids=str,
@@ -186,3 +198,12 @@ def test_choices_that_change_who_does_what_change_no_row(kv_format, choice, by_k
     before = clone_caches(call)
     q_out = simulate_append(call, monkeypatch, rows_per_team=8, by_kind=by_kind, **choice)
     assert_appended(call, before, q_out)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_format", ALL_FORMATS)
+def test_decode_with_pairs_in_one_lane(kv_format, head_dim, monkeypatch):
+    """With 8 columns to a lane, 4 of each half of the row, every group is whole lanes still."""
+    shape = SMALL.with_(kv_format=kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(1,) * 8, num_kv_heads=3)
+    assert config_of(make_call(shape)).lanes == head_dim // 8
+    check(shape, monkeypatch, 4)

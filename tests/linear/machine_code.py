@@ -1,4 +1,4 @@
-"""Reading machine code: whether registers that asynchronous MMAs still read are written."""
+"""Reading machine code: whether registers that asynchronous MMAs still read or write are written."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ def main_loop(code: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
 
 
 def early_writes(loop: list[tuple[str, str, str]]) -> list[str]:
-    """Instructions that write a register of A while an MMA that reads it may be running, two rounds of the loop."""
-    groups: list[set[int]] = []  # of A registers, oldest first; the last one is open
+    """Instructions that write a register of A or D while an MMA that has it may be running, two rounds of the loop."""
+    groups: list[set[int]] = []  # of registers, oldest first; the last one is open
     current: set[int] = set()
     wrong = []
     for _, opcode, operands in loop * 2:
         if opcode.startswith("HGMMA"):
-            first = int(operands.split(",")[1].strip()[1:].split(".")[0])
-            current |= set(range(first, first + 4))
+            sums, first = (int(operand.strip()[1:].split(".")[0]) for operand in operands.split(",")[:2])
+            columns = int(opcode.split(".")[1].split("x")[1])
+            current |= {*range(sums, sums + columns // 2), *range(first, first + 4)}
             if "gsb0" in operands:
                 groups.append(current)
                 current = set()

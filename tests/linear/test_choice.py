@@ -10,9 +10,7 @@ import torch
 
 from cute_kernels.linear import plan
 from cute_kernels.linear.config import LinearConfig
-from cute_kernels.linear.portable import plan as portable_plan
 from cute_kernels.linear.portable.config import PortableConfig
-from cute_kernels.linear.wgmma import plan as wgmma_plan
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.runtime import device
 
@@ -30,8 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
         properties = SimpleNamespace(multi_processor_count=108)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        for module in (plan, wgmma_plan, portable_plan):
-            monkeypatch.setattr(module, "load", lambda spec, arch: (spec, arch))
+        monkeypatch.setattr(plan, "load", lambda spec, arch: (spec, arch))
 
     yield found
     for cached in (plan.plan_of, device._arch_of, device.portable_arch_of):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cute_kernels.linear import tuned
+from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.tuned import Candidate, candidates, find, key_of, modelled, worth_measuring
+from cute_kernels.linear.tuned import Candidate, candidates, find, key_of, modelled, problem_of, worth_measuring
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
 
 GPU = "NVIDIA H200"
+SHIPPED = sorted(tables.SHIPPED.glob("*.json"))
 PROBLEMS = [
     Problem(m, n, k, -(-k // 256) * 256, bits, "bf16", group_size)
     for m, bits, group_size in ((1, 4, 128), (8, 4, 32), (16, 8, 256), (33, 4, 0), (1000, 4, 128))
@@ -48,6 +53,44 @@ def test_every_candidate_is_found_by_its_name(problem: Problem):
     for candidate in found:
         assert find(problem, choice(candidate)) == candidate.schedule
     assert worth_measuring(problem)[0].schedule == modelled(problem)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
+def test_keys_name_problems(problem: Problem):
+    k_pad = padded_shape((problem.n, problem.k), problem.group_size or None)[1]
+    assert problem_of(key_of(problem)) == replace(problem, k_pad=k_pad)
+    assert problem_of("x" + key_of(problem)) is None
+
+
+def test_what_is_measured_are_a_few_cuts_of_the_best_configurations():
+    for problem in PROBLEMS:
+        found = worth_measuring(problem)
+        by_kernel = Counter(one.kernel for one in found[1:])
+        assert max(by_kernel.values()) <= tuned.MOST
+        assert max(Counter(one.schedule.config for one in found).values()) <= tuned.MOST_CUTS
+        assert len({one.name for one in found}) == len(found)
+
+
+def test_the_kernels_that_shipped_tables_choose_ship():
+    assert tuned.shipped_configs() == []
+    problem = PROBLEMS[0]
+    wanted = worth_measuring(problem)[-1]
+    entries = {key_of(problem): choice(wanted), "experts": choice(wanted)}
+    gone = {key_of(PROBLEMS[2]): choice(wanted, config="gone")}
+    table(entries | gone).write(tables.SHIPPED / tables.file_name(GPU))
+    assert tuned.shipped_configs() == [wanted.schedule.config]
+    assert spec_of(wanted.schedule.config) in shipped_specs()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables_name_schedules_that_there_are(path: Path):
+    """A table is measured anew when a change to selection leaves some of its entries without a meaning."""
+    table = TunedTable.read(path)
+    assert path.name == tables.file_name(table.gpu) and table.entries
+    for key, entry in table.entries.items():
+        problem = problem_of(key)
+        assert problem is not None and find(problem, entry) is not None, key
+        assert entry.us <= entry.model_us
 
 
 def test_a_table_decides_for_its_problem_only():

@@ -87,15 +87,16 @@ class Machine:
         self.subject = kernel.WgmmaKernel(config)
         self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
 
-    def sums(self, warp: int) -> machine.Registers:
+    def sums(self, warp: int, units: int = 1) -> machine.Registers:
         config, subject = self.config, self.subject
         memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, zeros=ZEROS)
-        sums = machine.Registers(config.m_tiles * config.tokens // 2, machine.Float32)
+        sums = machine.Registers(config.thread_sums, machine.Float32)
         shape = SimpleNamespace(m=config.tokens, num_tiles=config.block_tiles)
         place = subject.lane_places(shape, warp, machine.LANES)
         first_tile, item = warp // 4 * config.m_tiles, SimpleNamespace(block=0)
         channel = subject.load_channel(self.operands, shape, item, first_tile, place)
-        subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, config.tokens)
+        for _ in range(units):
+            subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, config.tokens)
         if channel:
             for i in range(len(sums)):
                 sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]
@@ -161,6 +162,16 @@ def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
     found = Machine(config, weight, x, monkeypatch).stage(packed=False)
     exact = (x.double() @ rounded(config, weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("config", CONFIGS[-4:], ids=lambda config: config.name)
+def test_units_add_up(config: WgmmaConfig, monkeypatch):
+    weight = make_weight(config)
+    x = torch.randn(config.tokens, config.unit_k, generator=torch.Generator().manual_seed(3)).to(weight.dtype)
+    subject = Machine(config, weight, x, monkeypatch)
+    count = config.thread_sums
+    one, three = (np.array([np.asarray(value) for value in subject.sums(5, units)[:count]]) for units in (1, 3))
+    np.testing.assert_allclose(three, 3 * one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:]], ids=lambda config: config.name)

@@ -17,6 +17,7 @@ TOKENS = (16, 32, 64, 128, 256)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
+MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
 MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -35,6 +36,8 @@ class WgmmaConfig:
         group_size: inputs that share a scale; 0 for one scale per output feature.
         zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
         tokens: rows of x of a tile, the N of the MMAs.
+        row_parts: equal parts of those rows. Each comes in boxes of its own; parts behind the last row that there is
+            are neither brought nor multiplied.
         m_tiles: tiles of 64 output features of a warpgroup, which multiplies them with the same activations.
         warpgroups: that multiply; each has ``m_tiles`` of its own.
         unit_k: inputs of a unit.
@@ -48,6 +51,7 @@ class WgmmaConfig:
     group_size: int
     zero_point: bool = False
     tokens: int = 256
+    row_parts: int = 1
     m_tiles: int = 1
     warpgroups: int = 2
     unit_k: int = 64
@@ -101,6 +105,11 @@ class WgmmaConfig:
     def unit_groups(self) -> int:
         """Groups that a unit has a part of; 0 where scales are per output feature."""
         return -(-self.unit_k // self.group_size) if self.group_size else 0
+
+    @property
+    def part_tokens(self) -> int:
+        """Rows of x of a box."""
+        return self.tokens // self.row_parts
 
     @property
     def box_bytes(self) -> int:
@@ -161,7 +170,8 @@ class WgmmaConfig:
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
-        shape = f"m{self.tokens}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
+        parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
+        shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = "_split" if self.splits_k else ""
         return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
 
@@ -175,6 +185,7 @@ class WgmmaConfig:
             "dtype": ("bf16", "fp16"),
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
+            "row_parts": (1, 2, 4),
             "m_tiles": (1, 2),
             "warpgroups": tuple(MATH_REGISTERS),
             "unit_k": (64, 128),
@@ -189,6 +200,8 @@ class WgmmaConfig:
         if self.unit_steps % (2 * self.group_steps):
             # Operands take turns in two sets of registers, and each unit begins with the first.
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
+        if self.part_tokens < MMA_TOKENS:
+            return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
         if self.num_stages < 2:

@@ -37,7 +37,7 @@ from cute_kernels.linear.wgmma.config import (
     WgmmaConfig,
 )
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
-from cute_kernels.linear.wgmma.tiles import Items, Shape
+from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
@@ -113,10 +113,7 @@ class WgmmaKernel:
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
-        layout = self.x_layout()
-        box = cute.slice_(layout, (None, None, 0))
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        copy_x, x_view = cpasync.make_tiled_tma_atom(op, x, box, (config.tokens, BOX_K))
+        copy_x, x_view = self.box_copy(x)
         scale_groups = Int32(1)
         if const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
@@ -134,6 +131,12 @@ class WgmmaKernel:
         """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
         config = self.config
         return self.boxes_layout(config.tokens, config.num_stages * config.unit_k // BOX_K)
+
+    def box_copy(self, x):
+        """What brings a box of x, and x as boxes are taken from it."""
+        rows = self.config.part_tokens
+        box = cute.slice_(self.boxes_layout(rows, 1), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (rows, BOX_K))
 
     def boxes_layout(self, rows: int, count: int):
         """[rows, BOX_K, count], swizzled; one box behind the other."""
@@ -224,30 +227,44 @@ class WgmmaKernel:
 
     @cute.jit
     def copy_activations(self, shape, memory, items, copy_x, x_view):
-        """Brings the activations of every unit, a box of 64 inputs at a time; one warp."""
+        """Brings the activations of every unit, a box of 64 inputs of a part of a tile's rows at a time; one warp.
+
+        Parts without rows are left out: rows that x does not have would cost TMA the time of writing zeros, rows of
+        somebody else that of bringing them.
+        """
         config = self.config
-        boxes = config.unit_k // BOX_K
-        places = cute.local_tile(x_view, (config.tokens, BOX_K), (None, None))
-        target, source = cpasync.tma_partition(
-            copy_x,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(memory.x, 0, 2),
-            cute.group_modes(places, 0, 2),
-        )
+        boxes, parts = config.unit_k // BOX_K, config.row_parts
+        targets = cute.group_modes(cute.local_tile(memory.x, (config.part_tokens, BOX_K), (None, 0, None)), 0, 2)
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
+            first_row, _ = self.rows_of(shape, item)
+            rows = cute.domain_offset((first_row, 0), x_view)
+            places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
+            target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
+            present = self.parts_of(shape, item)
+            size = present * (config.x_stage_bytes // parts)
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.x_stage_bytes)
-                for box in cutlass.range_constexpr(boxes):
-                    chosen = source[None, item.token_tile, unit * boxes + box]
-                    place = target[None, stage * boxes + box]
-                    cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                for part in cutlass.range_constexpr(parts):
+                    if part < present:
+                        for box in cutlass.range_constexpr(boxes):
+                            chosen = source[None, part, unit * boxes + box]
+                            place = target[None, part, stage * boxes + box]
+                            cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
+
+    def rows_of(self, shape, item) -> tuple[Any, Any]:
+        """The first row of x of an item, and what is behind the last that its tile may have."""
+        return item.token_tile * self.config.tokens, shape.m
+
+    def parts_of(self, shape, item):
+        """How many parts of an item's tile have rows."""
+        first, end = self.rows_of(shape, item)
+        return parts_with(self.config, end - first)
 
     @cute.jit
     def copy_weights(self, operands, shape, memory, items):
@@ -331,15 +348,15 @@ class WgmmaKernel:
         stage, phase = Int32(0), Int32(0)
         last = Int32(0)
         tile_sums = config.tokens // 2
-        sums = cute.make_rmem_tensor(config.m_tiles * tile_sums, Float32)
+        sums = cute.make_rmem_tensor(config.thread_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
             first_tile = group * config.m_tiles
             sums.fill(0.0)
             channel = self.load_channel(operands, shape, item, first_tile, place)
             ring = (stage, phase, last)
-            stage, phase, last = self.multiply_item(sums, memory, item, place, channel, ring, teller)
-            finished = wgmma.wait_all([sums[i] for i in range(config.m_tiles * tile_sums)])
+            stage, phase, last = self.multiply_item(sums, memory, shape, item, place, channel, ring, teller)
+            finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
             self.release(memory, last, teller)
             self.put_sums(sums, finished, channel)
             if const_expr(config.splits_k):
@@ -352,12 +369,36 @@ class WgmmaKernel:
     def corner(self, shape, item, index) -> Corner:
         """Where the ``index``-th tile of an item's block belongs in the output."""
         row = (item.block * self.config.block_tiles + index) * TILE_N
-        return Corner(row, item.token_tile * self.config.tokens, shape.m, row)
+        first, end = self.rows_of(shape, item)
+        return Corner(row, first, end, self.bias_place(shape, item, row))
+
+    def bias_place(self, shape, item, row):
+        """The bias of an item's output feature ``row``."""
+        return row
 
     @cute.jit
-    def multiply_item(self, sums, memory, item, place: Lane, channel, ring, teller):
-        """Adds the products of an item; ring and result: (stage, phase, the stage before)."""
-        return self.multiply_units(sums, memory, item, place, channel, ring, teller, self.config.tokens)
+    def multiply_item(self, sums, memory, shape, item, place: Lane, channel, ring, teller):
+        """Adds the products of an item; ring and result: (stage, phase, the stage before).
+
+        MMAs are as wide as the parts that have rows: the same loop for each number of them, no further registers.
+        """
+        return self.multiply_parts(sums, memory, item, place, channel, ring, teller, self.parts_of(shape, item), 1)
+
+    @cute.jit
+    def multiply_parts(self, sums, memory, item, place: Lane, channel, ring, teller, present, count: int):
+        """As :meth:`multiply_item`, of a tile of which ``present`` parts have rows, at least ``count``."""
+        stage, phase, last = ring
+        tokens = count * self.config.part_tokens
+        if const_expr(count == self.config.row_parts):
+            stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
+        else:
+            if present == count:
+                stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
+            else:
+                stage, phase, last = self.multiply_parts(
+                    sums, memory, item, place, channel, ring, teller, present, count + 1
+                )
+        return stage, phase, last
 
     @cute.jit
     def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):

@@ -8,6 +8,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32
 
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -82,3 +84,11 @@ class Items:
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
             number=number,
         )
+
+
+def parts_with(config: WgmmaConfig, rows):
+    """Of the parts of a tile, how many have some of its ``rows``, at least 1; there may be more than the tile takes."""
+    if config.row_parts == 1:
+        return Int32(1)
+    bits = config.part_tokens.bit_length() - 1
+    return cutlass.min((rows + (config.part_tokens - 1)) >> bits, config.row_parts)

@@ -10,18 +10,14 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import ptx
-from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import BOX_K, TOKEN_BAND
-from cute_kernels.linear.wgmma.epilogue import Corner
-from cute_kernels.linear.wgmma.kernel import Memory, WgmmaKernel
+from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES
 from cute_kernels.moe.wgmma.tiles import GroupedItems, GroupedShape, fill_table
-from layouts.weights.hopper import TILE_N
 
 
 class GroupedWgmmaKernel(WgmmaKernel):
@@ -56,9 +52,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
-        half = (config.tokens // 2, BOX_K)
-        box = cute.slice_(self.boxes_layout(config.tokens // 2, 1), (None, None, 0))
-        copy_x, x_view = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, half)
+        copy_x, x_view = self.box_copy(x)
         scale_groups = Int32(1)
         if cutlass.const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
@@ -115,49 +109,11 @@ class GroupedWgmmaKernel(WgmmaKernel):
         )
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
 
-    @cute.jit
-    def copy_activations(self, shape, memory: Memory, items, copy_x, x_view):
-        """Brings the activations of every unit, a box of 64 inputs of half a tile's rows at a time; one warp."""
-        config = self.config
-        boxes, half = config.unit_k // BOX_K, config.tokens // 2
-        targets = cute.local_tile(memory.x, (half, BOX_K), (None, 0, None))
-        stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-            item = items.item(index)
-            rows = cute.domain_offset((item.token, 0), x_view)
-            places = cute.local_tile(rows, (half, BOX_K), (None, None))
-            target, source = cpasync.tma_partition(
-                copy_x, 0, cute.make_layout(1), cute.group_modes(targets, 0, 2), cute.group_modes(places, 0, 2)
-            )
-            whole = item.end_token - item.token > half
-            size = cutlass.select_(whole, Int32(config.x_stage_bytes), Int32(config.x_stage_bytes // 2))
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                barrier = memory.full + stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                for box in cutlass.range_constexpr(boxes):
-                    column, place = unit * boxes + box, stage * boxes + box
-                    cute.copy(copy_x, source[None, 0, column], target[None, 0, place], tma_bar_ptr=barrier)
-                    if whole:
-                        cute.copy(copy_x, source[None, 1, column], target[None, 1, place], tma_bar_ptr=barrier)
-                stage, phase = advance(stage, phase, config.num_stages)
-
-    @cute.jit
-    def multiply_item(self, sums, memory, item, place, channel, ring, teller):
-        """As the dense kernel's; an expert's last tile may have rows for half of the columns only."""
-        stage, phase, last = ring
-        half = self.config.tokens // 2
-        if item.end_token - item.token <= half:
-            stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, half)
-        else:
-            full = self.config.tokens
-            stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, full)
-        return stage, phase, last
+    def rows_of(self, shape, item):
+        return item.token, item.end_token
 
     def weight_tile(self, shape, item, index):
         return item.expert * shape.num_tiles + super().weight_tile(shape, item, index)
 
-    def corner(self, shape, item, index) -> Corner:
-        row = (item.block * self.config.block_tiles + index) * TILE_N
-        return Corner(row, item.token, item.end_token, item.expert * shape.n + row)
+    def bias_place(self, shape, item, row):
+        return item.expert * shape.n + row

@@ -8,32 +8,31 @@ of a tile is that of `cute_kernels.linear.wgmma.schedule`.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.linear.wgmma.config import TOKEN_BAND, WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import (
-    DECODE_CLOCKS,
-    DECODE_TOKEN_CLOCKS,
-    ITEM_CLOCKS,
-    MAX_STAGES,
-    MEMORY_BYTES_PER_CLOCK,
-    MMA_CLOCKS,
-    UNIT_CLOCKS,
-)
+from cute_kernels.linear.wgmma.schedule import MAX_STAGES, MEMORY_BYTES_PER_CLOCK, UNIT_CLOCKS
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
 TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the end of the places
-MANY_ROWS = CAPACITIES[1]  # of an expert: more than that are not bound by the memory
+MANY_ROWS = CAPACITIES[0]  # of an expert: with more than that the memory-bound kernel is the slower one
+LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
 
+DECODE_CLOCKS = {4: 25, 8: 30}  # per k16 step of a tile of 64 features, however few rows,
+DECODE_TOKEN_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
+MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
+ITEM_CLOCKS = 2200  # that a tile's results take where decoding or memory is the bound,
+TENSOR_ITEM_CLOCKS = 1500  # and where tensor cores are
 WIDE_TOKENS, WIDE_COST = 256, 1.08  # tiles of so many rows take that much longer than a dense product's, as measured
 
-# (tokens, m_tiles, unit_k)
-SHAPES = ((256, 1, 64), (128, 1, 128), (64, 1, 128), (64, 2, 128), (32, 2, 128), (16, 2, 128))
+# (tokens, m_tiles, unit_k, row_parts): an expert's last tile is half empty on average, so all have parts.
+SHAPES = ((256, 1, 64, 2), (128, 1, 128, 4), (64, 2, 128, 4), (32, 2, 128, 4), (16, 2, 128, 2))
 
 
 @dataclass(frozen=True)
@@ -77,28 +76,31 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
-    """Configurations that are possible, with as many stages as there is room for beside the table of tiles."""
-    configs = []
-    for tokens, m_tiles, unit_k in SHAPES:
-        config = WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
-            tokens=tokens,
-            m_tiles=m_tiles,
-            unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
-            num_stages=2,
-        )
-        room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
-        config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
-        if config.can_implement() is None and room >= 0:
-            configs.append(config)
-    return configs
+    """Configurations that are possible."""
+    configs = (tile_config(problem, *shape) for shape in SHAPES)
+    return [config for config in configs if config is not None]
 
 
-def usual_tiles(problem: GroupedProblem, tokens: int) -> tuple[float, float]:
-    """Tiles of ``tokens`` rows that an expert takes, and how many of them have rows for one half only.
+def tile_config(problem: GroupedProblem, tokens: int, m_tiles: int, unit_k: int, row_parts: int) -> WgmmaConfig | None:
+    """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
+    config = WgmmaConfig(
+        bits=problem.bits,
+        dtype=problem.dtype,
+        group_size=problem.group_size,
+        zero_point=problem.zero_point,
+        tokens=tokens,
+        row_parts=row_parts,
+        m_tiles=m_tiles,
+        unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
+        num_stages=2,
+    )
+    room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
+    config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
+    return config if config.can_implement() is None and room >= 0 else None
+
+
+def usual_tiles(problem: GroupedProblem, tokens: int, parts: int) -> list[float]:
+    """How many tiles of ``tokens`` rows an expert takes of which 1, 2, .. ``parts`` parts have rows.
 
     Means over experts whose rows are normally distributed, as they nearly are if rows fall to experts at random.
     """
@@ -110,28 +112,32 @@ def usual_tiles(problem: GroupedProblem, tokens: int) -> tuple[float, float]:
         return 0.5 * math.erfc((rows + 0.5 - mean) / deviation / math.sqrt(2))
 
     starts = range(0, math.ceil((mean + 6 * deviation) / tokens) * tokens, tokens)
-    tiles = sum(with_more_than(start) for start in starts)
-    return tiles, tiles - sum(with_more_than(start + tokens // 2) for start in starts)
+    reached = [sum(with_more_than(start + part * tokens // parts) for start in starts) for part in range(parts)]
+    return [more - most for more, most in zip(reached, [*reached[1:], 0.0], strict=True)]
 
 
-def unit_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
-    """Clocks of a unit of a tile of which ``tokens`` are computed, in an expert of so many tiles."""
+def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
+    """Clocks of a tile of which ``tokens`` are computed, in an expert of so many tiles."""
     config = layout.config
     fragments = config.block_tiles * config.unit_steps
-    tensor = fragments * (tokens / 2 + MMA_CLOCKS)
+    tensor = fragments * (tokens / 2 + MMA_CLOCKS) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
     decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * tokens)
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), TOKEN_BAND)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
-    return max(tensor, decoding, memory) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
+    unit = max(tensor, decoding, memory)
+    # Of the tensor cores the other warpgroup makes use while one stores results.
+    return layout.units * unit + (ITEM_CLOCKS if unit > tensor else TENSOR_ITEM_CLOCKS)
 
 
 def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
     """Clocks that the model expects, without the launch itself."""
-    tokens = layout.config.tokens
-    tiles, halves = usual_tiles(problem, tokens)
-    whole, half = (layout.units * unit_clocks(layout, count, tiles) + ITEM_CLOCKS for count in (tokens, tokens // 2))
-    all_clocks = problem.num_experts * layout.blocks * (halves * half + (tiles - halves) * whole)
-    # What is left over at the end is half a round on average, and there is at least one item.
-    longest = whole if tiles > halves else half
-    return max(all_clocks / layout.num_ctas + longest / 2, longest)
+    config = layout.config
+    counts = usual_tiles(problem, config.tokens, config.row_parts)
+    items = [item_clocks(layout, (part + 1) * config.part_tokens, sum(counts)) for part in range(config.row_parts)]
+    tiles = sum(counts)
+    mean = sum(map(operator.mul, counts, items)) / tiles
+    # Every CTA has as many items as another or one more, none fewer than one.
+    rounds = math.ceil(round(problem.num_experts * layout.blocks * tiles) / layout.num_ctas)
+    longest = max(item for item, count in zip(items, counts, strict=True) if count >= min(LIKELY, max(counts)))
+    return max(mean * rounds, longest)

@@ -54,7 +54,10 @@ class GroupedItems:
     """The items of one CTA: every ``stride``-th of ``count``; run-time integers.
 
     Within an expert they are counted as those of a dense product: in bands of ``band`` tiles of tokens, in a band
-    tokens first. table: shared memory, see :func:`fill_table`; lane: of the warp, all of whose lanes ask together.
+    tokens first; whose turn it is to begin changes with each round of all CTAs. Otherwise, with as many CTAs as a
+    multiple of an expert's tiles of tokens, the same CTAs would get every expert's short last tile.
+
+    table: shared memory, see :func:`fill_table`; lane: of the warp, all of whose lanes ask together.
     """
 
     shape: GroupedShape
@@ -78,7 +81,9 @@ class GroupedItems:
         rest = rest - band * per_band
         width = cutlass.min(token_tiles - band * self.band, self.band)
         block = rest // width
-        token_tile = band * self.band + rest - block * width
+        turn = rest - block * width
+        round_of_first = (index - turn) // self.stride
+        token_tile = band * self.band + (turn + round_of_first) % width
         return GroupedItem(
             expert=expert,
             block=block,

@@ -1,0 +1,160 @@
+"""What a call of a linear layer on a GPU launches depends on that call alone, whatever was launched and kept before.
+
+With compiled functions that launch nothing (`tests.host_functions`), so that no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.linear import PackedWeight, checks, launch, linear, ops, plan
+from cute_kernels.runtime import native
+from tests.linear.cases import known
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+N, K = 192, 256
+
+
+@functools.cache
+def weight(bits: int = 4, group_size: int | None = 128, zero_point: bool = False, dtype=BF16, k: int = K):
+    return known(N, k, bits, group_size, zero_point, dtype).pack()
+
+
+def rows(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(*shape, K, dtype=dtype)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=BF16)
+
+
+def permuted() -> PackedWeight:
+    return known(N, K, 4, 128).pack(perm=torch.arange(K - 1, -1, -1))
+
+
+CALLS: dict[str, Any] = {
+    "one row": lambda: {"x": rows(1), "weight": weight()},
+    "three rows": lambda: {"x": rows(3), "weight": weight()},
+    "three rows of three dimensions": lambda: {"x": rows(1, 3), "weight": weight()},
+    "many rows": lambda: {"x": rows(20), "weight": weight()},
+    "no rows": lambda: {"x": rows(0), "weight": weight()},
+    "rows with gaps": lambda: {"x": torch.ones(3, 2 * K, dtype=BF16)[:, :K], "weight": weight()},
+    "rows off 16 bytes": lambda: {"x": torch.ones(3 * K + 1, dtype=BF16)[1:].view(3, K), "weight": weight()},
+    "short rows": lambda: {"x": torch.ones(3, 250, dtype=BF16), "weight": weight(k=250)},
+    "a parameter": lambda: {"x": torch.nn.Parameter(rows(3)), "weight": weight()},
+    "8 bits": lambda: {"x": rows(3), "weight": weight(8)},
+    "other groups": lambda: {"x": rows(3), "weight": weight(group_size=64)},
+    "no groups": lambda: {"x": rows(3), "weight": weight(group_size=None)},
+    "zero points": lambda: {"x": rows(3), "weight": weight(zero_point=True)},
+    "act-order": lambda: {"x": rows(3), "weight": permuted()},
+    "fp16": lambda: {"x": rows(3, dtype=FP16), "weight": weight(dtype=FP16)},
+    "fp16 with the weight of bf16": lambda: {"x": rows(3, dtype=FP16), "weight": weight()},
+    "too wide": lambda: {"x": torch.ones(3, K + 8, dtype=BF16), "weight": weight()},
+    "bias": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(N, dtype=BF16)},
+    "bias, a parameter": lambda: {
+        "x": rows(3),
+        "weight": weight(),
+        "bias": torch.nn.Parameter(torch.ones(N, dtype=BF16)),
+    },
+    "bias with gaps": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(2 * N, dtype=BF16)[::2]},
+    "bias of fp16": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(N, dtype=FP16)},
+    "short bias": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(N - 1, dtype=BF16)},
+    "a list for a bias": lambda: {"x": rows(3), "weight": weight(), "bias": [0.0]},
+    "residual": lambda: {"x": rows(3), "weight": weight(), "residual": torch.ones(3, N, dtype=BF16)},
+    "residual with gaps": lambda: {
+        "x": rows(3),
+        "weight": weight(),
+        "residual": torch.ones(3, 2 * N).bfloat16()[:, ::2],
+    },
+    "residual of other rows": lambda: {"x": rows(3), "weight": weight(), "residual": torch.ones(2, N, dtype=BF16)},
+    "silu": lambda: {"x": rows(3), "weight": weight(), "activation": "silu"},
+    "swiglu": lambda: {"x": rows(3), "weight": weight(), "activation": "swiglu"},
+    "an activation there is not": lambda: {"x": rows(3), "weight": weight(), "activation": "relu"},
+    "a list of activations": lambda: {"x": rows(3), "weight": weight(), "activation": ["silu"]},
+    "fp32 results": lambda: {"x": rows(3), "weight": weight(), "out_dtype": torch.float32},
+    "int8 results": lambda: {"x": rows(3), "weight": weight(), "out_dtype": torch.int8},
+    "out": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(3, N, dtype=BF16)},
+    "out of fp32": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(3, N)},
+    "out of fp32 for bf16": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(3, N), "out_dtype": BF16},
+    "out with gaps": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(3, 2 * N, dtype=BF16)[:, ::2]},
+    "out of other rows": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(2, N, dtype=BF16)},
+    "batch-invariant": lambda: {"x": rows(3), "weight": weight(), "batch_invariant": True},
+    "batch-invariant by a number": lambda: {"x": rows(3), "weight": weight(), "batch_invariant": 1},
+}
+REFUSED = {
+    "fp16 with the weight of bf16", "too wide", "bias with gaps", "bias of fp16", "short bias", "a list for a bias",
+    "residual of other rows", "an activation there is not", "a list of activations", "int8 results",
+    "out of fp32 for bf16", "out with gaps", "out of other rows", "batch-invariant by a number",
+}  # fmt: skip
+NOT_KEPT = {"no rows", "rows with gaps", "rows off 16 bytes", "short rows", "a parameter", "act-order"}
+NOT_KEPT |= {"residual with gaps"}
+
+made = functools.cache(lambda name: CALLS[name]())
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    from tests.host_functions import product_function, standing_in
+
+    def is_direct(x: Any, codes: Any, *others: Any) -> bool:
+        return type(x) is torch.Tensor and all(type(tensor) in ops._PLAIN for tensor in others)
+
+    monkeypatch.setattr(ops, "_kept", {})
+    monkeypatch.setattr(ops, "is_direct", is_direct)
+    monkeypatch.setattr(ops, "_on_cpu", ops._on_cuda)
+    monkeypatch.setattr(
+        launch, "empty_strided", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")  # which has no tuned table
+    monkeypatch.setattr(plan, "is_supported", lambda index: True)
+    plan.plan_of.cache_clear()
+    launches = standing_in(monkeypatch, plan, product_function)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
+    yield launches
+    plan.plan_of.cache_clear()
+
+
+def run(launches: list[Any], given: dict[str, Any]) -> Any:
+    from tests.host_functions import outcome
+
+    tensors = {**given, **{name: getattr(given["weight"], name) for name in ("codes", "scales", "zeros")}}
+    return outcome(launches, lambda: linear(**given), tensors)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_launches_the_same_after_any_other(name, launches):
+    from tests.host_functions import assert_launched_alike_after_any_other
+
+    want = assert_launched_alike_after_any_other(name, CALLS, lambda other: run(launches, made(other)), ops._kept)
+    assert (name in REFUSED) == isinstance(want, tuple), want
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED | NOT_KEPT])
+def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
+    first = run(launches, made(name))
+    monkeypatch.setattr(checks, "check_input", lambda *arguments: pytest.fail("checked again"))
+    assert run(launches, made(name)) == first
+
+
+@pytest.mark.parametrize("name", sorted(NOT_KEPT))
+def test_what_must_be_copied_first_is_not_kept(name, launches):
+    run(launches, made(name))
+    assert not ops._kept
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_results_have_the_shape_of_the_call_and_no_gradient(again, launches):
+    x = rows(2, 1, 3)
+    x.requires_grad_()
+    for _ in range(1 + again):
+        result = linear(x, weight(), activation="swiglu", out_dtype=torch.float32)
+    assert result.shape == (2, 1, 3, N // 2) and result.dtype == torch.float32 and result.is_contiguous()
+    assert not result.requires_grad and launches[-1].arguments[0].shape == (6, K)
