@@ -77,7 +77,7 @@ def test_what_is_chosen_is_shipped(shape, tokens):
 
 
 def test_the_model_is_near_what_was_measured():
-    """Microseconds of docs/design/mla_few_heads.md and, of crossover, docs/design/mla.md: all of them within a tenth."""
+    """Microseconds of docs/design/mla_few_heads.md and, of crossover, of docs/design/mla.md: all within a tenth."""
     wide, (h8, h16, h32, h8c8) = WIDE, FEW_HEADS
     for rate, rows, heads, num_tokens, parts, us in (
         (wide, 128, 16, 2048, 1, 118.7), (h16, 128, 16, 2048, 1, 62.0), (h8, 128, 8, 2048, 1, 57.4),
