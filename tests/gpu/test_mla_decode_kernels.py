@@ -38,7 +38,7 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(),
     MlaConfig(fence="reader"),
     MlaConfig(prefetch=2, stretch=3),
-    MlaConfig(prefetch=8, fence="reader"),
+    MlaConfig(prefetch=7, fence="reader"),
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
     MlaConfig(crossover=True),
