@@ -59,7 +59,7 @@ def test_few_rows_of_few_heads_are_clusters():
 
 def test_few_rows_of_many_heads_take_few_heads_a_cta():
     """2 rows of 128 heads: 8 blocks of 16 heads in 8 parts are 128 CTAs with few partial results. Where crossover does
-    not serve, 4 rows are cut in the same way; where it does, it is faster from 4 rows on."""
+    not serve, 4 rows are cut in the same way; where it does, it is faster from 3 rows on."""
     assert choose("sparse", "mla_fp8", 576, WorkShape(2, 128, 2048)) == (served_few_heads("sparse", 16), 8)
     assert choose("paged", "mla_fp8", 576, WorkShape(4, 128, 2048)) == (served_few_heads("paged", 16), 4)
     config, parts = choose("sparse", "mla_fp8", 576, WorkShape(4, 128, 2048))
