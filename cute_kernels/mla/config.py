@@ -28,7 +28,7 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = 168  # a thread; what the warpgroups have in the end is at most this in sum as well
-SERIAL_REGISTERS, CROSSOVER_REGISTERS, SEESAW_REGISTERS = (208, 160, 128), (208, 160, 136), (192, 192, 120)
+OWN_REGISTERS, CROSSOVER_REGISTERS = (208, 160, 128), (208, 160, 136)
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
@@ -49,12 +49,10 @@ class MlaConfig:
     scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
-    seesaw: the multiplying warpgroups take turns at the softmax, not the first alone; the halves of a tile are then
-        filled and given back one by one.
     crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
         number of blocks of 64 heads of a row must be even.
     prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
-    stretch: of FP8 caches whose tiles are filled whole: after how many pieces of 16 bytes at the latest the loads that
+    stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     """
 
@@ -63,7 +61,6 @@ class MlaConfig:
     head_dim: int = HEAD_DIM
     scales: str = "fp32"
     fence: str = "writer"
-    seesaw: bool = False
     crossover: bool = False
     prefetch: int = 0
     stretch: int = WHOLE
@@ -73,10 +70,10 @@ class MlaConfig:
         """C identifier of the variant."""
         fp8 = f"_{self.scales}_{self.fence}" if self.form in SCALES else ""
         width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
-        order = "_seesaw" * self.seesaw + "_crossover" * self.crossover
+        crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{order}{ahead}{stretch}"
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -94,26 +91,14 @@ class MlaConfig:
         return WARP_GROUPS // self.cluster
 
     @property
-    def num_halves(self) -> int:
-        """In how many pieces a tile is filled and given back: left columns with the RoPE columns, right columns."""
-        return 2 if self.seesaw else 1
+    def empty_arrivals(self) -> int:
+        """How many times the barrier of a tile is arrived at when it is given back."""
+        return MULTIPLYING_WARPS * self.cluster
 
     @property
-    def empty_arrivals(self) -> tuple[int, ...]:
-        """How many times the barrier of a tile, or of each half, is arrived at when it is given back.
-
-        The left half of the seesaw's tiles holds weights that both warpgroups read.
-        """
-        if self.seesaw:
-            return MULTIPLYING_WARPS * self.cluster, WARPGROUP_WARPS * self.cluster
-        return (MULTIPLYING_WARPS * self.cluster,)
-
-    @property
-    def sent_bytes(self) -> tuple[int, ...]:
-        """What a CTA of a pair is sent of a tile, or of each half of it; the flags come with the first."""
-        slab_rows = BLOCK_TOKENS * 128 // 2
-        sides = [self.layout.left_slabs, self.layout.right_slabs] if self.seesaw else [range(self.layout.num_slabs)]
-        return tuple(len(slabs) * slab_rows + (FLAG_BYTES // 2) * (i == 0) for i, slabs in enumerate(sides))
+    def sent_bytes(self) -> int:
+        """What a CTA of a pair is sent of a tile: half of its rows, and of its flags."""
+        return (self.tile_bytes + FLAG_BYTES) // 2
 
     @property
     def copies(self) -> bool:
@@ -138,9 +123,7 @@ class MlaConfig:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread of each warpgroup."""
-        if self.seesaw:
-            return SEESAW_REGISTERS
-        return CROSSOVER_REGISTERS if self.crossover else SERIAL_REGISTERS
+        return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
 
     @property
     def entry_lead(self) -> int:
@@ -158,20 +141,10 @@ class MlaConfig:
         return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
-    def weight_bytes(self) -> int:
-        """Shared memory of weights that have a place of their own."""
-        return 0 if self.seesaw else WEIGHT_BYTES
-
-    @property
-    def row_value_slots(self) -> int:
-        """How many numbers a row the multiplying warpgroups pass to each other through a place of its own."""
-        return 3 if self.seesaw else 1
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + (2 * self.num_halves + 1) * BARRIER_BYTES) + BARRIER_BYTES
-        others = self.weight_bytes + self.row_value_slots * ROW_VALUE_BYTES + self.entry_bytes
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * BARRIER_BYTES) + BARRIER_BYTES
+        others = WEIGHT_BYTES + ROW_VALUE_BYTES + self.entry_bytes
         return stages + self.query_bytes + others
 
     def can_implement(self) -> str | None:
@@ -194,10 +167,6 @@ class MlaConfig:
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
             return "crossover is True; tiles that are copied are each CTA's own"
-        if self.seesaw and self.head_dim != HEAD_DIM:
-            return (
-                f"seesaw is True at head_dim {self.head_dim}; its weights take the place of columns that are no values"
-            )
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
         if self.copies and self.prefetch:

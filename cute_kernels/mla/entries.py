@@ -62,7 +62,7 @@ class Entries:
 
     @cute.jit
     def step(self, work, source, memory, block, first_row, lane):
-        """Behind the tile of ``block``, or a half of it: asks for tokens, and for more entries."""
+        """Behind the tile of ``block``: asks for tokens, and for more entries."""
         self.wait()  # for what the last step asked for
         self.request(work, source, memory, block + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):

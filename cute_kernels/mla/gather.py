@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
@@ -28,13 +28,11 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.dequant import Dequantizer
 from cute_kernels.mla.entries import Entries
-from cute_kernels.mla.layout import HALF_SLABS
 from cute_kernels.mla.locate import Token, make_locator
 
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
-LEFT_LOADS = HALF_SLABS + ROPE_LOADS  # of the left half of a tile of 9 slabs, to which the RoPE columns belong
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Dequantizing:
         """Says which of a group's 8 tokens exist."""
         write_flags(memory, stage, group, valid, lane)
 
-    def tile(self, memory, link, stage, group: int, half: int = 0):
+    def tile(self, memory, link, stage, group: int):
         """Where the rows of a warp's group go in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
@@ -131,34 +129,29 @@ class Dequantizing:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
 
-    def send(self, tile, place, first: int, count: int) -> None:
-        """A warp has written its rows of ``count`` slabs: nobody else wants them."""
+    def send(self, tile) -> None:
+        """A warp has written its rows of all slabs: nobody else wants them."""
 
     def finish(self, memory, stage, phase) -> None:
         """Behind the last tile: nobody else is to be waited for."""
 
-    def announce_tile(self, memory, stage, warp, lane, half: int = 0) -> None:
-        """Says that the warp's part of a tile, or of a half, is written."""
-        self.announce(memory.full + (half * NUM_STAGES + stage), lane)
-
     @cute.jit
-    def announce(self, barrier, lane):
-        """Says that the warp's part of a tile, or of a half, is written."""
+    def announce_tile(self, memory, stage, warp, lane):
+        """Says that the warp's part of a tile is written."""
         if const_expr(self.config.fence == "writer"):
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+            cute.arch.mbarrier_arrive(memory.full + stage)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def load_piece(self, words, token: Token, place: GatherLane, i: int, slot: int | None = None) -> None:
-        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns, to hold in ``slot`` (i if None)."""
-        first = 4 * (i if slot is None else slot)
+    def load_piece(self, words, token: Token, place: GatherLane, i: int) -> None:
+        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
         for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
-            words[first + j] = word
+            words[4 * i + j] = word
 
     def load_scales(self, scales, token: Token) -> None:
         """Asks for a token's scales."""
@@ -184,7 +177,7 @@ class Dequantizing:
             else:
                 if numbers.active_lanes() != 0:
                     self.write_stretch(words, factors, token, tile, place, stretch)
-        self.send(tile, place, 0, self.layout.num_slabs)
+        self.send(tile)
 
     def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
         """Those of a lane's pieces from ``first`` on that are written in a stretch."""
@@ -192,105 +185,26 @@ class Dequantizing:
         for i in range(first, min(first + self.config.stretch, self.num_loads)):
             if i < codes:
                 own = factors[i // self.layout.slabs_per_scale]
-                self.write_latent(words, i, i, own, tile, place, token, i)
+                self.write_latent(words, i, own, tile, place, token)
             else:
-                self.write_rope(words, i, i - codes, tile, place)
+                self.write_rope(words, i - codes, tile, place)
                 self.load_piece(words, token, place, i)
 
-    def write_latent(self, words, slot: int, slab: int, factors, tile, place, token: Token, piece: int) -> None:
-        """Decodes 16 codes into a slab, and asks for another piece, of ``token``, in their place."""
+    def write_latent(self, words, slab: int, factors, tile, place, token: Token) -> None:
+        """Decodes 16 codes into their slab, and asks for those of ``token`` in their place."""
         values = []
         for j in range(4):
-            values += self.dequantizer.word(words[4 * slot + j], factors)
-        self.load_piece(words, token, place, piece, slot)
+            values += self.dequantizer.word(words[4 * slab + j], factors)
+        self.load_piece(words, token, place, slab)
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
 
-    def write_rope(self, words, slot: int, i: int, tile, place) -> None:
-        """Stores 8 RoPE columns as they are."""
+    def write_rope(self, words, i: int, tile, place) -> None:
+        """Stores a lane's i-th 8 RoPE columns as they are."""
+        first = 4 * (self.layout.code_slabs + i)
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
-        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, [words[4 * slot + j] for j in range(4)])
-
-
-class DequantizingHalves(Dequantizing):
-    """As :class:`Dequantizing`, a half of a tile at a time: left columns with the RoPE columns, then right columns.
-
-    A warp holds one half of each of its groups: what it asks for in the place of a left half is the same tokens' right
-    half, and the next block's left half in the place of that.
-    """
-
-    def __init__(self, config: MlaConfig):
-        super().__init__(config)
-        codes = self.layout.code_slabs
-        self.left_pieces = (*range(HALF_SLABS), *range(codes, self.num_loads))
-
-    @cute.jit
-    def run(self, work, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's share."""
-        first_row = self.first_row(warp)
-        place = GatherLane.of(first_row, lane)
-        link = self.link(memory, first_row)
-        groups = self.config.warp_groups
-        words = [cute.make_rmem_tensor(4 * LEFT_LOADS, Uint32) for _ in range(groups)]
-        scales = [cute.make_rmem_tensor(self.scale_words, Uint32) for _ in range(groups)]
-        addresses = cute.make_rmem_tensor(groups, Int64)
-        valid = cute.make_rmem_tensor(groups, Int32)
-        self.entries.start(work, source, memory, first_row, lane)
-        for group in cutlass.range_constexpr(groups):
-            found = self.entries.token(work, source, memory, work.begin, place.row + group * GROUP_TOKENS)
-            addresses[group] = found.address
-            valid[group] = found.valid
-            self.load_scales(scales[group], found)
-            for slot in cutlass.range_constexpr(LEFT_LOADS):
-                self.load_piece(words[group], found, place, self.left_pieces[slot], slot)
-        self.entries.prefetch_first(work, source, memory, first_row, lane)
-        stage, phase = Int32(0), Int32(1)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(groups):
-                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, valid[group], lane)
-                token = Token(Int64(addresses[group]), Int32(valid[group]))
-                tile = self.tile(memory, link, stage, group)
-                self.write_left(words[group], scales[group], token, tile, place)
-            self.announce_tile(memory, stage, warp, lane)
-            # Where the next tokens lie is found out while this block's right half is awaited.
-            for group in cutlass.range_constexpr(groups):
-                found = self.entries.token(work, source, memory, block + 1, place.row + group * GROUP_TOKENS)
-                addresses[group] = found.address
-                valid[group] = found.valid
-            self.entries.step(work, source, memory, block, first_row, lane)
-            cute.arch.mbarrier_wait(memory.empty + (NUM_STAGES + stage), phase)
-            for group in cutlass.range_constexpr(groups):
-                token = Token(Int64(addresses[group]), Int32(valid[group]))
-                tile = self.tile(memory, link, stage, group, 1)
-                self.write_right(words[group], scales[group], token, tile, place)
-            self.announce_tile(memory, stage, warp, lane, 1)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-        self.finish(memory, stage, phase)
-
-    def write_left(self, words, scales, token: Token, tile, place) -> None:
-        """Writes the left half and the RoPE columns that the registers hold, and asks for the right half."""
-        factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales // 2)]
-        for slot in range(HALF_SLABS):
-            own = factors[slot // self.layout.slabs_per_scale]
-            self.write_latent(words, slot, slot, own, tile, place, token, HALF_SLABS + slot)
-        self.send(tile, place, 0, HALF_SLABS)
-        for i in range(ROPE_LOADS):
-            self.write_rope(words, HALF_SLABS + i, i, tile, place)
-        self.send(tile, place, self.layout.code_slabs, 1)
-
-    def write_right(self, words, scales, token: Token, tile, place) -> None:
-        """Writes the right half that the registers hold, and asks for the left half and the scales of ``token``."""
-        count = self.layout.num_scales
-        factors = [self.dequantizer.factors(scales, j) for j in range(count // 2, count)]
-        self.load_scales(scales, token)
-        for i in range(ROPE_LOADS):
-            self.load_piece(words, token, place, self.layout.code_slabs + i, HALF_SLABS + i)
-        for slot in range(HALF_SLABS):
-            own = factors[slot // self.layout.slabs_per_scale]
-            self.write_latent(words, slot, HALF_SLABS + slot, own, tile, place, token, slot)
-        self.send(tile, place, HALF_SLABS, HALF_SLABS)
+        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, [words[first + j] for j in range(4)])
 
 
 @dataclass(frozen=True)
@@ -337,22 +251,21 @@ class Crossing(Dequantizing):
             barrier = (memory.full + stage).toint() + link.distance
             numbers.store_async(place + link.distance, [flags], barrier)
 
-    def tile(self, memory, link, stage, group: int, half: int = 0) -> SharedTile:
+    def tile(self, memory, link, stage, group: int) -> SharedTile:
         address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-        barrier = (memory.full + (half * NUM_STAGES + stage)).toint()
-        return SharedTile(
-            address, address + link.first_row * wgmma_tiles.ROW_BYTES, link.distance, barrier + link.distance
-        )
+        rows = address + link.first_row * wgmma_tiles.ROW_BYTES
+        barrier = (memory.full + stage).toint() + link.distance
+        return SharedTile(address, rows, link.distance, barrier)
 
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
 
-    def send(self, tile: SharedTile, place, first: int, count: int) -> None:
-        """Copies a warp's rows of ``count`` slabs."""
+    def send(self, tile: SharedTile) -> None:
+        """Copies a warp's rows of all slabs."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            for slab in range(first, first + count):
+            for slab in range(self.layout.num_slabs):
                 source = tile.rows + slab * SLAB_BYTES
                 numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
@@ -360,24 +273,19 @@ class Crossing(Dequantizing):
         """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
         here, so that this one may leave."""
         for _ in range(NUM_STAGES):
-            for half in range(self.config.num_halves):
-                cute.arch.mbarrier_wait(memory.empty + (half * NUM_STAGES + stage), phase)
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
     @cute.jit
-    def announce_tile(self, memory, stage, warp, lane, half: cutlass.Constexpr = 0):
-        """As that of one CTA, behind the fence of the last copy; the first warp also says how many bytes are to come
+    def announce_tile(self, memory, stage, warp, lane):
+        """As that of one CTA, behind the fence of the copies; the first warp also says how many bytes are to come
         from the other CTA."""
-        barrier = memory.full + (half * NUM_STAGES + stage)
+        barrier = memory.full + stage
         if lane == 0:
             if warp == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes[half])
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes)
             else:
                 cute.arch.mbarrier_arrive(barrier)
-
-
-class CrossingHalves(Crossing, DequantizingHalves):
-    """As :class:`Crossing`, a half of a tile at a time."""
 
 
 class Copying:
@@ -401,31 +309,21 @@ class Copying:
                 row = place.row + group * GROUP_TOKENS
                 tokens.append(self.locator.locate(work, source, Int32(entries[group]), block, row))
                 entries[group] = self.locator.load_entry(work, source, block + 1, row)
-            for half in cutlass.range_constexpr(self.config.num_halves):
-                barrier = half * NUM_STAGES + stage
-                cute.arch.mbarrier_wait(memory.empty + barrier, phase)
-                for group in cutlass.range_constexpr(WARP_GROUPS):
-                    if const_expr(half == 0):
-                        write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
-                    tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-                    self.copy_group(tokens[group], tile, place, self.slabs(half))
-                numbers.arrive_when_copied((memory.full + barrier).toint())
-                # The flags are no copies: a thread that may have written some arrives for them as well.
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(memory.full + barrier)
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            for group in cutlass.range_constexpr(WARP_GROUPS):
+                write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
+                tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
+                self.copy_group(tokens[group], tile, place)
+            numbers.arrive_when_copied((memory.full + stage).toint())
+            # The flags are no copies: a thread that may have written some arrives for them as well.
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.full + stage)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
-    def slabs(self, half: int) -> tuple[int, ...]:
-        """The slabs of a tile, or of a half of it, in the order in which they are multiplied."""
-        layout = self.config.layout
-        if self.config.num_halves == 1:
-            return tuple(range(layout.num_slabs))
-        return layout.right_slabs if half else layout.left_slabs
-
-    def copy_group(self, token: Token, tile, place: GatherLane, slabs: tuple[int, ...]) -> None:
-        """Asks for slabs of 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
+    def copy_group(self, token: Token, tile, place: GatherLane) -> None:
+        """Asks for 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""
         size = token.valid * wgmma_tiles.PIECE_BYTES
-        for slab in slabs:
+        for slab in range(self.config.layout.num_slabs):
             for i in range(2):
                 target = (tile + place.rope) ^ (4 * wgmma_tiles.PIECE_BYTES * i)
                 source = token.address + (place.source + wgmma_tiles.ROW_BYTES * slab + 64 * i)
@@ -437,5 +335,5 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
     if config.copies:
         return Copying(config)
     if config.crossover:
-        return CrossingHalves(config) if config.seesaw else Crossing(config)
-    return DequantizingHalves(config) if config.seesaw else Dequantizing(config)
+        return Crossing(config)
+    return Dequantizing(config)

@@ -2,7 +2,8 @@
 
 Shape of the work: three warpgroups. The third gathers tokens and makes bf16 tiles of them (:mod:`.gather`), 64 tokens
 each, two in shared memory. The other two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is all the
-registers that two warpgroups have left. :mod:`.seesaw` and :mod:`.serial` are two orders for them.
+registers that two warpgroups have left. :mod:`.serial` is
+their order.
 
 docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 """
@@ -27,13 +28,13 @@ from cute_kernels.mla.config import (
     NUM_THREADS,
     ROW_VALUE_BYTES,
     WARPGROUP_WARPS,
+    WEIGHT_BYTES,
     MlaConfig,
 )
 from cute_kernels.mla.gather import make_gatherer
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, count_blocks, make_locator
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.numbers16 import of_name
-from cute_kernels.mla.seesaw import Seesaw
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import Results, Shape, Work
@@ -54,7 +55,7 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = Seesaw(config) if config.seesaw else Serial(config)
+        self.multiplier = Serial(config)
 
     @cute.jit
     def sparse(
@@ -212,14 +213,11 @@ class MlaKernel:
         smem = cutlass.utils.SmemAllocator()
         tiles = smem.allocate(NUM_STAGES * self.config.tile_bytes, byte_alignment=1024)
         queries = smem.allocate(self.config.query_bytes, byte_alignment=1024)
-        weights = None
-        if self.config.weight_bytes:
-            weights = smem.allocate(self.config.weight_bytes, byte_alignment=1024)
-        row_values = smem.allocate(self.config.row_value_slots * ROW_VALUE_BYTES, byte_alignment=16)
+        weights = smem.allocate(WEIGHT_BYTES, byte_alignment=1024)
+        row_values = smem.allocate(ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
         entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
-        barriers = NUM_STAGES * self.config.num_halves
-        full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1 + NUM_STAGES)
+        full = smem.allocate_array(cutlass.Int64, 2 * NUM_STAGES + 1)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -230,18 +228,14 @@ class MlaKernel:
             flags=flags.toint(),
             entries=entries.toint(),
             full=full,
-            empty=full + barriers,
-            queries_full=full + 2 * barriers,
-            received=full + (2 * barriers + 1),
+            empty=full + NUM_STAGES,
+            queries_full=full + 2 * NUM_STAGES,
         )
 
     def init_barriers(self, memory: Memory) -> None:
-        for half, empty_arrivals in enumerate(self.config.empty_arrivals):
-            for i in range(half * NUM_STAGES, (half + 1) * NUM_STAGES):
-                cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
-                cute.arch.mbarrier_init(memory.empty + i, empty_arrivals)
         for i in range(NUM_STAGES):
-            cute.arch.mbarrier_init(memory.received + i, 1)
+            cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
+            cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)
         cute.arch.mbarrier_init(memory.queries_full, 1)
         cute.arch.mbarrier_init_fence()
 

@@ -52,17 +52,9 @@ class TokenLayout:
         return self.num_scales > 0 and self.scales_offset is None
 
     @property
-    def left_slabs(self) -> tuple[int, ...]:
-        """The left half of a tile, as filled and given back by halves, to which columns behind the value belong."""
-        return (*range(HALF_SLABS), *range(VALUE_SLABS, self.num_slabs))
-
-    @property
-    def right_slabs(self) -> tuple[int, ...]:
-        return tuple(range(HALF_SLABS, VALUE_SLABS))
-
-    @property
     def score_runs(self) -> tuple[tuple[int, int], ...]:
-        """(first slab, how many) in the order in which scores are made of them: the left half, then the right one."""
+        """(first slab, how many) in the order in which scores are made of them: the left half of the value, columns
+        behind the value, the right half."""
         behind = ((VALUE_SLABS, self.num_slabs - VALUE_SLABS),) if self.num_slabs > VALUE_SLABS else ()
         return ((0, HALF_SLABS), *behind, (HALF_SLABS, HALF_SLABS))
 

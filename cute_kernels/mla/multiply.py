@@ -1,6 +1,6 @@
 """What the multiplying warpgroups do with tiles: shared memory, products, weights, waiting and giving back.
 
-:mod:`.serial` and :mod:`.seesaw` put it into an order.
+:mod:`.serial` puts it into an order.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
@@ -19,8 +18,6 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
     MULTIPLYING_WARPS,
-    NUM_STAGES,
-    ROW_VALUE_BYTES,
     V_HEAD_DIM,
     MlaConfig,
 )
@@ -43,14 +40,13 @@ class Memory:
     tiles: Any
     query_pointer: Any
     queries: Any
-    weight_pointer: Any  # of the serial order; None where weights take the place of RoPE columns
-    row_values: Any  # slots of a number a row, fp32 [64] each
+    weight_pointer: Any
+    row_values: Any  # a number a row, fp32 [64]
     flags: Any
     entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
     full: Any
     empty: Any
     queries_full: Any  # a barrier of one phase
-    received: Any  # of the seesaw with crossover: the other CTA has this one's rows of the left half of a tile
 
 
 @dataclass(frozen=True)
@@ -90,13 +86,10 @@ class Multiplying:
     # -- products -----------------------------------------------------------------------------------------------------
 
     def score(self, scores, memory, stage, phase) -> None:
-        """Issues scores = queries times the keys of a tile, which it waits for: the left half, then the right one."""
-        right = self.config.num_halves - 1
-        self.await_tile(memory, stage, phase, 0)
+        """Issues scores = queries times the keys of a tile, which it waits for."""
+        self.await_tile(memory, stage, phase)
         wgmma_tiles.begin()
         for first, count in self.config.layout.score_runs:
-            if right and first == HALF_SLABS:
-                self.await_tile(memory, stage, phase, right)
             columns = count * wgmma_tiles.SLAB_COLUMNS
             place = memory.tile_pointer + (stage * self.config.tile_bytes + first * SLAB_BYTES)
             keys = wgmma_tiles.tile(place, BLOCK_TOKENS, columns, self.numbers.type)
@@ -146,20 +139,20 @@ class Multiplying:
             ptx.store_shared(tile + place, 0, [packed[i // 2]])
 
     @cute.jit
-    def publish_rows(self, values, memory, slot: cutlass.Constexpr, warp, lane):
+    def publish_rows(self, values, memory, warp, lane):
         """Stores a number for each of a thread's two rows, the same in all four lanes of a row."""
         if lane % 4 == 0:
-            place = self.row_place(memory, slot, warp, lane)
+            place = self.row_place(memory, warp, lane)
             ptx.store_shared(place, 0, [values[0]])
             ptx.store_shared(place, 32, [values[1]])
 
-    def load_rows(self, memory, slot: int, warp, lane) -> list[Float32]:
+    def load_rows(self, memory, warp, lane) -> list[Float32]:
         """What the other warpgroup has stored for a thread's two rows."""
-        place = self.row_place(memory, slot, warp, lane)
+        place = self.row_place(memory, warp, lane)
         return [ptx.load_shared(place, offset).bitcast(Float32) for offset in (0, 32)]
 
-    def row_place(self, memory, slot: int, warp, lane):
-        return memory.row_values + (slot * ROW_VALUE_BYTES + (warp * 16 + lane // 4) * 4)
+    def row_place(self, memory, warp, lane):
+        return memory.row_values + (warp * 16 + lane // 4) * 4
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
@@ -167,25 +160,17 @@ class Multiplying:
         """Waits for the CTA's queries."""
         cute.arch.mbarrier_wait(memory.queries_full, 0)
 
-    def await_tile(self, memory, stage, phase, half: int) -> None:
-        """Waits for a tile, or for a half of it if they come one by one."""
-        cute.arch.mbarrier_wait(memory.full + (half * NUM_STAGES + stage), phase)
+    def await_tile(self, memory, stage, phase) -> None:
+        """Waits for a tile."""
+        cute.arch.mbarrier_wait(memory.full + stage, phase)
         if self.config.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def confirm(self, memory, stage, warp, lane):
-        """Tells the other CTA that its rows of the left half of a tile, which is waited for, are here."""
-        if const_expr(self.config.crossover):
-            if (warp == 0) & (lane == 0):
-                other = 1 - cute.arch.block_idx_in_cluster()
-                numbers.arrive_in_cluster(numbers.address_in((memory.received + stage).toint(), other))
-
-    @cute.jit
-    def release(self, memory, stage, lane, half: cutlass.Constexpr):
-        """A warp is done with a tile, or with a half of it."""
+    def release(self, memory, stage, lane):
+        """A warp is done with a tile."""
         cute.arch.sync_warp()
-        barrier = memory.empty + (half * NUM_STAGES + stage)
+        barrier = memory.empty + stage
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)
             if const_expr(self.config.crossover):

@@ -2,7 +2,7 @@
 
 The model counts waves of CTAs, one to an SM: every CTA costs its beginning and end and so many blocks of tokens;
 cutting costs a second launch that reads what the parts wrote, unless a cluster has all parts of a row. The constants
-are fitted to times on an H200: docs/design/mla_few_heads.md has them, beside what the model makes of them.
+are fitted to times on an H200, those of docs/design/mla_few_heads.md and docs/design/mla.md.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
 from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
 from cute_kernels.sm90 import NUM_SMS
 
-COMBINE_US = 4.5
-COMBINE_PART_US = 0.1  # a part of a row: they are added up one after another
-PARTIAL_BYTES_PER_US = 4.0e6  # written, then read
+COMBINE_US = 3.2
+COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
+PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 MAX_PARTS = 64
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
@@ -38,12 +38,12 @@ class Rate:
     cluster: int = 1
 
 
-WIDE = Rate(BLOCK_HEADS, 3.0, 8.0)
-CROSSING = Rate(BLOCK_HEADS, 2.4, 8.0)
+WIDE = Rate(BLOCK_HEADS, 3.4, 5.8)
+CROSSING = Rate(BLOCK_HEADS, 2.35, 5.0)
 FEW_HEADS = (
     Rate(8, 1.5, 5.0),
-    Rate(16, 1.7, 4.5),
-    Rate(32, 2.7, 6.0),
+    Rate(16, 1.75, 4.4),
+    Rate(32, 2.7, 5.0),
     Rate(SERVED_CLUSTER[0], 1.5, 6.5, SERVED_CLUSTER[1]),
 )
 

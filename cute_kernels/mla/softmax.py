@@ -76,17 +76,6 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
     return factors
 
 
-def follow_maxima(raised, maxima, totals, scale) -> list[Float32]:
-    """Sets the running maxima to ``raised``, which another has raised; scales totals; the factors, as those of
-    :func:`raise_maxima`, by which earlier sums shrink."""
-    factors = []
-    for row in range(2):
-        factors.append(ptx.exp2((maxima[row] - raised[row]) * scale))
-        maxima[row] = raised[row]
-        totals[row] = totals[row] * factors[row]
-    return factors
-
-
 def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
     """weights = 2**((scores - maximum) * scale), the A operand of the next product, as ``pack`` packs two of them; adds
     totals."""

@@ -1,4 +1,4 @@
-"""Variants of the MLA decode kernels on a GPU that no public call chooses: orders, fences, scales, parts, prefetching.
+"""Variants of the MLA decode kernels on a GPU that no public call chooses: fences, scales, parts, prefetching.
 
 Judged as the public calls are, see :mod:`.test_mla_decode`; outputs are poisoned.
 """
@@ -37,27 +37,21 @@ PAGED_CLUSTER = FewHeadsConfig("paged", 8, 4, cluster=8)
 SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(),
     MlaConfig(fence="reader"),
-    MlaConfig(seesaw=True),
     MlaConfig(prefetch=2, stretch=3),
-    MlaConfig(seesaw=True, prefetch=2),
-    MlaConfig(seesaw=True, prefetch=8, fence="reader"),
+    MlaConfig(prefetch=7, fence="reader"),
     MlaConfig(scales="power_of_2"),
-    MlaConfig(scales="power_of_2", seesaw=True, prefetch=4, fence="reader"),
+    MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
     MlaConfig(crossover=True),
     MlaConfig(crossover=True, prefetch=4),
     MlaConfig(crossover=True, prefetch=4, stretch=3),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, prefetch=4, stretch=3),
-    MlaConfig(crossover=True, seesaw=True),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_bf16", fence="reader"),
-    MlaConfig(form="mla_bf16", fence="reader", seesaw=True),
     *FEW_HEADS,
 ]
 PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
-    MlaConfig("paged", seesaw=True),
     MlaConfig("paged", "mla_bf16", fence="reader"),
-    MlaConfig("paged", "mla_bf16", fence="reader", seesaw=True),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
 

@@ -15,10 +15,7 @@ from cute_kernels.mla.config import MlaConfig
 
 LANES = 32
 CONFIGS = [
-    MlaConfig(prefetch=prefetch, crossover=crossover, seesaw=seesaw)
-    for prefetch in (0, 2, 3, 4, 5)
-    for crossover in (False, True)
-    for seesaw in (False, True)
+    MlaConfig(prefetch=prefetch, crossover=crossover) for prefetch in (0, 2, 3, 4, 5) for crossover in (False, True)
 ]
 METHODS = ("prefetch_first", "step", "request")
 
@@ -95,10 +92,10 @@ def test_entries_are_there_when_they_are_read(monkeypatch, config, begin):
     ring.token(work, None, memory, begin, first_row)
     lanes(lambda lane: ring.prefetch_first(work, None, memory, first_row, lane))
     for block in range(begin, end):
-        # As `Dequantizing` and `DequantizingHalves` read: other groups of this block, the first ones of the next.
+        # As `Dequantizing` reads: other groups of this block, the first ones of the next.
         for row in range(ring.rows):
             ring.token(work, None, memory, block + 1, first_row + row)
-            if config.warp_groups > 1 and not config.seesaw:
+            if config.warp_groups > 1:
                 ring.token(work, None, memory, block, first_row + row)
         lanes(lambda lane, block=block: ring.step(work, None, memory, block, first_row, lane))
     if config.prefetch:

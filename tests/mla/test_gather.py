@@ -103,13 +103,9 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
             token = locator.locate(work, source, entry, Int32(0), place.row)
             tile = Int32(group * GROUP_TOKENS * 128)
             if config.copies:
-                for half in range(config.num_halves):
-                    gatherer.copy_group(token, tile, place, gatherer.slabs(half))
-                continue
-            if config.seesaw:
-                fill_halves(gatherer, token, tile, place)
-                continue
-            write_all(gatherer, token, tile, place)
+                gatherer.copy_group(token, tile, place)
+            else:
+                write_all(gatherer, token, tile, place)
 
 
 def write_all(gatherer, token, tile, place) -> None:
@@ -123,20 +119,6 @@ def write_all(gatherer, token, tile, place) -> None:
     type(gatherer).write_group.__wrapped__(gatherer, words, scales, nothing, tile, place)
 
 
-def fill_halves(gatherer, token, tile, place) -> None:
-    """One group of one block in two halves, from the tokens that an earlier block has asked for to the next one's."""
-    words, scales = Registers(4 * gather.LEFT_LOADS, Uint32), Registers(gatherer.scale_words, Uint32)
-    gatherer.load_scales(scales, token)
-    for slot, piece in enumerate(gatherer.left_pieces):
-        gatherer.load_piece(words, token, place, piece, slot)
-    gatherer.write_left(words, scales, token, tile, place)
-    held = [word.copy() for word in words[: 4 * gather.HALF_SLABS]]
-    gatherer.write_right(words, scales, token, tile, place)
-    # Now the registers hold what they held first; a second round writes the same.
-    assert not all(np.array_equal(a, b) for a, b in zip(held, words, strict=False))
-    gatherer.write_left(words, scales, token, tile, place)
-
-
 def some_indices(seed: int) -> np.ndarray:
     """64 indices: most exist, some twice, some not."""
     generator = np.random.default_rng(seed)
@@ -145,20 +127,13 @@ def some_indices(seed: int) -> np.ndarray:
     return indices
 
 
-@pytest.mark.parametrize("seesaw", [False, True])
 @pytest.mark.parametrize("scales", ["fp32", "power_of_2"])
-def test_fp8_tile(monkeypatch, scales, seesaw):
+def test_fp8_tile(monkeypatch, scales):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32")
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(1)
-    fill_tile(
-        monkeypatch,
-        MlaConfig(scales=scales, seesaw=seesaw),
-        machine,
-        pages_of(0, stride, 656, PAGE_SIZE),
-        indices,
-    )
+    fill_tile(monkeypatch, MlaConfig(scales=scales), machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
     found = read_tile(machine.shared_memory).astype(np.float64)
@@ -229,7 +204,6 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
     "config",
     [
         MlaConfig(form="mla_bf16", fence="reader"),
-        MlaConfig(form="mla_bf16", fence="reader", seesaw=True),
         MlaConfig(form="mla_fp16", fence="reader"),
         MlaConfig(form="mla_bf16", head_dim=512, fence="reader"),
     ],

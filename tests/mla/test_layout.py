@@ -14,7 +14,7 @@ from cute_kernels.mla.compile import shipped_specs
 from cute_kernels.mla.config import SCALES, SHIPPED, CombineConfig, served_config
 from cute_kernels.mla.few_heads.config import shipped_few_heads
 from cute_kernels.mla.formats import FORMATS, format_of
-from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, layout_of
+from cute_kernels.mla.layout import SLAB_COLUMNS, layout_of
 from layouts.kv.mla import MlaModel1
 
 WIDTHS = [(name, head_dim) for name, form in FORMATS.items() for head_dim in form.head_dims]
@@ -24,12 +24,8 @@ WIDTHS = [(name, head_dim) for name, form in FORMATS.items() for head_dim in for
 def test_slabs_are_the_columns(name, head_dim):
     layout = layout_of(name, head_dim)
     assert layout.num_slabs * SLAB_COLUMNS == head_dim
-    assert sorted(layout.left_slabs + layout.right_slabs) == list(range(layout.num_slabs))
-    assert set(layout.right_slabs) < set(range(VALUE_SLABS))
     scored = [first + i for first, count in layout.score_runs for i in range(count)]
     assert sorted(scored) == list(range(layout.num_slabs))
-    # In the order in which halves are filled: the second half is not waited for before the first is multiplied.
-    assert sorted(scored[: len(layout.left_slabs)]) == sorted(layout.left_slabs)
 
 
 @pytest.mark.parametrize("name", SCALES)

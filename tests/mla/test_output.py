@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -100,33 +98,6 @@ def test_softmax_over_blocks(monkeypatch, slack):
         if not slack:
             top = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3))
             assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])
-
-
-@pytest.mark.parametrize("num_blocks", [1, 2, 5])
-def test_softmax_taking_turns(monkeypatch, num_blocks):
-    """Two that take the softmax of every other block and follow each other's maxima, as the seesaw's warpgroups."""
-    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, softmax)
-    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
-    generator = np.random.default_rng(3)
-    blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * (1 + i) for i in range(num_blocks)]
-    scale = Float32(0.3)
-    maxima: Any = [[Float32(softmax.LOWEST)] * 2 for _ in range(2)]
-    totals: Any = [[Float32(0.0)] * 2 for _ in range(2)]
-    for i, block in enumerate(blocks):
-        own, other = i % 2, 1 - i % 2
-        scores = accumulators(block.astype(np.float32), 0)
-        factors = softmax.raise_maxima(scores, maxima[own], scale, softmax.RESCALE_SLACK)
-        packed: Any = [None] * (softmax.NUM_SCORES // 2)
-        softmax.exponentiate(scores, maxima[own], totals[own], factors, scale, packed, machine.pack_bf16x2)
-        followed = softmax.follow_maxima(maxima[own], maxima[other], totals[other], scale)
-        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(factors, followed, strict=True))
-    every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
-    wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
-    for row in range(2):
-        total = sum(np.broadcast_to(totals[side][row], 32).reshape(8, 4).sum(1) for side in range(2))
-        found = maxima[0][row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
-        assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
 
 
 def _row_max(value):

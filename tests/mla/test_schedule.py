@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from cute_kernels.mla.config import MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
-from cute_kernels.mla.schedule import FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
-from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.mla.schedule import CROSSING, FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
 
 
-@given(SHAPES, st.sampled_from([rate for rate in (WIDE, *FEW_HEADS) if rate.cluster == 1]))
+@given(SHAPES, st.sampled_from([rate for rate in (WIDE, CROSSING, *FEW_HEADS) if rate.cluster == 1]))
 def test_no_part_is_empty_and_none_is_cheaper(shape, rate):
     parts = choose_parts(shape, rate)
     size = -(-shape.num_blocks // parts)
@@ -59,9 +58,12 @@ def test_few_rows_of_few_heads_are_clusters():
 
 
 def test_few_rows_of_many_heads_take_few_heads_a_cta():
-    """4 rows of 128 heads: 8 blocks of 16 heads in 4 parts are 128 CTAs with few partial results."""
+    """2 rows of 128 heads: 8 blocks of 16 heads in 8 parts are 128 CTAs with few partial results. Where crossover does
+    not serve, 4 rows are cut in the same way; where it does, it is faster from 3 rows on."""
+    assert choose("sparse", "mla_fp8", 576, WorkShape(2, 128, 2048)) == (served_few_heads("sparse", 16), 8)
+    assert choose("paged", "mla_fp8", 576, WorkShape(4, 128, 2048)) == (served_few_heads("paged", 16), 4)
     config, parts = choose("sparse", "mla_fp8", 576, WorkShape(4, 128, 2048))
-    assert config == served_few_heads("sparse", 16) and parts == 4
+    assert config == served_config("sparse", "mla_fp8", crossover=True) and 8 <= parts <= 11
 
 
 @given(SHAPES, st.sampled_from(("sparse", "paged")))
@@ -75,15 +77,17 @@ def test_what_is_chosen_is_shipped(shape, tokens):
 
 
 def test_the_model_is_near_what_was_measured():
-    """Microseconds of docs/design/mla_few_heads.md, in all of them within a sixth."""
+    """Microseconds of docs/design/mla_few_heads.md and, of crossover, of docs/design/mla.md: all within a tenth."""
     wide, (h8, h16, h32, h8c8) = WIDE, FEW_HEADS
     for rate, rows, heads, num_tokens, parts, us in (
         (wide, 128, 16, 2048, 1, 118.7), (h16, 128, 16, 2048, 1, 62.0), (h8, 128, 8, 2048, 1, 57.4),
         (h32, 128, 32, 2048, 1, 98.1), (h32, 128, 64, 2048, 1, 189.3), (h16, 33, 16, 2048, 4, 26.3),
         (h32, 4, 128, 2048, 8, 25.1), (h16, 4, 128, 2048, 4, 23.8), (h16, 2, 16, 2048, 16, 15.1),
         (h8c8, 2, 16, 2048, 8, 12.4), (wide, 4, 128, 2048, 8, 26.1), (h16, 128, 16, 8192, 1, 217.6),
+        (wide, 128, 64, 2048, 1, 111.6), (wide, 1, 128, 32768, 64, 59.6), (h32, 4, 128, 2048, 16, 33.1),
+        (CROSSING, 256, 128, 2048, 1, 328.2), (CROSSING, 296, 128, 32768, 1, 5933.7), (CROSSING, 4, 128, 2048, 8, 22.9),
     ):  # fmt: skip
-        assert abs(cost_us(WorkShape(rows, heads, num_tokens), parts, rate) - us) < us / 6
+        assert abs(cost_us(WorkShape(rows, heads, num_tokens), parts, rate) - us) < us / 10
 
 
 def test_few_rows_are_cut_and_a_full_gpu_is_not():
@@ -95,7 +99,6 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
 
 def test_configurations_fit_and_say_why_not():
     assert MlaConfig().can_implement() is None
-    assert MlaConfig(seesaw=True).smem_bytes <= MAX_SHARED_BYTES
     for config, word in (
         (MlaConfig(form="mla_bf16"), "fence"),
         (MlaConfig(form="mla_bf16", fence="reader", crossover=True), "crossover"),
@@ -110,7 +113,6 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(scales="ue8m0"), "scales"),
         (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
         (MlaConfig(form="mla_model1", head_dim=512), "scales"),
-        (MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", seesaw=True), "seesaw"),
         (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
     ):
         reason = config.can_implement()

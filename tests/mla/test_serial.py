@@ -1,4 +1,5 @@
-"""The seesaw's order, warp by warp under random schedules: nobody waits for ever, nothing is read or overwritten early.
+"""The order of products and hand-overs, warp by warp under random schedules: nobody waits for ever, nothing is read
+or overwritten early.
 
 The warpgroups' own code runs, a thread for every warp of which one goes on at a time; products, tiles and barriers are
 models that know who still reads what.
@@ -17,7 +18,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import seesaw
+from cute_kernels.mla import serial
 from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 
 WARP_THREADS = 32
@@ -87,10 +88,10 @@ class Machine:
         self.local = threading.local()
         self.named: dict[int, list[int]] = {}
         self.generations: dict[int, int] = {}
-        self.arrived: dict[tuple, int] = {}
-        self.holds: dict[tuple, Any] = {}
+        self.full: dict[int, int] = {}
+        self.empty: dict[int, int] = {}
+        self.holds: dict[Any, Any] = {}
         self.groups: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
-        self.issued: dict[int, set] = {warp: set() for warp in range(MULTIPLYING_WARPS)}
 
     @property
     def warp(self) -> int:
@@ -114,155 +115,155 @@ class Machine:
         self.arrive(barrier_id, number_of_threads)
         self.step(lambda: self.generations.get(barrier_id, 0) > generation)
 
-    def readers(self, place: tuple) -> list[int]:
-        return [warp for warp, groups in self.groups.items() if any(place in g for g in (*groups, self.issued[warp]))]
+    def readers(self, place: Any) -> list[int]:
+        return [warp for warp, groups in self.groups.items() if any(place in group for group in groups)]
 
-    def commit(self) -> None:
-        self.groups[self.warp].append(self.issued[self.warp])
-        self.issued[self.warp] = set()
+    def issue(self, places: set) -> None:
+        self.groups[self.warp].append(places)
 
-    def wait(self, pending: int = 0) -> None:
+    def wait(self) -> None:
         self.step()
-        groups = self.groups[self.warp]
-        del groups[: max(0, len(groups) - pending)]
+        self.groups[self.warp].clear()
 
     def produce(self, num_blocks: int) -> None:
-        """The gathering warpgroup as one: halves of tiles in order, each when it is given back."""
+        """The gathering warpgroup as one: tiles in order, each when it is given back."""
         self.local.warp = PRODUCER
         for block in range(num_blocks):
             stage, turn = block % NUM_STAGES, block // NUM_STAGES
-            for half, arrivals in enumerate(self.config.empty_arrivals):
-                self.step(lambda key=("empty", half, stage), n=turn * arrivals: self.arrived.get(key, 0) >= n)
-                for part in (half, "rope")[: 2 - half]:
-                    assert not self.readers((stage, part)), f"block {block} overwrites what is read"
-                    self.holds[stage, part] = block
-                self.arrived["full", half, stage] = turn + 1
+            arrivals = turn * self.config.empty_arrivals
+            self.step(lambda stage=stage, arrivals=arrivals: self.empty.get(stage, 0) >= arrivals)
+            assert not self.readers(stage), f"block {block} overwrites what is read"
+            self.holds[stage] = block
+            self.full[stage] = turn + 1
 
 
-class Model(seesaw.Seesaw):
+class Model(serial.Serial):
     """The order with products and memory of a :class:`Machine`."""
 
     def __init__(self, machine: Machine):
         super().__init__(machine.config)
         self.machine, self.sums = machine, {warp: [] for warp in range(MULTIPLYING_WARPS)}
-        self.published: dict[tuple, int] = {}
-        self.turns = dict.fromkeys(range(MULTIPLYING_WARPS), 0)
-        finish = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
-        self.writer: Any = finish
+        self.published = dict.fromkeys(range(WARPGROUP_WARPS), 0)
+        self.loaded = dict.fromkeys(range(WARPGROUP_WARPS), 0)
+        self.writer: Any = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
 
     def await_queries(self, memory) -> None:
         self.machine.step()
 
-    def confirm(self, memory, stage, warp, lane) -> None:
-        """Of the other CTA of a pair, which there is not."""
+    def await_tile(self, memory, stage, phase) -> None:
+        turn = self.block // NUM_STAGES
+        assert (stage, phase) == (self.block % NUM_STAGES, turn % 2)
+        self.machine.step(lambda: self.machine.full.get(stage, 0) > turn)
+
+    @property
+    def block(self) -> int:
+        """The one that a warp is at: it has added all before."""
+        return len(self.sums[self.machine.warp])
 
     def score(self, scores, memory, stage, phase) -> None:
-        machine = self.machine
-        turn = self.turns[machine.warp]
-        assert phase == turn % 2
-        self.turns[machine.warp] += 1
-        for half in range(2):
-            machine.step(lambda half=half: machine.arrived.get(("full", half, stage), 0) > turn)
-        places = {(stage, part) for part in (0, 1, "rope")}
-        assert {machine.holds[place] for place in places} == {2 * turn + stage}
-        machine.issued[machine.warp] |= places
-        machine.commit()
+        self.await_tile(memory, stage, phase)
+        assert self.machine.holds[stage] == self.block
+        self.machine.issue({stage, "scores"})
 
     def weigh(self, rows: Any, work, memory, stage, block, scale, warp, lane):
-        reads = self.machine.groups[self.machine.warp]
-        assert not any((stage, "rope") in group for group in reads), "scores are used before they are there"
-        assert self.machine.holds[stage, "rope"] == block
+        assert not any("scores" in group for group in self.machine.groups[self.machine.warp]), "scores are not there"
+        assert self.machine.holds[stage] == block == self.block
         rows.packed = block
         return [1.0, 1.0]
 
     def publish_weights(self, packed, tile, warp, lane) -> None:
         self.machine.step()
-        assert not self.machine.readers((tile, "rope")), "weights replace keys that are read"
-        held = self.machine.holds[tile, "rope"]
-        before = held[1] if isinstance(held, tuple) else set()
-        self.machine.holds[tile, "rope"] = (packed, before | {warp})
+        assert not self.machine.readers("weights"), "weights replace those that are read"
+        block, warps = self.machine.holds.get("weights", (None, set()))
+        self.machine.holds["weights"] = packed, {warp} | (warps if block == packed else set())
 
-    def publish_rows(self, values, memory, slot, warp, lane) -> None:
+    def publish_rows(self, values, memory, warp, lane) -> None:
         self.machine.step()
-        self.published[slot, warp] = self.published.get((slot, warp), 0) + 1
+        assert self.published[warp] == self.loaded[warp], "factors replace those that nobody has read"
+        self.published[warp] += 1
 
-    def load_rows(self, memory, slot, warp, lane):
+    def load_rows(self, memory, warp, lane) -> Any:
         self.machine.step()
-        return [self.published[slot, warp]] * 2
-
-    def follow(self, rows, memory, slot, scale, warp, lane) -> None:
-        number = len(self.sums[self.machine.warp])
-        assert self.load_rows(memory, slot, warp, lane)[0] == number // 2 + 1, "maxima of another block"
+        self.loaded[warp] += 1
+        assert self.loaded[warp] == self.published[warp], "factors of another block"
+        return [1.0, 1.0]
 
     def add_values(self, sums, weights, memory, stage, half: int) -> None:
         machine = self.machine
-        block = len(self.sums[machine.warp])
-        assert machine.holds[stage, half] == block
+        assert machine.holds[stage] == self.block
         assert not any("sums" in group for group in machine.groups[machine.warp]), "sums are added to twice at a time"
-        places = {(stage, half), "sums"}
-        if weights == "shared":
-            assert machine.holds[stage, "rope"] == (block, set(range(WARPGROUP_WARPS)))
-            places.add((stage, "rope"))
+        if half:
+            assert machine.holds["weights"] == (self.block, set(range(WARPGROUP_WARPS)))
+            machine.issue({stage, "sums", "weights"})
         else:
-            assert weights == block
-        self.sums[machine.warp].append(block)
-        machine.issued[machine.warp] |= places
-        machine.commit()
-
-    def weights(self, memory, stage: int) -> Any:
-        return "shared"
+            assert weights == self.block
+            machine.issue({stage, "sums"})
+        self.sums[machine.warp].append(self.block)
 
     def weight_fragment(self, packed) -> Any:
         return packed
 
-    def weight_pointer(self, memory, stage: int) -> Any:
-        return SimpleNamespace(toint=lambda: stage)
-
-    def release(self, memory, stage, lane, half) -> None:
+    def release(self, memory, stage, lane) -> None:
         self.machine.step()
-        assert self.machine.warp not in self.machine.readers((stage, half))
-        key = ("empty", half, stage)
-        self.machine.arrived[key] = self.machine.arrived.get(key, 0) + 1
+        assert self.machine.warp not in self.machine.readers(stage)
+        self.machine.empty[stage] = self.machine.empty.get(stage, 0) + 1
 
 
-for method in ("first", "second", "add_even_left", "add_even_right", "publish"):
-    setattr(Model, method, inspect.unwrap(getattr(seesaw.Seesaw, method)))
+for method in ("first", "second"):
+    setattr(Model, method, inspect.unwrap(getattr(serial.Serial, method)))
 
 
 def no_rows() -> SimpleNamespace:
     return SimpleNamespace(sums=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
 
 
-def play(monkeypatch, seed: int, num_blocks: int) -> None:
-    """One CTA from its first to its last block."""
-    machine = Machine(seed, MlaConfig(seesaw=True))
+def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None) -> None:
+    """One CTA from its first to its last block. left_out: a named barrier that nobody waits at."""
+    machine = Machine(seed, MlaConfig())
     model = Model(machine)
-    arch = SimpleNamespace(barrier=machine.sync, barrier_arrive=machine.arrive, fence_proxy=lambda *_, **__: None)
+
+    def barrier(barrier_id: int, number_of_threads: int) -> None:
+        machine.step() if barrier_id == left_out else machine.sync(barrier_id, number_of_threads)
+
+    def barrier_arrive(barrier_id: int, number_of_threads: int) -> None:
+        machine.step() if barrier_id == left_out else machine.arrive(barrier_id, number_of_threads)
+
+    arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=lambda *_, **__: None)
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
     for name, value in (
         ("cute", SimpleNamespace(arch=arch)),
         ("cutlass", ranges),
         ("Int32", int),
-        ("wgmma_tiles", SimpleNamespace(wait=machine.wait)),
+        ("wgmma_tiles", SimpleNamespace(wait=machine.wait, tile=lambda *_: "weights")),
         ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
+        ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
-        monkeypatch.setattr(seesaw, name, value)
-    monkeypatch.setattr(seesaw.softmax, "rescale", lambda *_: None)
+        monkeypatch.setattr(serial, name, value)
+    monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
     work = SimpleNamespace(begin=0, end=num_blocks)
+    memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
 
     def multiply(warp: int) -> None:
         machine.local.warp = warp
         run = model.second if warp >= WARPGROUP_WARPS else model.first
-        run(work, None, SimpleNamespace(queries=0), 1.0, warp % WARPGROUP_WARPS, 0)
+        run(work, None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
     bodies = [functools.partial(multiply, warp) for warp in range(MULTIPLYING_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, num_blocks)])
     assert all(blocks == list(range(num_blocks)) for blocks in model.sums.values())
-    assert not any(machine.named.values())
+    assert not machine.named.get(serial.WEIGHTS_READY)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 8, 9])
 def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, num_blocks):
     for seed in range(15):
         play(monkeypatch, seed, num_blocks)
+
+
+@pytest.mark.parametrize("left_out", [serial.WEIGHTS_READY, serial.WEIGHTS_FREE])
+def test_neither_barrier_can_be_left_out(monkeypatch, left_out):
+    """The model finds what the barriers are for."""
+    with pytest.raises(AssertionError):
+        for seed in range(15):
+            play(monkeypatch, seed, 8, left_out)
