@@ -345,8 +345,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "fp16 keys": (lambda a: {"k": a["k"].half()}, "(v|q): got dtype torch.bfloat16, want torch.float16"),
     "columns apart": (lambda a: {"v": torch.stack([a["v"]] * 2, -1)[..., 0]}, "v: got strides"),
     "fp32 q_out": (lambda a: {"q_out": a["q"].float()}, "q_out: got dtype torch.float32"),
-    "misaligned k": (lambda a: {"k": offset(a["k"], 8)}, "k: got a tensor that starts 8 bytes past a multiple of 16"),
-    "odd token strides": (lambda a: {"k": padded(a["k"])}, "k: got strides .* want rows on multiples of 16 bytes"),
+    "misaligned k": (lambda a: {"k": offset(a["k"], 4)}, "k: got a tensor that starts 4 bytes past a multiple of 8"),
+    "odd token strides": (lambda a: {"k": padded(a["k"])}, "k: got strides .* want rows on multiples of 8 bytes"),
     "misaligned cache": (lambda a: {"k_cache": offset(a["k_cache"], 2)}, "k_cache: got a tensor that starts 2 bytes"),
     "misaligned bias": (
         lambda a: {"bias": (None, offset(torch.zeros(256, device=CUDA).bfloat16(), 2), None)},

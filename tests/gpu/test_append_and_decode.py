@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels import append_and_decode, append_kv
 from cute_kernels.kv_cache import KVCache, Rope
+from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.runtime import arch_of, load_many
 from tests.attention.cases import Call, assert_close
 from tests.gpu.specs import needed_by, step_specs
@@ -83,6 +84,9 @@ def specs():
     """All kernels of this file, to be compiled beforehand: `python -m tests.gpu.prepare`."""
     steps = [case.step("cpu", blank=True) for case in cases()]
     found = [spec for step in steps for fused in (True, False) for spec in step_specs(step, fused)]
+    # What fills the caches first is the kernel that leads attention, without leading.
+    leading = [spec.config for spec in found if isinstance(spec, AppendSpec) and spec.config.leads]
+    found += [AppendSpec(replace(config, leads=False)) for config in leading]
     return list(dict.fromkeys([*found, *needed_by(lambda: decode_in_a_cache("cpu", fused=True))]))
 
 
