@@ -37,6 +37,7 @@ ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 SERVED_PREFETCH = 4  # blocks
 SERVED_STRETCH = 3  # of crossover
+STRETCH_WITHOUT_SPILLS = 8  # of whole contexts of 656-byte tokens: with more, ptxas keeps a word in local memory
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ def served_config(tokens: str, form: str, head_dim: int | None = None, crossover
     # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it.
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
     stretch = SERVED_STRETCH if crossover else WHOLE
+    if (tokens, form) == ("paged", "mla_fp8"):
+        stretch = STRETCH_WITHOUT_SPILLS
     return MlaConfig(tokens, form, head_dim, SCALES[form][0], crossover=crossover, prefetch=prefetch, stretch=stretch)
 
 
