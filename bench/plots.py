@@ -168,7 +168,7 @@ def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
         panel.set_title(form)
         panel.set_xlabel("rows of x")
         panel.grid(True, alpha=0.3)
-    panels[0].set_ylabel("cuBLAS bf16's time / time, cold L2 (dashed: fastest other library)")
+    panels[0].set_ylabel("cuBLAS bf16's time / time, cold L2\n(dashed: fastest other library)")
     _legend_beside(panels[-1])
     return _save(figure, record, folder / "linear_speed.svg")
 
