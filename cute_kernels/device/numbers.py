@@ -107,13 +107,6 @@ def from_bits(x: Uint32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def with_sign_of(size: Float32, sign: Float32, *, loc=None, ip=None) -> Float32:
-    """|size| with the sign of ``sign``."""
-    # copysign.f32 takes the sign from its first operand.
-    return _pure(Float32, [Float32(sign), Float32(size)], "copysign.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def pack_e4m3x2(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
     """Two fp32 rounded to nearest-even E4M3, saturating at 448, in the low two bytes; the others are 0."""
     return _pack_fp8("e4m3x2", low, high, loc=loc, ip=ip)

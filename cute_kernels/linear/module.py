@@ -17,6 +17,19 @@ ModelProgress = Callable[[str, int, int], None]
 """Called with a layer's name, how many layers are done and how many there are."""
 
 
+def take_buffers(module: nn.Module, tensors: dict[str, torch.Tensor | None], device: torch.device, copy: bool) -> None:
+    """Makes loaded tensors a module's buffers: with ``copy`` they are copied to ``device``, into those that are there
+    where they fit."""
+    for name, new in tensors.items():
+        here = module._buffers[name]
+        if new is None or not copy:
+            setattr(module, name, new)
+        elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
+            here.copy_(new)
+        else:
+            setattr(module, name, new.to(device, copy=True))
+
+
 class QuantizedLinear(nn.Module):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
 
@@ -165,12 +178,5 @@ class QuantizedLinear(nn.Module):
     def _take(self, weight: PackedWeight, bias: torch.Tensor | None, copy: bool) -> None:
         """Takes on loaded tensors: copied into those that are here where they fit, which captured graphs then see."""
         device = weight.device if self.codes.is_meta else self.codes.device
-        for name, new in [*((name, getattr(weight, name)) for name in TENSOR_NAMES), ("bias", bias)]:
-            here = self._buffers[name]
-            if new is None or not copy:
-                setattr(self, name, new)
-            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
-                here.copy_(new)
-            else:
-                setattr(self, name, new.to(device, copy=True))
+        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES} | {"bias": bias}, device, copy)
         self.bits, self.group_size = weight.bits, weight.group_size

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from cute_kernels.linear.experts import PackedExperts, quantize_experts
+from cute_kernels.linear.module import take_buffers
 from cute_kernels.moe import ops
 from cute_kernels.moe.checks import check_experts, check_pair
 
@@ -97,14 +98,7 @@ class QuantizedExperts(nn.Module):
             return
         copy = not local_metadata.get("assign_to_params_buffers", False)
         device = weight.device if self.codes.is_meta else self.codes.device
-        for name in TENSOR_NAMES:
-            here, new = self._buffers[name], getattr(weight, name)
-            if new is None or not copy:
-                setattr(self, name, new)
-            elif here is not None and not here.is_meta and (here.shape, here.dtype) == (new.shape, new.dtype):
-                here.copy_(new)
-            else:
-                setattr(self, name, new.to(device, copy=True))
+        take_buffers(self, {name: getattr(weight, name) for name in TENSOR_NAMES}, device, copy)
         self._set(weight)
 
 

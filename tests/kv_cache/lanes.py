@@ -276,9 +276,6 @@ class Gpu:
     def min_or_nan(self, a: Any, b: Any) -> Lanes:
         return np.minimum(Float32(a), Float32(b))
 
-    def with_sign_of(self, size: Any, sign: Any) -> Lanes:
-        return np.copysign(Float32(size), Float32(sign))
-
     def reciprocal_root(self, x: Any) -> Lanes:
         return Float32(np.asarray(x, np.float64) ** -0.5)
 
