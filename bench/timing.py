@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-FLUSH_BYTES = 256 << 20
+from cute_kernels.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
+
 CLOCKS_PER_US = 2000  # of the GPU, at most about
 HEAD_START = 2.0  # of the host before the GPU, in times that it took to launch the same calls; events come on top
 MAX_HEAD_START_US = 50_000  # calls that wait for the GPU would ask for any amount
@@ -48,17 +49,6 @@ class Timing:
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(value, 3) for key, value in asdict(self).items()}
-
-
-class ColdL2:
-    """Evicts L2 by reading `num_bytes` of otherwise unused memory on the current stream."""
-
-    def __init__(self, device: torch.device | str = "cuda", num_bytes: int = FLUSH_BYTES) -> None:
-        self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-        self._sum = torch.empty((), dtype=torch.float32, device=device)
-
-    def __call__(self) -> None:
-        torch.sum(self._buffer, dim=0, out=self._sum)
 
 
 def time_cold(call: Callable[[], object], flush: Callable[[], None], protocol: Protocol = DEFAULT_PROTOCOL) -> Timing:

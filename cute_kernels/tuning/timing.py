@@ -13,6 +13,17 @@ MOST_US = 100_000  # of all samples together, beyond which there are fewer of th
 HEAD_START_CYCLES = 1_000_000  # of the host: about half a millisecond
 
 
+class ColdL2:
+    """Evicts L2 by reading `num_bytes` of otherwise unused memory on the current stream."""
+
+    def __init__(self, device: torch.device | str = "cuda", num_bytes: int = FLUSH_BYTES) -> None:
+        self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+        self._sum = torch.empty((), dtype=torch.float32, device=device)
+
+    def __call__(self) -> None:
+        torch.sum(self._buffer, dim=0, out=self._sum)
+
+
 class ColdTimer:
     """Medians over a few rounds in which each call has its turn after L2 has been made cold.
 
@@ -22,8 +33,7 @@ class ColdTimer:
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._buffer = torch.ones(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
-        self._sum = torch.empty((), dtype=torch.float32, device=device)
+        self._flush = ColdL2(device)
 
     def __call__(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Microseconds of each call on the current stream, the launch's own latency included."""
@@ -46,6 +56,3 @@ class ColdTimer:
                 pairs.append((start, stop))
         torch.cuda.synchronize()
         return [[1e3 * a.elapsed_time(b) for a, b in pairs] for pairs in events]
-
-    def _flush(self) -> None:
-        torch.sum(self._buffer, dim=0, out=self._sum)

@@ -30,10 +30,9 @@ class Gpu:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) / 1e3
 
-        monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
         for name, replacement in (("Event", Event), ("_sleep", lambda cycles: None), ("synchronize", lambda: None)):
             monkeypatch.setattr(torch.cuda, name, replacement)
-        monkeypatch.setattr(ColdTimer, "_flush", lambda timer: self._flush())
+        monkeypatch.setattr(timing, "ColdL2", lambda device: self._flush)
 
     def _flush(self) -> None:
         self.now, self.flushed = self.now + FLUSH_US, True
