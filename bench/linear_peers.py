@@ -60,13 +60,18 @@ def _cublas(weights: Weights) -> Product:
 # -- vLLM's Marlin and Machete, from its build ------------------------------------------------------------------------
 
 
-@functools.cache
-def vllm_missing() -> str | None:
-    """Loads vLLM's extension, unpacked under $PEERS_DIR or installed, and says why it cannot."""
+def vllm_roots() -> list[Path]:
+    """Where vLLM's extensions may lie: under $PEERS_DIR, or where it is installed."""
     roots = [Path(os.environ["PEERS_DIR"]) / "vllm"] if "PEERS_DIR" in os.environ else []
     with contextlib.suppress(ImportError):
         roots += [Path(place) for place in importlib.import_module("vllm").__path__]
-    found = [path for root in roots for path in sorted(root.glob("_C*.so"))]
+    return list(dict.fromkeys(roots))
+
+
+@functools.cache
+def vllm_missing() -> str | None:
+    """Loads vLLM's extension for dense layers and says why it cannot."""
+    found = [path for root in vllm_roots() for path in sorted(root.glob("_C*.so"))]
     if not found:
         return "not installed: no vllm package, and no vllm/_C*.so under $PEERS_DIR"
     try:

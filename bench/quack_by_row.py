@@ -1,7 +1,7 @@
 """QuACK's product with 8-bit weights and a scale for each output feature.
 
-QuACK decodes such weights without their scales and leaves those to an epilogue of the caller's: this is it, and the call
-with the tiles and splits that QuACK's own rule chooses for 4-bit weights, `quack.gemm_w4.gemm_w4a16`. Wants QuACK.
+QuACK decodes such weights without their scales and leaves those to an epilogue of the caller's: this is it, and the
+call with the tiles and splits that QuACK's own `quack.gemm_w4.gemm_w4a16` chooses. Importing this module wants QuACK.
 """
 
 from __future__ import annotations

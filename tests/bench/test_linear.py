@@ -62,7 +62,9 @@ def test_a_peer_with_a_scale_for_each_row_is_held_to_its_own_weight(monkeypatch)
         assert weights.scales.shape == (64, 1)
         return lambda x: x @ weights.dense.T
 
-    monkeypatch.setattr(linear, "time_cold_in_turn", lambda calls, *_: {name: Timing(9.0, 9.0, 9.0, 1) for name in calls})
+    monkeypatch.setattr(
+        linear, "time_cold_in_turn", lambda calls, *_: {name: Timing(9.0, 9.0, 9.0, 1) for name in calls}
+    )
     bench = SimpleNamespace(flush=None, protocol=Protocol(), floor=lambda num_bytes: Floor(num_bytes, 5.0, "reader"))
     peers = [
         LinearPeer("by row", (8,), lambda: None, prepare, by_row=True),
