@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.linear import FEW_SAMPLES, MANY_FLOPS
+from bench.linear import FEW_SAMPLES, GPU, MANY_FLOPS
 from bench.moe_peers import PEERS, Bind, Calls, DenseExperts, MoePeer, MoeWeights, Routed
 from bench.peers import AGREEMENT, relative_error
 from bench.report import aligned, number
@@ -19,10 +19,11 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, grouped_spec
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import launch_routing
 from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.moe.tuned import chosen
 from cute_kernels.runtime import KernelSpec
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
@@ -88,7 +89,7 @@ def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -
             for n, k in model.products:
                 k_pad = padded_shape((n, k), GROUP_SIZE)[1]
                 problem = GroupedProblem(count * model.topk, model.experts, n, k, k_pad, BITS, "bf16", GROUP_SIZE)
-                found[grouped_spec(problem)] = None
+                found[spec_of(chosen(problem, GPU).config)] = None
     return list(found)
 
 
