@@ -210,16 +210,22 @@ def row(model: str, tokens: int, us: float, rival: float) -> dict[str, Any]:
         "second": product,
         "layer": product,
         "eager_us": us,
-        "peers": {"torch grouped bf16": {"first_us": rival, "in_order_us": rival, "layer_us": rival}},
+        "peers": {
+            "slow": {"first_us": 2 * rival, "in_order_us": 2 * rival, "layer_us": 1.0},
+            "fast": {"first_us": rival, "in_order_us": rival, "layer_us": rival},
+            "absent": {"first_us": None, "in_order_us": None, "layer_us": None, "why_not": "not installed"},
+        },
     }
 
 
 def test_bars_and_table():
-    rows = [row("Mixtral-8x7B", 1, 115.0, 50.0), row("Mixtral-8x7B", 8192, 120.0, 110.0)]
+    rows = [row("Mixtral-8x7B", 1, 115.0, 112.0), row("Mixtral-8x7B", 8192, 120.0, 110.0)]
     record: dict[str, Any] = {"moe": rows, "moe_host_us": {"Mixtral-8x7B": 30.0}, "failures": []}
     verdicts = judge(record)
     assert [(verdict.limit, verdict.met) for verdict in verdicts] == [
         (1.2, True),
+        (1.03, True),
+        (1.03, True),
         (1.0, False),
         (1.0, True),
         (620, False),
@@ -227,4 +233,5 @@ def test_bars_and_table():
     ]
     record |= {"bars": [verdict.as_dict() for verdict in verdicts], "environment": {"gpu": "H200"}}
     text = moe.text(record)
-    assert "2 of 5 bars met" in text and "NOT MET moe: Mixtral-8x7B, 8192 tokens, first product: rate" in text
+    assert "4 of 7 bars met" in text and "absent: not installed" in text
+    assert "NOT MET moe: Mixtral-8x7B, 8192 tokens, first product: rate" in text
