@@ -457,8 +457,9 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
     """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = _change(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
-    if ctas_per_sm == MOST_CTAS and not base.units and base.blocks_per_warp == 1 and _num_stages(config, ctas_per_sm) < 2:
-        # Four CTAs with small tiles serve many short rows better than two with large ones.
+    # Four CTAs with small tiles serve many short rows better than two with large ones.
+    small = ctas_per_sm == MOST_CTAS and not base.units and base.blocks_per_warp == 1
+    if small and _num_stages(config, ctas_per_sm) < 2:
         config = _change(config, blocks_per_slice=1)
     stages = min(num_stages, _num_stages(config, ctas_per_sm))
     if stages < 2:
