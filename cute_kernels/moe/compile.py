@@ -140,6 +140,7 @@ def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
 
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec:
+    """The kernel of a configuration."""
     return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
 
 

@@ -110,8 +110,9 @@ def plan_of(
 
 def make_product_plan(layout: GroupedLayout, num_experts: int, device_index: int) -> ProductPlan:
     """The plan of a given layout, of few rows an expert or of many."""
-    make = make_tiles_plan if isinstance(layout, GroupedTiles) else make_plan
-    return make(layout, num_experts, device_index)  # pyright: ignore[reportArgumentType]
+    if isinstance(layout, GroupedTiles):
+        return make_tiles_plan(layout, num_experts, device_index)
+    return make_plan(layout, num_experts, device_index)
 
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
