@@ -37,6 +37,7 @@ from cute_kernels.linear.wgmma.config import (
     WgmmaConfig,
 )
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
+from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
@@ -80,6 +81,8 @@ class WgmmaKernel:
         self.config = config
         self.decoder = Decoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
+        self.mma_dtype = MMA_DTYPE[config.dtype]
+        self.synchronous = SynchronousUnits(self)
 
     @cute.jit
     def __call__(
@@ -356,9 +359,12 @@ class WgmmaKernel:
             channel = self.load_channel(operands, shape, item, first_tile, place)
             ring = (stage, phase, last)
             stage, phase, last = self.multiply_item(sums, memory, shape, item, place, channel, ring, teller)
-            finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
-            self.release(memory, last, teller)
-            self.put_sums(sums, finished, channel)
+            if const_expr(config.synchronous):
+                self.put_sums(sums, [sums[i] for i in range(config.thread_sums)], channel)
+            else:
+                finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
+                self.release(memory, last, teller)
+                self.put_sums(sums, finished, channel)
             if const_expr(config.splits_k):
                 self.epilogue.combine(operands, store, item, sums)
             if item.split == item.splits - 1:
@@ -403,6 +409,15 @@ class WgmmaKernel:
     @cute.jit
     def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):
         """As :meth:`multiply_item`, of the first ``tokens`` tokens of the tile."""
+        if const_expr(self.config.synchronous):
+            stage, phase, last = self.synchronous.multiply(sums, memory, item, place, channel, ring, teller, tokens)
+        else:
+            stage, phase, last = self.multiply_each(sums, memory, item, place, channel, ring, teller, tokens)
+        return stage, phase, last
+
+    @cute.jit
+    def multiply_each(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):
+        """As :meth:`multiply_units`, by MMAs of the warpgroup."""
         stage, phase, last = ring
         for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
@@ -456,7 +471,7 @@ class WgmmaKernel:
                 for i in range(config.m_tiles):
                     first = 4 * (number * config.m_tiles + i)
                     a = ready[first : first + 4]
-                    totals[i] = wgmma.mma(totals[i], a, b, dtype=MMA_DTYPE[config.dtype])
+                    totals[i] = wgmma.mma(totals[i], a, b, dtype=self.mma_dtype)
             wgmma.commit()
             # The group before is done: its operands' registers are free for the next one's.
             wgmma.wait(1)
@@ -493,6 +508,13 @@ class WgmmaKernel:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
             groups.append((pairs, self.decoder.offsets(points)))
         return groups
+
+    def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
+        """As :meth:`load_groups`; scales are fp32 numbers."""
+        return [
+            ([self.to_float(pair) for pair in pairs], offsets)
+            for pairs, offsets in self.load_groups(memory, stage, place, tile)
+        ]
 
     def load_channel(self, operands, shape, item, first_tile, place: Lane) -> list[Any]:
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
