@@ -22,6 +22,8 @@ MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among whic
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
 MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+SYNCHRONOUS_REGISTERS = {1: 240, 2: 224, 3: 152, 4: 104}  # the same where MMAs are synchronous,
+SYNCHRONOUS_COPY_REGISTERS = 56
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,16 @@ class WgmmaConfig:
     def num_threads(self) -> int:
         """Multiplying warpgroups, and one of copying warps: registers are given to whole warpgroups."""
         return (self.warpgroups + 1) * WARPGROUP_THREADS
+
+    @property
+    def math_registers(self) -> int:
+        """Of a multiplying thread."""
+        return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.warpgroups]
+
+    @property
+    def copy_registers(self) -> int:
+        """Of a thread that copies."""
+        return SYNCHRONOUS_COPY_REGISTERS if self.synchronous else COPY_REGISTERS
 
     @property
     def thread_sums(self) -> int:

@@ -30,8 +30,6 @@ from cute_kernels.linear.decode import Decoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
-    COPY_REGISTERS,
-    MATH_REGISTERS,
     TOKEN_BAND,
     WARPGROUP_WARPS,
     WgmmaConfig,
@@ -165,10 +163,10 @@ class WgmmaKernel:
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
         config = self.config
         if warp < config.math_warps:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS[config.warpgroups])
+            cute.arch.setmaxregister_increase(config.math_registers)
             self.multiply(operands, shape, memory, items, warp, lane)
         else:
-            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+            cute.arch.setmaxregister_decrease(config.copy_registers)
             if warp == config.math_warps:
                 self.copy_activations(shape, memory, items, copy_x, x_view)
             if warp == config.math_warps + 1:
