@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel
+from cute_kernels.linear.wgmma import epilogue, kernel, synchronous
 from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
 from layouts import banks
 from layouts.weights import hopper
@@ -35,6 +35,14 @@ CONFIGS = [
     WgmmaConfig(4, "bf16", 32, True, tokens=16, m_tiles=2, unit_k=128, group_steps=4, num_stages=2),
     WgmmaConfig(8, "fp16", 64, True, tokens=32, warpgroups=3, unit_k=128, group_steps=2, num_stages=2),
     WgmmaConfig(4, "bf16", 128, tokens=256, num_stages=2),
+]
+SYNCHRONOUS = [
+    WgmmaConfig(4, "bf16", 128, tokens=16, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),
+    WgmmaConfig(4, "bf16", 32, True, tokens=32, m_tiles=2, warpgroups=3, unit_k=128, num_stages=2, synchronous=True),
+    WgmmaConfig(4, "fp16", 64, True, tokens=16, unit_k=64, num_stages=2, synchronous=True),
+    WgmmaConfig(4, "fp16", 0, tokens=16, unit_k=128, num_stages=2, synchronous=True),
+    WgmmaConfig(8, "bf16", 128, True, tokens=16, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),
+    WgmmaConfig(8, "fp16", 0, True, tokens=16, unit_k=64, num_stages=2, synchronous=True),
 ]
 
 
@@ -82,7 +90,7 @@ class Machine:
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        self.gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue)
+        self.gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue, synchronous)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
         self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,7 +104,11 @@ class Machine:
         first_tile, item = warp // 4 * config.m_tiles, SimpleNamespace(block=0)
         channel = subject.load_channel(self.operands, shape, item, first_tile, place)
         for _ in range(units):
-            subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, config.tokens)
+            if config.synchronous:
+                rows = subject.synchronous.rows(machine.LANES)
+                subject.synchronous.multiply_unit(sums, memory, STAGE, place, rows, channel, config.tokens)
+            else:
+                subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, config.tokens)
         if channel:
             for i in range(len(sums)):
                 sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]
@@ -151,10 +163,11 @@ class Machine:
 def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
     """The first unit of W [rows, unit_k] in fp64, as the tensor cores see it, or exact where scales come last."""
     exact = weight.dequantize(torch.float64)
-    return (exact.to(weight.dtype).double() if config.group_size else exact)[:, : config.unit_k]
+    rounds = config.group_size and not config.synchronous
+    return (exact.to(weight.dtype).double() if rounds else exact)[:, : config.unit_k]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS + SYNCHRONOUS, ids=lambda config: config.name)
 def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     generator = torch.Generator().manual_seed(1)
@@ -174,7 +187,7 @@ def test_units_add_up(config: WgmmaConfig, monkeypatch):
     np.testing.assert_allclose(three, 3 * one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     scale = 0.1 if config.bits == 4 else 0.003  # within the range of fp16
@@ -190,7 +203,7 @@ def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
             assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
 
-@pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:] + SYNCHRONOUS, ids=lambda config: config.name)
 def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     x = torch.zeros(config.tokens, config.unit_k, dtype=weight.dtype)
@@ -200,7 +213,7 @@ def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monke
     assert np.array_equal(Machine(config, weight, x, monkeypatch).stage(packed=True), wanted)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 @pytest.mark.parametrize("packed", [False, True])
 def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, monkeypatch):
     weight = make_weight(config)

@@ -10,7 +10,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
-KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "tiles")
+KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "synchronous", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 
 

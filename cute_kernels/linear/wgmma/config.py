@@ -17,10 +17,13 @@ TOKENS = (16, 32, 64, 128, 256)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
+SWIZZLED_ROWS = 8  # of a box, among which swizzling exchanges pieces
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+SYNCHRONOUS_REGISTERS = {1: 240, 2: 224, 3: 152, 4: 104}  # the same where MMAs are synchronous,
+SYNCHRONOUS_COPY_REGISTERS = 56
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class WgmmaConfig:
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
         splits_k: whether K may be cut into parts.
+        synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
     """
 
     bits: int
@@ -58,6 +62,7 @@ class WgmmaConfig:
     group_steps: int = 2
     num_stages: int = 5
     splits_k: bool = False
+    synchronous: bool = False
 
     @property
     def tile_k(self) -> int:
@@ -87,6 +92,16 @@ class WgmmaConfig:
     def num_threads(self) -> int:
         """Multiplying warpgroups, and one of copying warps: registers are given to whole warpgroups."""
         return (self.warpgroups + 1) * WARPGROUP_THREADS
+
+    @property
+    def math_registers(self) -> int:
+        """Of a multiplying thread."""
+        return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.warpgroups]
+
+    @property
+    def copy_registers(self) -> int:
+        """Of a thread that copies."""
+        return SYNCHRONOUS_COPY_REGISTERS if self.synchronous else COPY_REGISTERS
 
     @property
     def thread_sums(self) -> int:
@@ -173,7 +188,8 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = "_split" if self.splits_k else ""
-        return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
+        groups = "sync" if self.synchronous else f"s{self.group_steps}"
+        return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -30,13 +30,12 @@ from cute_kernels.linear.decode import Decoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
-    COPY_REGISTERS,
-    MATH_REGISTERS,
     TOKEN_BAND,
     WARPGROUP_WARPS,
     WgmmaConfig,
 )
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
+from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
@@ -80,6 +79,8 @@ class WgmmaKernel:
         self.config = config
         self.decoder = Decoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
+        self.mma_dtype = MMA_DTYPE[config.dtype]
+        self.synchronous = SynchronousUnits(self)
 
     @cute.jit
     def __call__(
@@ -162,10 +163,10 @@ class WgmmaKernel:
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
         config = self.config
         if warp < config.math_warps:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS[config.warpgroups])
+            cute.arch.setmaxregister_increase(config.math_registers)
             self.multiply(operands, shape, memory, items, warp, lane)
         else:
-            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+            cute.arch.setmaxregister_decrease(config.copy_registers)
             if warp == config.math_warps:
                 self.copy_activations(shape, memory, items, copy_x, x_view)
             if warp == config.math_warps + 1:
@@ -356,9 +357,12 @@ class WgmmaKernel:
             channel = self.load_channel(operands, shape, item, first_tile, place)
             ring = (stage, phase, last)
             stage, phase, last = self.multiply_item(sums, memory, shape, item, place, channel, ring, teller)
-            finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
-            self.release(memory, last, teller)
-            self.put_sums(sums, finished, channel)
+            if const_expr(config.synchronous):
+                self.put_sums(sums, [sums[i] for i in range(config.thread_sums)], channel)
+            else:
+                finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
+                self.release(memory, last, teller)
+                self.put_sums(sums, finished, channel)
             if const_expr(config.splits_k):
                 self.epilogue.combine(operands, store, item, sums)
             if item.split == item.splits - 1:
@@ -403,6 +407,15 @@ class WgmmaKernel:
     @cute.jit
     def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):
         """As :meth:`multiply_item`, of the first ``tokens`` tokens of the tile."""
+        if const_expr(self.config.synchronous):
+            stage, phase, last = self.synchronous.multiply(sums, memory, item, place, channel, ring, teller, tokens)
+        else:
+            stage, phase, last = self.multiply_each(sums, memory, item, place, channel, ring, teller, tokens)
+        return stage, phase, last
+
+    @cute.jit
+    def multiply_each(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):
+        """As :meth:`multiply_units`, by MMAs of the warpgroup."""
         stage, phase, last = ring
         for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
@@ -456,7 +469,7 @@ class WgmmaKernel:
                 for i in range(config.m_tiles):
                     first = 4 * (number * config.m_tiles + i)
                     a = ready[first : first + 4]
-                    totals[i] = wgmma.mma(totals[i], a, b, dtype=MMA_DTYPE[config.dtype])
+                    totals[i] = wgmma.mma(totals[i], a, b, dtype=self.mma_dtype)
             wgmma.commit()
             # The group before is done: its operands' registers are free for the next one's.
             wgmma.wait(1)
@@ -493,6 +506,13 @@ class WgmmaKernel:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
             groups.append((pairs, self.decoder.offsets(points)))
         return groups
+
+    def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
+        """As :meth:`load_groups`; scales are fp32 numbers."""
+        return [
+            ([self.to_float(pair) for pair in pairs], offsets)
+            for pairs, offsets in self.load_groups(memory, stage, place, tile)
+        ]
 
     def load_channel(self, operands, shape, item, first_tile, place: Lane) -> list[Any]:
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
