@@ -88,11 +88,22 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
 
     b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".
     """
-    count = len(sums)
+    return _mma(sums, len(sums), a, b_low, dtype, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def first_mma(num_sums: int, a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
+    """As `mma`, of ``num_sums`` sums that start from zero, for which no register has to be set."""
+    return _mma([], num_sums, a, b_low, dtype, loc=loc, ip=ip)
+
+
+def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):
+    """One instruction; without ``sums`` its ``count`` results are the product alone."""
     d = ", ".join(f"${i}" for i in range(count))
     a_registers = ", ".join(f"${count + i}" for i in range(4))
     asm = (
-        f"{{ .reg .b64 b; .reg .pred p; setp.eq.u32 p, 0, 0; mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
+        f"{{ .reg .b64 b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
+        f"mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
         f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{dtype}.{dtype} "
         f"{{{d}}}, {{{a_registers}}}, b, p, 1, 1, 0; }}"
     )
@@ -103,7 +114,7 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
         llvm.StructType.get_literal([f32] * count),  # pyright: ignore[reportAttributeAccessIssue]
         operands,
         asm,
-        ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(count)] + ["~{memory}"]),
+        ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
         has_side_effects=True,
         loc=loc,
         ip=ip,

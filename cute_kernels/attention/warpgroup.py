@@ -1,0 +1,216 @@
+"""Decode attention of 32 queries of a KV head by warpgroups: products by wgmma, a softmax that four warps share.
+
+What differs from :class:`cute_kernels.attention.kernel.DecodeKernel`, whose loop over tiles this is: the four warps of
+a warpgroup each score their own slice of the tokens, write the probabilities to shared memory, and sum up the values of
+all four slices in a quarter of the columns (:mod:`.readers.warpgroup`). So they have one softmax reference. They write
+probabilities as of the reference they have; the barrier after which these are read also tells whether one of them was
+too large for it. Only then is it raised, and are they written again: after the first tile hardly ever.
+
+Probabilities have two places in turn: a warp that writes tile i + 2's has met the others at the barrier of tile i + 1,
+before which they were done with tile i's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.attention.barriers import any_of_warpgroup, sync_attending, sync_warpgroup
+from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
+from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
+from cute_kernels.attention.readers.warpgroup import ROW_HALVES
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.lanes import lane_max, lane_sum
+from layouts.kv.tile import BLOCK_TOKENS, block_token
+
+MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
+
+
+@dataclass(frozen=True)
+class Warpgroup:
+    """A warp's place among those that it multiplies with; run-time values.
+
+    Attributes:
+        number: of the warpgroup.
+        warp: of the warpgroup's.
+        lane: of the warp's.
+        exchange: shared address of what its warps tell each other.
+        probabilities: shared address of two places for a tile's probabilities.
+        turn: register tensor of one number, bytes from there to the place of the next tile's.
+    """
+
+    number: Any
+    warp: Any
+    lane: Any
+    exchange: Any
+    probabilities: Any
+    turn: Any
+
+    def operand(self):
+        """Shared address of the next tile's probabilities."""
+        return self.probabilities + self.turn[0]
+
+
+class WarpgroupKernel(DecodeKernel):
+    """One compiled variant of decode attention for 32 queries of a KV head."""
+
+    def place_queries(self, cta, keys):
+        """Writes the queries' B operand, and finds the warp's place in its warpgroup."""
+        config = self.config
+        self.store_queries(cta, keys)
+        keys.query_operand = wgmma.descriptor(cute.arch.make_warp_uniform(cta.queries))
+        number = cta.warp // WARPGROUP_WARPS
+        turn = cute.make_rmem_tensor(1, Int32)
+        turn[0] = Int32(0)
+        probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
+        exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
+        keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, turn)
+
+    @cute.jit
+    def store_queries(self, cta, keys):
+        if cta.roles.slice_index == 0:
+            # All warps have made the same.
+            self.key_reader.store_query(keys, cta.queries)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_attending(self.config)
+
+    @cute.jit
+    def attend(self, state, addresses, block: int, masked, first_token: Int32):
+        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
+        columns, warpgroup = self.config.columns, state.keys.warpgroup
+        dots, lines = self.score(state.keys, addresses[0])
+        headers = self.value_reader.load_scales(state.values, addresses[1], 0)
+        words = self.value_reader.load_codes(state.values, addresses[1], 0)
+        s = cute.make_rmem_tensor(ROW_HALVES * columns, Float32)
+        for j in cutlass.range_constexpr(ROW_HALVES):
+            for column in cutlass.range_constexpr(columns):
+                s[columns * j + column] = dots[j][column]
+        tokens = [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(ROW_HALVES)]
+        self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
+        operand = wgmma.descriptor(cute.arch.make_warp_uniform(warpgroup.operand()))
+        self.share_probabilities(state, s, lines, headers)
+        self.value_reader.multiply(state.values, words, operand)
+
+    def score(self, keys, tile_address):
+        """(dots [j][column], lines [j]): what :meth:`logit` makes logits of.
+
+        Where logits are scores and no more, scores are never computed, but their powers straight from dot products.
+        """
+        dots, headers = self.key_reader.scores(keys, tile_address, 0)
+        if self.logits.transforms:
+            return self.key_reader.scaled(keys, dots, headers), [(Float32(1.0), None)] * ROW_HALVES
+        return dots, self.key_reader.lines(keys, headers)
+
+    @cute.jit
+    def share_probabilities(self, state, s, lines, headers):
+        """Gives the warpgroup the warp's probabilities and adds them to its sums; may raise the softmax reference."""
+        columns, warpgroup = self.config.columns, state.keys.warpgroup
+        sums = cute.make_rmem_tensor(2 * columns, Float32)
+        again = Int32(1)
+        while again != 0:
+            exceeds = self.write_probabilities(state, s, lines, headers, sums)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
+            if again != 0:
+                self.raise_shared_maximum(state, s, lines, headers)
+        for column in cutlass.range_constexpr(columns):
+            state.softmax.total[column] = state.softmax.total[column] + sums[column]
+        self.value_reader.add_shifts(state.values, [sums[columns + column] for column in range(columns)])
+        warpgroup.turn[0] = self.config.probability_bytes - warpgroup.turn[0]
+
+    def write_probabilities(self, state, s, lines, headers, sums):
+        """Writes P * scale of V; into ``sums`` those of P and of P * shift. Whether one is too large for fp16."""
+        columns = self.config.columns
+        probabilities = [
+            [
+                ptx.exp2(self.logit(state, s, lines, j, column, -state.softmax.maximum[column]))
+                for column in range(columns)
+            ]
+            for j in range(ROW_HALVES)
+        ]
+        shifts = [self.value_reader.shift(header[0]) for header in headers]
+        address = state.keys.warpgroup.operand()
+        largest = self.value_reader.store_probabilities(state.values, address, probabilities, headers)
+        most = Float32(0.0)
+        for column in range(columns):
+            p = [row[column] for row in probabilities]
+            sums[column] = (p[0] + p[1]) + (p[2] + p[3])
+            sums[columns + column] = p[0] * shifts[0]
+            for j in range(1, ROW_HALVES):
+                sums[columns + column] = ptx.fma(p[j], shifts[j], sums[columns + column])
+            most = ptx.fmax(most, sums[column])
+        product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
+        return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
+
+    def logit(self, state, s, lines, j: int, column: int, start):
+        """``start`` and a logit in powers of two."""
+        scale, shift = lines[j]
+        if shift is not None:
+            start = ptx.fma(shift, state.keys.query_sums[column][0], start)
+        return ptx.fma(s[self.config.columns * j + column], scale, start)
+
+    def raise_shared_maximum(self, state, s, lines, headers):
+        """Takes the warpgroup's maxima as reference and rescales what was accumulated under the old ones."""
+        columns, softmax, warpgroup = self.config.columns, state.softmax, state.keys.warpgroup
+        log_scales = [self.value_reader.log_scale(headers, j) for j in range(ROW_HALVES)]
+        maxima = []
+        for column in range(columns):
+            bounds = [self.logit(state, s, lines, j, column, log_scales[j]) for j in range(ROW_HALVES)]
+            largest = ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3]))
+            maxima.append(lane_max(largest, (4, 8, 16)))
+        factors = []
+        for column, heard in enumerate(self.tell(warpgroup, state.keys.t, maxima, 1)):
+            raised = softmax.maximum[column]
+            for words in heard:
+                raised = ptx.fmax(raised, words[0])
+            factor = ptx.exp2(softmax.maximum[column] - raised)
+            softmax.maximum[column] = raised
+            softmax.total[column] = softmax.total[column] * factor
+            factors.append(factor)
+        self.value_reader.rescale(state.values, factors)
+
+    def tell(self, warpgroup, t, values, count: int):
+        """What all warps say of the lane's columns: [column][warp][count]; ``values`` [column * count], alike in g."""
+        row_bytes = 4 * count
+        rows = [row_bytes * (column // 2 * BLOCK_QUERIES + column % 2) for column in range(self.config.columns)]
+        place = warpgroup.exchange + 2 * row_bytes * t
+        own = place + row_bytes * WGMMA_QUERIES * warpgroup.warp
+        for column, row in enumerate(rows):
+            # Lanes of all g write the same: cheaper than to choose one.
+            ptx.store_shared(own, row, values[count * column : count * (column + 1)])
+        sync_warpgroup(warpgroup.number)
+        return [
+            [
+                [
+                    word.bitcast(Float32)
+                    for word in ptx.load_shared_vector(place, row + row_bytes * WGMMA_QUERIES * warp, count)
+                ]
+                for warp in range(WARPGROUP_WARPS)
+            ]
+            for row in rows
+        ]
+
+    def finish(self, cta, work, state):
+        """Adds up what the warps hold each for their own tokens, then merges warpgroups as others merge slices."""
+        self.join(state)
+        number = state.keys.warpgroup.number
+        self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, number)
+
+    def join(self, state):
+        """The warpgroup's sums of P and of P * shift, in lanes of g = 0 alone: those of all g are added up later."""
+        columns, values, softmax = self.config.columns, state.values, state.softmax
+        own = []
+        for column in range(columns):
+            for value in (softmax.total[column], values.shift_sums[column]):
+                own.append(lane_sum(value, (4, 8, 16)))
+        for column, heard in enumerate(self.tell(state.keys.warpgroup, state.keys.t, own, 2)):
+            for index, target in enumerate((softmax.total, values.shift_sums)):
+                total = (heard[0][index] + heard[1][index]) + (heard[2][index] + heard[3][index])
+                target[column] = cutlass.select_(state.keys.g == 0, total, Float32(0.0))
+
+
+assert EXCHANGE_BYTES == WARPGROUP_WARPS * WGMMA_QUERIES * PAIR_BYTES and BLOCK_TOKENS == BLOCK_QUERIES * ROW_HALVES
