@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.attention.barriers import any_of_warpgroup, sync_attending, sync_warpgroup
 from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
@@ -28,6 +28,28 @@ from cute_kernels.device.lanes import lane_max, lane_sum
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
+
+
+HALF_ROWS = ROW_HALVES // 2  # of a lane in one m64 tile of scores
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A lane's two rows of a tile of 64 scores.
+
+    Attributes:
+        first: of the four that the lane has in two tiles.
+        s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
+        lines: [j] what it takes for that.
+        headers: [j] of the rows of V.
+        sums: register tensor [2, column]: of probabilities, and of those times shifts of V.
+    """
+
+    first: int
+    s: Any
+    lines: Any
+    headers: Any
+    sums: Any
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,8 @@ class WarpgroupKernel(DecodeKernel):
         config = self.config
         self.store_queries(cta, keys)
         keys.query_operand = wgmma.descriptor(cute.arch.make_warp_uniform(cta.queries))
+        keys.query_sum_address = cta.queries + config.sum_offset
+        keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
         number = cta.warp // WARPGROUP_WARPS
         turn = cute.make_rmem_tensor(1, Int32)
         turn[0] = Int32(0)
@@ -80,86 +104,122 @@ class WarpgroupKernel(DecodeKernel):
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
-        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
-        columns, warpgroup = self.config.columns, state.keys.warpgroup
-        dots, lines = self.score(state.keys, addresses[0])
+        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them.
+
+        The products P V are still running afterwards, while the next tile's keys are decoded.
+        """
+        warpgroup = state.keys.warpgroup
+        trial = self.config.trial
+        key_headers = self.key_reader.load_headers(state.keys, addresses[0])
         headers = self.value_reader.load_scales(state.values, addresses[1], 0)
-        words = self.value_reader.load_codes(state.values, addresses[1], 0)
-        s = cute.make_rmem_tensor(ROW_HALVES * columns, Float32)
-        for j in cutlass.range_constexpr(ROW_HALVES):
-            for column in cutlass.range_constexpr(columns):
-                s[columns * j + column] = dots[j][column]
-        tokens = [first_token + block_token(self.config.token_bits, state.keys.g, j) for j in range(ROW_HALVES)]
-        self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
+        started = [self.key_reader.start_scores(state.keys, addresses[0], 0)]
+        if const_expr("l" not in trial):
+            words = self.value_reader.load_codes(state.values, addresses[1], 0)
         operand = wgmma.descriptor(cute.arch.make_warp_uniform(warpgroup.operand()))
-        self.share_probabilities(state, s, lines, headers)
+        halves = []
+        for half in cutlass.range_constexpr(2):
+            # The second half's dot products are made while the first one has its softmax.
+            if const_expr(half == 0 and "s" in trial):
+                values = wgmma.wait_all(started[0])
+            elif const_expr(half == 0 and "n" in trial):
+                values = wgmma.wait_all(started[0])
+                started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
+            elif const_expr(half == 0):
+                started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
+                values = wgmma.wait_for(started[0], 1)
+            else:
+                if const_expr("s" in trial):
+                    started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
+                values = wgmma.wait_all(started[1])
+            first = HALF_ROWS * half
+            own = slice(first, first + HALF_ROWS)
+            s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
+            lines = self.place_scores(state.keys, s, values, key_headers[own])
+            tokens = [first_token + block_token(self.config.token_bits, state.keys.g, first + j) for j in range(HALF_ROWS)]
+            self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
+            half_rows = Rows(first, s, lines, headers[own], cute.make_rmem_tensor(2 * self.config.columns, Float32))
+            halves.append((half_rows, self.write_probabilities(state, half_rows)))
+        self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
+        if const_expr("l" in trial):
+            words = self.value_reader.load_codes(state.values, addresses[1], 0)
         self.value_reader.multiply(state.values, words, operand)
 
-    def score(self, keys, tile_address):
-        """(dots [j][column], lines [j]): what :meth:`logit` makes logits of.
+    def place_scores(self, keys, s, sums, headers):
+        """Writes what :meth:`logit` makes logits of into s [j][column]; the lines [j] that it takes.
 
         Where logits are scores and no more, scores are never computed, but their powers straight from dot products.
         """
-        dots, headers = self.key_reader.scores(keys, tile_address, 0)
+        dots = self.key_reader.rows(sums)
+        lines = self.key_reader.lines(keys, headers)
         if self.logits.transforms:
-            return self.key_reader.scaled(keys, dots, headers), [(Float32(1.0), None)] * ROW_HALVES
-        return dots, self.key_reader.lines(keys, headers)
+            dots, lines = self.key_reader.scaled(keys, dots, headers), [(Float32(1.0), None)] * HALF_ROWS
+        for j, row in enumerate(dots):
+            for column, value in enumerate(row):
+                s[self.config.columns * j + column] = value
+        return lines
 
     @cute.jit
-    def share_probabilities(self, state, s, lines, headers):
-        """Gives the warpgroup the warp's probabilities and adds them to its sums; may raise the softmax reference."""
+    def share_probabilities(self, state, halves, exceeds):
+        """Gives the warpgroup the warp's probabilities and adds them to its sums; may raise the softmax reference.
+
+        exceeds: whether one of those that are written is too large.
+        """
         columns, warpgroup = self.config.columns, state.keys.warpgroup
-        sums = cute.make_rmem_tensor(2 * columns, Float32)
-        again = Int32(1)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         while again != 0:
-            exceeds = self.write_probabilities(state, s, lines, headers, sums)
+            self.raise_shared_maximum(state, halves)
+            exceeds = self.write_probabilities(state, halves[0]) | self.write_probabilities(state, halves[1])
             cute.arch.fence_proxy("async.shared", space="cta")
             again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
-            if again != 0:
-                self.raise_shared_maximum(state, s, lines, headers)
+        sums = [halves[0].sums[i] + halves[1].sums[i] for i in range(2 * columns)]
         for column in cutlass.range_constexpr(columns):
             state.softmax.total[column] = state.softmax.total[column] + sums[column]
-        self.value_reader.add_shifts(state.values, [sums[columns + column] for column in range(columns)])
+        self.value_reader.add_shifts(state.values, sums[columns:])
         warpgroup.turn[0] = self.config.probability_bytes - warpgroup.turn[0]
 
-    def write_probabilities(self, state, s, lines, headers, sums):
-        """Writes P * scale of V; into ``sums`` those of P and of P * shift. Whether one is too large for fp16."""
-        columns = self.config.columns
+    def write_probabilities(self, state, rows):
+        """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16."""
+        columns, sums = self.config.columns, rows.sums
+        totals = self.key_reader.load_query_sums(state.keys)
         probabilities = [
             [
-                ptx.exp2(self.logit(state, s, lines, j, column, -state.softmax.maximum[column]))
+                ptx.exp2(self.logit(rows, totals, j, column, -state.softmax.maximum[column]))
                 for column in range(columns)
             ]
-            for j in range(ROW_HALVES)
+            for j in range(HALF_ROWS)
         ]
-        shifts = [self.value_reader.shift(header[0]) for header in headers]
+        shifts = [self.value_reader.shift(header[0]) for header in rows.headers]
         address = state.keys.warpgroup.operand()
-        largest = self.value_reader.store_probabilities(state.values, address, probabilities, headers)
+        largest = self.value_reader.store_probabilities(state.values, address, rows.first, probabilities, rows.headers)
         most = Float32(0.0)
         for column in range(columns):
             p = [row[column] for row in probabilities]
-            sums[column] = (p[0] + p[1]) + (p[2] + p[3])
-            sums[columns + column] = p[0] * shifts[0]
-            for j in range(1, ROW_HALVES):
-                sums[columns + column] = ptx.fma(p[j], shifts[j], sums[columns + column])
+            sums[column] = p[0] + p[1]
+            sums[columns + column] = ptx.fma(p[1], shifts[1], p[0] * shifts[0])
             most = ptx.fmax(most, sums[column])
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
 
-    def logit(self, state, s, lines, j: int, column: int, start):
-        """``start`` and a logit in powers of two."""
-        scale, shift = lines[j]
+    def logit(self, rows, totals, j: int, column: int, start):
+        """``start`` and a logit in powers of two; totals: sums of the queries, by column."""
+        scale, shift = rows.lines[j]
         if shift is not None:
-            start = ptx.fma(shift, state.keys.query_sums[column][0], start)
-        return ptx.fma(s[self.config.columns * j + column], scale, start)
+            start = ptx.fma(shift, totals[column], start)
+        return ptx.fma(rows.s[self.config.columns * j + column], scale, start)
 
-    def raise_shared_maximum(self, state, s, lines, headers):
+    def raise_shared_maximum(self, state, halves):
         """Takes the warpgroup's maxima as reference and rescales what was accumulated under the old ones."""
         columns, softmax, warpgroup = self.config.columns, state.softmax, state.keys.warpgroup
-        log_scales = [self.value_reader.log_scale(headers, j) for j in range(ROW_HALVES)]
+        places = [(rows, j) for rows in halves for j in range(HALF_ROWS)]
+        log_scales = [self.value_reader.log_scale(rows.headers, j) for rows, j in places]
+        totals = self.key_reader.load_query_sums(state.keys)
         maxima = []
         for column in range(columns):
-            bounds = [self.logit(state, s, lines, j, column, log_scales[j]) for j in range(ROW_HALVES)]
+            bounds = [
+                self.logit(rows, totals, j, column, log_scale)
+                for (rows, j), log_scale in zip(places, log_scales, strict=True)
+            ]
             largest = ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3]))
             maxima.append(lane_max(largest, (4, 8, 16)))
         factors = []

@@ -83,6 +83,12 @@ def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
 
 
 @dsl_user_op
+def wait_for(sums: Sequence[Float32], pending: int, *, loc=None, ip=None) -> list[Float32]:
+    """Waits until at most the last ``pending`` groups are running, none of them of ``sums``; these as they are then."""
+    return _through(f"wgmma.wait_group.sync.aligned {pending};", sums, Float32, "f", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
     """Starts D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
 

@@ -47,6 +47,18 @@ def step_offset(step: int) -> int:
     return step // BOX_STEPS * BOX_BYTES + step % BOX_STEPS * wgmma.STEP_BYTES
 
 
+def store_numbers(t: Int32, address: Int32, values) -> None:
+    """Writes a number of each of lane t's columns, alike in all g, to its query's place from ``address`` on."""
+    for column in range(0, len(values), 2):
+        ptx.store_shared(address + 8 * t, 4 * BLOCK_QUERIES * (column // 2), values[column : column + 2])
+
+
+def load_numbers(t: Int32, address: Int32, columns: int) -> list[Any]:
+    """What :func:`store_numbers` has written, by column."""
+    pairs = [ptx.load_shared_vector(address + 8 * t, 4 * BLOCK_QUERIES * block, 2) for block in range(columns // 2)]
+    return [word.bitcast(Float32) for pair in pairs for word in pair]
+
+
 class WarpgroupKeyReader(Int4KeyReader):
     """Scores of a warp's 32 tokens against the 32 queries of its CTA."""
 
@@ -56,49 +68,50 @@ class WarpgroupKeyReader(Int4KeyReader):
         address: of the operand, a multiple of 1024.
         """
         row = address + state.g * (WGMMA_ROW_BYTES + CHUNK_BYTES) + 4 * state.t
+        store_numbers(state.t, address + self.config.sum_offset, [sums[0] for sums in state.query_sums])
         for block, registers in enumerate(state.query):
             for chunk, word in enumerate(registers):
                 flipped, added = chunk_offset(chunk)
                 rows = block * BLOCK_QUERIES * WGMMA_ROW_BYTES
                 ptx.store_shared(row ^ flipped, added + rows, [word])
 
-    def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Dot products of 32 tokens' codes with the queries, [j][column], and the tokens' headers."""
-        address = state.lane_offsets + tile_address
-        words = [
-            [ptx.load_shared(address, block_offset + self._code_offset(j, unit)) for unit in range(self.tile.k_units)]
-            for j in range(ROW_HALVES)
-        ]
-        headers = [self._load_header(state.header_offset + tile_address, block_offset, j)[0] for j in range(ROW_HALVES)]
-        tiles = range(ROW_HALVES // 2)
-        dots: list[list[Any]] = [[] for _ in tiles]
-        for unit in range(self.tile.k_units):
-            operands = [self.unit_operands(state, words[2 * i][unit], words[2 * i + 1][unit]) for i in tiles]
-            ready = wgmma.fence([word for tile in operands for step in tile for word in step])
-            steps = len(operands[0])
-            for step in range(steps):
-                b = wgmma.advanced(state.query_operand, step_offset(unit * steps + step))
-                for i in tiles:
-                    first = 4 * (i * steps + step)
-                    a = ready[first : first + 4]
-                    if dots[i]:
-                        dots[i] = wgmma.mma(dots[i], a, b, dtype="f16")
-                    else:
-                        dots[i] = wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
-            wgmma.commit()
-        sums = wgmma.wait_all([value for tile in dots for value in tile])
-        return [
-            [sums[self._sum(j, column)] for column in range(self.config.columns)] for j in range(ROW_HALVES)
-        ], headers
+    def load_query_sums(self, state: State) -> list[Any]:
+        """The sums of the lane's queries: rather loaded for every tile than held in as many registers."""
+        return load_numbers(state.t, state.query_sum_address, self.config.columns)
 
-    def _sum(self, j: int, column: int) -> int:
-        """Which of both tiles' sums is the lane's token of row half j and its query."""
-        return 2 * self.config.columns * (j // 2) + 4 * (column // 2) + 2 * (j % 2) + column % 2
+    def load_headers(self, state: State, tile_address: Int32) -> list[Any]:
+        """Headers of the warp's tokens, by row half."""
+        address = state.header_offset + tile_address
+        return [self._load_header(address, 0, j)[0] for j in range(ROW_HALVES)]
+
+    def start_scores(self, state: State, tile_address: Int32, half: int) -> list[Any]:
+        """Starts the dot products of half of the warp's 32 tokens, a group of their own."""
+        address, rows = state.lane_offsets + tile_address, (2 * half, 2 * half + 1)
+        words = [[ptx.load_shared(address, self._code_offset(j, unit)) for unit in range(self.tile.k_units)] for j in rows]
+        dots: list[Any] = []
+        for unit in range(self.tile.k_units):
+            operands = self.unit_operands(state, words[0][unit], words[1][unit])
+            ready = wgmma.fence([word for step in operands for word in step])
+            for step in range(len(operands)):
+                b = wgmma.advanced(state.query_operand, step_offset(unit * len(operands) + step))
+                a = ready[4 * step : 4 * step + 4]
+                if dots:
+                    dots = wgmma.mma(dots, a, b, dtype="f16")
+                else:
+                    dots = wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
+        wgmma.commit()
+        return dots
+
+    def rows(self, sums) -> list[list[Any]]:
+        """Dot products [j][column] of two row halves, from what was waited for."""
+        columns = range(self.config.columns)
+        return [[sums[4 * (column // 2) + 2 * j + column % 2] for column in columns] for j in range(2)]
 
     def scaled(self, state: State, dots, headers):
-        """Scores without ``state.score_scale``, from what :meth:`scores` gives: [j][column]."""
+        """Scores without ``state.score_scale``: [j][column], of as many tokens as there are headers."""
+        totals = self.load_query_sums(state)
         return [
-            [self.add_group(None, header, dot, sums[0]) for dot, sums in zip(row, state.query_sums, strict=True)]
+            [self.add_group(None, header, dot, total) for dot, total in zip(row, totals, strict=True)]
             for row, header in zip(dots, headers, strict=True)
         ]
 
@@ -122,13 +135,18 @@ class WarpgroupValueReader(Int4ValueReader):
         self.unit_mmas = 2  # m64: columns 4 g and 4 g + 1 of all warps, then the next two
         self.num_accumulators = 4 * self.unit_mmas
         self.slice_words = self.tile.token_offset(config.slice_tokens)
+        # Accumulators in the order of the registers of each MMA.
+        self._places = [
+            [self.place(m, i % 4 // 2, i // 4 * 2 + i % 2) for i in range(2 * config.columns)]
+            for m in range(self.unit_mmas)
+        ]
 
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
         state = super().make_state(lane, head, slice_index, given_scale, keys)
         state.warp = slice_index % WARPGROUP_WARPS
-        # What recentring takes off this warp's columns alone.
-        state.centres = cute.make_rmem_tensor(self.config.columns, Float32)
-        state.centres.fill(0.0)
+        # What recentring has taken off this warp's columns alone is rarely needed: in shared memory, all lanes alike.
+        state.centres = keys.centres
+        store_numbers(state.t, state.centres, [Float32(0.0)] * self.config.columns)
         # The lane's row of a probability operand, chunk 0 of the warp.
         chunk = state.warp % 2 * ROW_HALVES
         swizzled = (chunk ^ lane % BOX_CHUNKS) * CHUNK_BYTES
@@ -140,17 +158,17 @@ class WarpgroupValueReader(Int4ValueReader):
         first = self._warp_offset(head, slice_index - warp) + self._row_t(state)
         return first + WARPGROUP_WARPS * warp + state.g // 2
 
-    def store_probabilities(self, state: State, address: Int32, probabilities, headers):
+    def store_probabilities(self, state: State, address: Int32, first: int, probabilities, headers):
         """Writes P * scale of the warp's tokens, fp16, into the B operand at ``address``; the largest pair of them.
 
-        probabilities: fp32 [j][column].
+        probabilities: fp32 [j][column], of row halves from ``first`` on, as headers.
         """
         largest, row = None, address + state.probability_row
-        for j in range(ROW_HALVES):
-            scale = self.scale(headers[j][0])
+        for j, header in enumerate(headers):
+            scale = self.scale(header[0])
             scaled = [p * scale for p in probabilities[j]]
             words = [ptx.pack_f16x2(*scaled[column : column + 2]) for column in range(0, len(scaled), 2)]
-            ptx.store_matrix_x4(row ^ j * CHUNK_BYTES, 0, words, transpose=True)
+            ptx.store_matrix_x4(row ^ (first + j) * CHUNK_BYTES, 0, words, transpose=True)
             for word in words:
                 largest = word if largest is None else ptx.max_f16x2(largest, word)
         return largest
@@ -175,8 +193,7 @@ class WarpgroupValueReader(Int4ValueReader):
     def multiply(self, state: State, words, operand):
         """Adds P V; words as :meth:`load_codes` gives them, operand: descriptor of the probabilities."""
         mmas, steps_at_once = range(self.unit_mmas), 2
-        places = [[self.place(m, i % 4 // 2, i // 4 * 2 + i % 2) for i in range(2 * self.config.columns)] for m in mmas]
-        sums = [[state.accumulators[place] for place in places[m]] for m in mmas]
+        sums = [[state.accumulators[place] for place in places] for places in self._places]
         for first in range(0, len(words), steps_at_once):
             rows = [[self.code_pairs(state, *pair) for pair in words[first + i]] for i in range(steps_at_once)]
             operands = [
@@ -191,9 +208,9 @@ class WarpgroupValueReader(Int4ValueReader):
                 for m in mmas:
                     start = 4 * (self.unit_mmas * i + m)
                     sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
-            wgmma.commit()
+        wgmma.commit()
         finished = wgmma.wait_all([value for total in sums for value in total])
-        for place, value in zip((place for m in mmas for place in places[m]), finished, strict=True):
+        for place, value in zip((place for places in self._places for place in places), finished, strict=True):
             state.accumulators[place] = value
 
     def add_shifts(self, state: State, sums):
@@ -207,6 +224,7 @@ class WarpgroupValueReader(Int4ValueReader):
 
     def recentre(self, state: State):
         """As the base class does, for the warp's columns alone."""
+        centres = self._load_centres(state)
         for column in range(self.config.columns):
             places = [self.accumulator(0, code, column) for code in range(self.lane_codes)]
             total = Float32(0.0)
@@ -215,16 +233,22 @@ class WarpgroupValueReader(Int4ValueReader):
             mean = lane_sum(total, (4, 8, 16)) * (1.0 / (8 * self.lane_codes))
             for code, place in enumerate(places):
                 state.accumulators[place] = ptx.fma(mean, Float32(-1.0 / unit_of(code)), state.accumulators[place])
-            state.centres[column] = state.centres[column] + mean
+            centres[column] = centres[column] + mean
+        store_numbers(state.t, state.centres, centres)
+
+    def _load_centres(self, state: State):
+        centres = load_numbers(state.t, state.centres, self.config.columns)
+        cute.arch.sync_warp()  # before any lane writes
+        return centres
 
     def rescale(self, state: State, factors):
         super().rescale(state, factors)
-        for column, factor in enumerate(factors):
-            state.centres[column] = state.centres[column] * factor
+        centres = [centre * factor for centre, factor in zip(self._load_centres(state), factors, strict=True)]
+        store_numbers(state.t, state.centres, centres)
 
     def output_terms(self, state: State):
-        terms = super().output_terms(state)
-        return [terms[column] + state.centres[column] for column in range(self.config.columns)]
+        terms, centres = super().output_terms(state), self._load_centres(state)
+        return [term + centre for term, centre in zip(terms, centres, strict=True)]
 
     def outputs(self, state: State):
         """The warp's columns of P V of its warpgroup: (column, first column of head_dim, four fp32 values)."""
