@@ -42,7 +42,7 @@ class Rows:
         s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
         lines: [j] what it takes for that.
         headers: [j] of the rows of V.
-        sums: register tensor [2, column]: of probabilities, and of those times shifts of V.
+        sums: register tensor [2, column], of all rows: of probabilities, and of those times shifts of V.
     """
 
     first: int
@@ -116,6 +116,7 @@ class WarpgroupKernel(DecodeKernel):
         if const_expr("l" not in trial):
             words = self.value_reader.load_codes(state.values, addresses[1], 0)
         operand = wgmma.descriptor(cute.arch.make_warp_uniform(warpgroup.operand()))
+        sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
         halves = []
         for half in cutlass.range_constexpr(2):
             # The second half's dot products are made while the first one has its softmax.
@@ -137,7 +138,7 @@ class WarpgroupKernel(DecodeKernel):
             lines = self.place_scores(state.keys, s, values, key_headers[own])
             tokens = [first_token + block_token(self.config.token_bits, state.keys.g, first + j) for j in range(HALF_ROWS)]
             self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
-            half_rows = Rows(first, s, lines, headers[own], cute.make_rmem_tensor(2 * self.config.columns, Float32))
+            half_rows = Rows(first, s, lines, headers[own], sums)
             halves.append((half_rows, self.write_probabilities(state, half_rows)))
         self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
         if const_expr("l" in trial):
@@ -172,10 +173,10 @@ class WarpgroupKernel(DecodeKernel):
             exceeds = self.write_probabilities(state, halves[0]) | self.write_probabilities(state, halves[1])
             cute.arch.fence_proxy("async.shared", space="cta")
             again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
-        sums = [halves[0].sums[i] + halves[1].sums[i] for i in range(2 * columns)]
+        sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):
             state.softmax.total[column] = state.softmax.total[column] + sums[column]
-        self.value_reader.add_shifts(state.values, sums[columns:])
+        self.value_reader.add_shifts(state.values, [sums[columns + column] for column in range(columns)])
         warpgroup.turn[0] = self.config.probability_bytes - warpgroup.turn[0]
 
     def write_probabilities(self, state, rows):
@@ -195,8 +196,9 @@ class WarpgroupKernel(DecodeKernel):
         most = Float32(0.0)
         for column in range(columns):
             p = [row[column] for row in probabilities]
-            sums[column] = p[0] + p[1]
-            sums[columns + column] = ptx.fma(p[1], shifts[1], p[0] * shifts[0])
+            shifted = p[0] * shifts[0] if rows.first == 0 else ptx.fma(p[0], shifts[0], sums[columns + column])
+            sums[columns + column] = ptx.fma(p[1], shifts[1], shifted)
+            sums[column] = p[0] + p[1] if rows.first == 0 else sums[column] + (p[0] + p[1])
             most = ptx.fmax(most, sums[column])
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
