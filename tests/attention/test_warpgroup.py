@@ -21,7 +21,7 @@ from cute_kernels.attention.readers import common, int4, rows
 from cute_kernels.attention.readers import warpgroup as group_readers
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
+from cute_kernels.attention.warpgroup import Rows, Warpgroup, WarpgroupKernel
 from cute_kernels.kv_formats import Int4Format, format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
@@ -68,6 +68,7 @@ class Machine(Warp):
             fence=list,
             commit=lambda: None,
             wait_all=list,
+            wait_for=lambda sums, pending: list(sums),
             descriptor=lambda address: int(np.unique(address).item()),
             advanced=lambda low, offset: low + offset,
             mma=self.multiply,
@@ -117,13 +118,16 @@ class Rig:
         monkeypatch.setattr(warpgroup, "wgmma", self.machine.wgmma())
         # Conditions are of a warp, as on the GPU.
         monkeypatch.setattr(warpgroup, "Int32", lambda value: int(np.any(value)))
-        arch = SimpleNamespace(fence_proxy=lambda *_, **__: None, make_warp_uniform=lambda value: value)
+        arch = SimpleNamespace(
+            fence_proxy=lambda *_, **__: None, make_warp_uniform=lambda value: value, sync_warp=lambda: None
+        )
         monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         constexpr = SimpleNamespace(range_constexpr=range, select_=warp.select)
         monkeypatch.setattr(warpgroup, "cutlass", constexpr)
         self.barrier, self.votes = threading.Barrier(WARPS), {}
         monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
         monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
+        monkeypatch.setattr(group_readers, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         made: Any = readers.make_readers(CONFIG)
         self.keys, self.sums = made
         self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums)
@@ -142,6 +146,8 @@ class Rig:
         """What a warp has before its first tile."""
         place = (Int32(LANES), Int32(0), Int32(WARPS * GROUP + index))
         keys = self.keys.make_state(*place)
+        keys.query_sum_address = Int32(self.query_start + CONFIG.sum_offset)
+        keys.centres = Int32(self.query_start + CONFIG.centre_offset + 4 * QUERIES * (WARPS * GROUP + index))
         values = self.sums.make_state(*place, Int64(0), keys)
         addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
         self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))
@@ -162,27 +168,38 @@ class Rig:
         return BLOCK_TOKENS * index + np.asarray(block_token(CONFIG.token_bits, ROW, j))
 
     def scores(self, state: WarpState) -> list[list[Lanes]]:
-        return self.keys.scaled(state.keys, *self.keys.scores(state.keys, Int32(0), 0))
+        headers = self.keys.load_headers(state.keys, Int32(0))
+        return [row for half in range(2) for row in self.half_scores(state, half, headers)]
+
+    def half_scores(self, state: WarpState, half: int, headers: list[Any]) -> list[list[Lanes]]:
+        dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
+        return self.keys.scaled(state.keys, dots, headers[2 * half : 2 * half + 2])
 
     def attend(self, index: int, state: WarpState, bias: np.ndarray):
         """One tile, as :meth:`WarpgroupKernel.attend` does it; bias: fp64 [queries, tokens] added to the logits."""
         v_address = Int32(CONFIG.tile_bytes[0])
-        dots, key_headers = self.keys.scores(state.keys, Int32(0), 0)
-        lines: list[tuple[Any, Any]] = self.keys.lines(state.keys, key_headers)
+        key_headers = self.keys.load_headers(state.keys, Int32(0))
         # Logits are changed as features do; what is only hidden goes the short way.
         changed = bool(np.isfinite(bias).all() and bias.any())
-        if changed:
-            scores, lines = self.keys.scaled(state.keys, dots, key_headers), [(Float32(1.0), None)] * 4
-            dots = [[score * state.keys.score_scale for score in row] for row in scores]
-        s = Registers(32, Float32)
-        for j in range(4):
-            for column in range(8):
-                added = bias[COLUMNS[column], self.tokens(index, j)]
-                s[8 * j + column] = Float32(np.asarray(dots[j][column], np.float64) + added)
         headers = self.sums.load_scales(state.values, v_address, 0)
-        words = self.sums.load_codes(state.values, v_address, 0)
         operand = int(np.unique(state.keys.warpgroup.operand()).item())
-        self.share(state, s, lines, headers)
+        sums, halves, exceeds = Registers(16, Float32), [], False
+        for half in range(2):
+            own = slice(2 * half, 2 * half + 2)
+            dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
+            lines: list[tuple[Any, Any]] = self.keys.lines(state.keys, key_headers[own])
+            if changed:
+                scores, lines = self.keys.scaled(state.keys, dots, key_headers[own]), [(Float32(1.0), None)] * 2
+                dots = [[score * state.keys.score_scale for score in row] for row in scores]
+            s = Registers(16, Float32)
+            for j in range(2):
+                for column in range(8):
+                    added = bias[COLUMNS[column], self.tokens(index, 2 * half + j)]
+                    s[8 * j + column] = Float32(np.asarray(dots[j][column], np.float64) + added)
+            halves.append(Rows(2 * half, s, lines, headers[own], sums))
+            exceeds = exceeds | self.kernel.write_probabilities(state, halves[-1])
+        self.share(state, halves, exceeds)
+        words = self.sums.load_codes(state.values, v_address, 0)
         self.sums.multiply(state.values, words, operand)
         return words
 
