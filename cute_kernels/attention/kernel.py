@@ -412,12 +412,17 @@ class DecodeKernel:
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
+            self.release(state, empty, stage, lane)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
         self.finish(cta, work, state)
+
+    @cute.jit
+    def release(self, state, empty, stage: Int32, lane):
+        """Lets the copying warps have the stage that the warp has just attended to."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
 
     def finish(self, cta, work, state):
         """Hands over what the warp has summed up."""

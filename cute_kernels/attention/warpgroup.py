@@ -25,8 +25,10 @@ from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
 from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
+VECTOR_BYTES = 16  # of one store
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
 
 
@@ -63,6 +65,7 @@ class Warpgroup:
         exchange: shared address of what its warps tell each other.
         probabilities: shared address of two places for a tile's probabilities.
         turn: register tensor of one number, bytes from there to the place of the next tile's.
+        previous: register tensor of the shared address of the tile of V before, and its stage; that is -1 at first.
     """
 
     number: Any
@@ -71,10 +74,15 @@ class Warpgroup:
     exchange: Any
     probabilities: Any
     turn: Any
+    previous: Any
 
     def operand(self):
         """Shared address of the next tile's probabilities."""
         return self.probabilities + self.turn[0]
+
+    def previous_operand(self, num_bytes: int):
+        """Shared address of the probabilities of the tile before; num_bytes: of one tile's."""
+        return self.probabilities + (num_bytes - self.turn[0])
 
 
 class WarpgroupKernel(DecodeKernel):
@@ -92,15 +100,48 @@ class WarpgroupKernel(DecodeKernel):
         turn[0] = Int32(0)
         probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
         exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
-        keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, turn)
+        previous = cute.make_rmem_tensor(2, Int32)
+        previous[0], previous[1] = cta.ring.toint() + config.ring_offsets[1], Int32(-1)
+        warp = cta.warp % WARPGROUP_WARPS
+        if const_expr("p" in config.trial):
+            self.clear_probabilities(probabilities + config.probability_bytes, warp * WARP_THREADS + cta.lane)
+        keys.warpgroup = Warpgroup(number, warp, cta.lane, exchange, probabilities, turn, previous)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_attending(config)
+
+    def clear_probabilities(self, address, tid):
+        """Before the first tile there is none: its probabilities are 0, and any codes are finite."""
+        step = VECTOR_BYTES * WARPGROUP_WARPS * WARP_THREADS
+        for offset in range(0, self.config.probability_bytes, step):
+            ptx.store_shared_zero16(address + VECTOR_BYTES * tid, offset)
 
     @cute.jit
     def store_queries(self, cta, keys):
         if cta.roles.slice_index == 0:
             # All warps have made the same.
             self.key_reader.store_query(keys, cta.queries)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        sync_attending(self.config)
+
+    def add_previous(self, state):
+        """Starts the products P V of the tile before."""
+        warpgroup = state.keys.warpgroup
+        address = warpgroup.previous_operand(self.config.probability_bytes)
+        operand = wgmma.descriptor(cute.arch.make_warp_uniform(address))
+        words = self.value_reader.load_codes(state.values, warpgroup.previous[0], 0)
+        self.value_reader.start_products(state.values, words, operand)
+
+    @cute.jit
+    def release(self, state, empty, stage: Int32, lane):
+        """Lets the copying warps have the stage before, whose values were needed until now."""
+        if const_expr("p" not in self.config.trial):
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+        else:
+            previous = state.keys.warpgroup.previous
+            cute.arch.sync_warp()
+            if (lane == 0) & (previous[1] >= 0):
+                cute.arch.mbarrier_arrive(empty + previous[1])
+            previous[1] = stage
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
@@ -113,7 +154,7 @@ class WarpgroupKernel(DecodeKernel):
         key_headers = self.key_reader.load_headers(state.keys, addresses[0])
         headers = self.value_reader.load_scales(state.values, addresses[1], 0)
         started = [self.key_reader.start_scores(state.keys, addresses[0], 0)]
-        if const_expr("l" not in trial):
+        if const_expr("l" not in trial and "p" not in trial):
             words = self.value_reader.load_codes(state.values, addresses[1], 0)
         operand = wgmma.descriptor(cute.arch.make_warp_uniform(warpgroup.operand()))
         sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
@@ -125,6 +166,12 @@ class WarpgroupKernel(DecodeKernel):
             elif const_expr(half == 0 and "n" in trial):
                 values = wgmma.wait_all(started[0])
                 started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
+            elif const_expr(half == 0 and "p" in trial):
+                started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
+                values = wgmma.wait_for(started[0], 1)
+            elif const_expr("p" in trial):
+                values = wgmma.wait_all(started[1])
+                self.add_previous(state)
             elif const_expr(half == 0):
                 started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
                 values = wgmma.wait_for(started[0], 1)
@@ -140,10 +187,14 @@ class WarpgroupKernel(DecodeKernel):
             self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
             half_rows = Rows(first, s, lines, headers[own], sums)
             halves.append((half_rows, self.write_probabilities(state, half_rows)))
+        if const_expr("p" in trial):
+            self.value_reader.wait(state.values)
+            warpgroup.previous[0] = addresses[1]
         self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
         if const_expr("l" in trial):
             words = self.value_reader.load_codes(state.values, addresses[1], 0)
-        self.value_reader.multiply(state.values, words, operand)
+        if const_expr("p" not in trial):
+            self.value_reader.multiply(state.values, words, operand)
 
     def place_scores(self, keys, s, sums, headers):
         """Writes what :meth:`logit` makes logits of into s [j][column]; the lines [j] that it takes.
@@ -258,6 +309,9 @@ class WarpgroupKernel(DecodeKernel):
 
     def finish(self, cta, work, state):
         """Adds up what the warps hold each for their own tokens, then merges warpgroups as others merge slices."""
+        if const_expr("p" in self.config.trial):
+            self.add_previous(state)
+            self.value_reader.wait(state.values)
         self.join(state)
         number = state.keys.warpgroup.number
         self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, number)

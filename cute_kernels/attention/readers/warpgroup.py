@@ -190,8 +190,11 @@ class WarpgroupValueReader(Int4ValueReader):
             for pair in range(2)
         ]
 
-    def multiply(self, state: State, words, operand):
-        """Adds P V; words as :meth:`load_codes` gives them, operand: descriptor of the probabilities."""
+    def start_products(self, state: State, words, operand):
+        """Starts adding P V; words as :meth:`load_codes` gives them, operand: descriptor of the probabilities.
+
+        Until :meth:`wait` the accumulators are the tensor cores'.
+        """
         mmas, steps_at_once = range(self.unit_mmas), 2
         sums = [[state.accumulators[place] for place in places] for places in self._places]
         for first in range(0, len(words), steps_at_once):
@@ -209,9 +212,19 @@ class WarpgroupValueReader(Int4ValueReader):
                     start = 4 * (self.unit_mmas * i + m)
                     sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
         wgmma.commit()
-        finished = wgmma.wait_all([value for total in sums for value in total])
-        for place, value in zip((place for places in self._places for place in places), finished, strict=True):
+        self._put(state, [value for total in sums for value in total])
+
+    def wait(self, state: State):
+        """Waits for the products."""
+        self._put(state, wgmma.wait_all([state.accumulators[place] for places in self._places for place in places]))
+
+    def _put(self, state: State, sums):
+        for place, value in zip((place for places in self._places for place in places), sums, strict=True):
             state.accumulators[place] = value
+
+    def multiply(self, state: State, words, operand):
+        self.start_products(state, words, operand)
+        self.wait(state)
 
     def add_shifts(self, state: State, sums):
         """Adds sums of P * shift, by column."""
