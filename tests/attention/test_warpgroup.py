@@ -30,7 +30,7 @@ from tests.attention.rig import random_int4_rows
 from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Warp
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
+    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="p"
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -91,6 +91,16 @@ class Machine(Warp):
         return result
 
 
+METHODS = ("attend", "add_previous", "place_scores", "share_probabilities", "write_probabilities", "logit")
+METHODS += ("raise_shared_maximum", "tell", "join")
+
+
+def plain(name: str) -> Any:
+    """A method of the kernel as Python runs it."""
+    method = getattr(WarpgroupKernel, name)
+    return getattr(method, "__wrapped__", method)
+
+
 class Rig:
     """Four warps, each in a thread, in front of a tile of random rows."""
 
@@ -113,6 +123,9 @@ class Rig:
         self.q = torch.randn(QUERIES, HEAD_DIM, generator=generator).bfloat16()
         memory = self.q.view(torch.uint8).numpy().reshape(-1).copy()
         self.machine = Machine(shared, memory)
+        # Before the first tile: no probabilities, any codes.
+        start = self.query_start + CONFIG.probability_offset + CONFIG.probability_bytes * (2 * GROUP + 1)
+        shared[start : start + CONFIG.probability_bytes] = 0
         self.machine.install(monkeypatch, common, int4, rows, group_readers, warpgroup)
         monkeypatch.setattr(group_readers, "wgmma", self.machine.wgmma())
         monkeypatch.setattr(warpgroup, "wgmma", self.machine.wgmma())
@@ -124,6 +137,7 @@ class Rig:
         monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         constexpr = SimpleNamespace(range_constexpr=range, select_=warp.select)
         monkeypatch.setattr(warpgroup, "cutlass", constexpr)
+        monkeypatch.setattr(warpgroup, "const_expr", bool)
         self.barrier, self.votes = threading.Barrier(WARPS), {}
         monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
         monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
@@ -131,9 +145,8 @@ class Rig:
         made: Any = readers.make_readers(CONFIG)
         self.keys, self.sums = made
         self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums)
-        for name in ("write_probabilities", "raise_shared_maximum", "logit", "tell", "join"):
-            setattr(self.kernel, name, getattr(WarpgroupKernel, name).__get__(self.kernel))
-        self.share = WarpgroupKernel.share_probabilities.__wrapped__.__get__(self.kernel)
+        for name in METHODS:
+            setattr(self.kernel, name, plain(name).__get__(self.kernel))
 
     def vote(self, _, condition: int) -> int:
         self.votes[threading.get_ident()] = condition
@@ -157,8 +170,10 @@ class Rig:
         turn = Registers(1, Int32)
         turn[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
+        previous = Registers(2, Int32)
+        previous[0], previous[1] = Int32(0), Int32(-1)
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn)
+        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn, previous)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
         return WarpState(keys, values, softmax, None)
@@ -175,33 +190,23 @@ class Rig:
         dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
         return self.keys.scaled(state.keys, dots, headers[2 * half : 2 * half + 2])
 
-    def attend(self, index: int, state: WarpState, bias: np.ndarray):
-        """One tile, as :meth:`WarpgroupKernel.attend` does it; bias: fp64 [queries, tokens] added to the logits."""
-        v_address = Int32(CONFIG.tile_bytes[0])
-        key_headers = self.keys.load_headers(state.keys, Int32(0))
+    def attend(self, index: int, state: WarpState, bias: np.ndarray) -> None:
+        """One tile; bias: fp64 [queries, tokens] added to the logits."""
         # Logits are changed as features do; what is only hidden goes the short way.
         changed = bool(np.isfinite(bias).all() and bias.any())
-        headers = self.sums.load_scales(state.values, v_address, 0)
-        operand = int(np.unique(state.keys.warpgroup.operand()).item())
-        sums, halves, exceeds = Registers(16, Float32), [], False
-        for half in range(2):
-            own = slice(2 * half, 2 * half + 2)
-            dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
-            lines: list[tuple[Any, Any]] = self.keys.lines(state.keys, key_headers[own])
-            if changed:
-                scores, lines = self.keys.scaled(state.keys, dots, key_headers[own]), [(Float32(1.0), None)] * 2
-                dots = [[score * state.keys.score_scale for score in row] for row in scores]
-            s = Registers(16, Float32)
-            for j in range(2):
+
+        def apply(_, s: Registers, scale: Lanes, tokens: list[np.ndarray], masked: bool) -> None:
+            for j, token in enumerate(tokens):
                 for column in range(8):
-                    added = bias[COLUMNS[column], self.tokens(index, 2 * half + j)]
-                    s[8 * j + column] = Float32(np.asarray(dots[j][column], np.float64) + added)
-            halves.append(Rows(2 * half, s, lines, headers[own], sums))
-            exceeds = exceeds | self.kernel.write_probabilities(state, halves[-1])
-        self.share(state, halves, exceeds)
-        words = self.sums.load_codes(state.values, v_address, 0)
-        self.sums.multiply(state.values, words, operand)
-        return words
+                    value = np.asarray(s[8 * j + column], np.float64)
+                    value = value * np.asarray(scale, np.float64) if changed else value
+                    s[8 * j + column] = Float32(value + bias[COLUMNS[column], token])
+
+        kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
+        for name in METHODS:
+            setattr(kernel, name, plain(name).__get__(kernel))
+        addresses = (Int32(0), Int32(CONFIG.tile_bytes[0]))
+        kernel.attend(state, addresses, 0, False, Int32(BLOCK_TOKENS * index))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(outputs, log2 of the sum of exponentials) after as many tiles as there are biases."""
@@ -214,6 +219,8 @@ class Rig:
                 self.attend(index, state, bias)
                 if recentre:
                     self.sums.recentre(state.values)
+            self.kernel.add_previous(state)
+            self.sums.wait(state.values)
             self.kernel.join(state)
             totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
             for column, first, run in self.sums.outputs(state.values):
@@ -288,7 +295,7 @@ def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(sta
     turn = Registers(1, Int32)
     turn[0] = Int32(0)
     first = Int32(start + CONFIG.probability_offset + 2 * size * number)
-    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, turn)
+    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, turn, None)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
         turn[0] = Int32(size) - turn[0]
