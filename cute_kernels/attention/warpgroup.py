@@ -65,7 +65,7 @@ class Warpgroup:
         exchange: shared address of what its warps tell each other.
         probabilities: shared address of two places for a tile's probabilities.
         turn: register tensor of one number, bytes from there to the place of the next tile's.
-        previous: register tensor of the shared address of the tile of V before, and its stage; that is -1 at first.
+        first_values: shared address of the ring's first tile of V.
     """
 
     number: Any
@@ -74,7 +74,7 @@ class Warpgroup:
     exchange: Any
     probabilities: Any
     turn: Any
-    previous: Any
+    first_values: Any
 
     def operand(self):
         """Shared address of the next tile's probabilities."""
@@ -100,12 +100,11 @@ class WarpgroupKernel(DecodeKernel):
         turn[0] = Int32(0)
         probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
         exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
-        previous = cute.make_rmem_tensor(2, Int32)
-        previous[0], previous[1] = cta.ring.toint() + config.ring_offsets[1], Int32(-1)
+        first_values = cta.ring.toint() + config.ring_offsets[1]
         warp = cta.warp % WARPGROUP_WARPS
         if const_expr("p" in config.trial):
             self.clear_probabilities(probabilities + config.probability_bytes, warp * WARP_THREADS + cta.lane)
-        keys.warpgroup = Warpgroup(number, warp, cta.lane, exchange, probabilities, turn, previous)
+        keys.warpgroup = Warpgroup(number, warp, cta.lane, exchange, probabilities, turn, first_values)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_attending(config)
 
@@ -121,27 +120,22 @@ class WarpgroupKernel(DecodeKernel):
             # All warps have made the same.
             self.key_reader.store_query(keys, cta.queries)
 
-    def add_previous(self, state):
-        """Starts the products P V of the tile before."""
-        warpgroup = state.keys.warpgroup
+    def add_previous(self, state, values_address):
+        """Starts the products P V of the tile before the one whose V lies, or would lie, at an address."""
+        warpgroup, tile_bytes = state.keys.warpgroup, self.config.tile_bytes[1]
+        wrapped = cutlass.select_(values_address == warpgroup.first_values, Int32(self.config.num_stages), Int32(0))
+        previous = values_address + (wrapped - 1) * tile_bytes
         address = warpgroup.previous_operand(self.config.probability_bytes)
         operand = wgmma.descriptor(cute.arch.make_warp_uniform(address))
-        words = self.value_reader.load_codes(state.values, warpgroup.previous[0], 0)
+        words = self.value_reader.load_codes(state.values, previous, 0)
         self.value_reader.start_products(state.values, words, operand)
 
     @cute.jit
-    def release(self, state, empty, stage: Int32, lane):
+    def release(self, empty, stage: Int32, later, lane):
         """Lets the copying warps have the stage before, whose values were needed until now."""
-        if const_expr("p" not in self.config.trial):
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
-        else:
-            previous = state.keys.warpgroup.previous
-            cute.arch.sync_warp()
-            if (lane == 0) & (previous[1] >= 0):
-                cute.arch.mbarrier_arrive(empty + previous[1])
-            previous[1] = stage
+        cute.arch.sync_warp()
+        if (lane == 0) & later:
+            cute.arch.mbarrier_arrive(empty + cutlass.select_(stage == 0, Int32(self.config.num_stages), stage) - 1)
 
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
@@ -171,7 +165,7 @@ class WarpgroupKernel(DecodeKernel):
                 values = wgmma.wait_for(started[0], 1)
             elif const_expr("p" in trial):
                 values = wgmma.wait_all(started[1])
-                self.add_previous(state)
+                self.add_previous(state, addresses[1])
             elif const_expr(half == 0):
                 started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
                 values = wgmma.wait_for(started[0], 1)
@@ -189,7 +183,6 @@ class WarpgroupKernel(DecodeKernel):
             halves.append((half_rows, self.write_probabilities(state, half_rows)))
         if const_expr("p" in trial):
             self.value_reader.wait(state.values)
-            warpgroup.previous[0] = addresses[1]
         self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
         if const_expr("l" in trial):
             words = self.value_reader.load_codes(state.values, addresses[1], 0)
@@ -250,7 +243,8 @@ class WarpgroupKernel(DecodeKernel):
             shifted = p[0] * shifts[0] if rows.first == 0 else ptx.fma(p[0], shifts[0], sums[columns + column])
             sums[columns + column] = ptx.fma(p[1], shifts[1], shifted)
             sums[column] = p[0] + p[1] if rows.first == 0 else sums[column] + (p[0] + p[1])
-            most = ptx.fmax(most, sums[column])
+            if rows.first > 0:
+                most = ptx.fmax(most, sums[column])
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
 
@@ -307,10 +301,10 @@ class WarpgroupKernel(DecodeKernel):
             for row in rows
         ]
 
-    def finish(self, cta, work, state):
+    def finish(self, cta, work, state, stage):
         """Adds up what the warps hold each for their own tokens, then merges warpgroups as others merge slices."""
         if const_expr("p" in self.config.trial):
-            self.add_previous(state)
+            self.add_previous(state, self.copier.stage_addresses(cta.tiles, stage)[1])
             self.value_reader.wait(state.values)
         self.join(state)
         number = state.keys.warpgroup.number
