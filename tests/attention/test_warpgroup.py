@@ -19,6 +19,7 @@ from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.kernel import LOWEST, WarpState
 from cute_kernels.attention.readers import common, int4, rows
 from cute_kernels.attention.readers import warpgroup as group_readers
+from cute_kernels.attention.readers.warpgroup import LARGEST_FP16, load_numbers, store_numbers
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Rows, Warpgroup, WarpgroupKernel
@@ -27,10 +28,10 @@ from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
 from tests.attention import warp
 from tests.attention.rig import random_int4_rows
-from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Warp
+from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Uint32, Warp
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="p"
+    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="p", num_stages=1
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -91,8 +92,8 @@ class Machine(Warp):
         return result
 
 
-METHODS = ("attend", "add_previous", "place_scores", "share_probabilities", "write_probabilities", "logit")
-METHODS += ("raise_shared_maximum", "tell", "join")
+METHODS = ("attend", "add_previous", "place_scores", "share_probabilities", "write_probabilities", "logits_of")
+METHODS += ("raise_shared_maximum", "bound_starts", "tell", "join")
 
 
 def plain(name: str) -> Any:
@@ -161,19 +162,23 @@ class Rig:
         keys = self.keys.make_state(*place)
         keys.query_sum_address = Int32(self.query_start + CONFIG.sum_offset)
         keys.centres = Int32(self.query_start + CONFIG.centre_offset + 4 * QUERIES * (WARPS * GROUP + index))
+        keys.references = Int32(self.query_start + CONFIG.maximum_offset + 4 * QUERIES * (WARPS * GROUP + index))
+        store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * 8)
+        keys.starts = Registers(4, Uint32)
         values = self.sums.make_state(*place, Int64(0), keys)
         addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
         self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))
         keys.query_operand = self.query_start
         if index == 0:
             self.keys.store_query(keys, Int32(self.query_start))
+        self.keys.take_references(keys, True)
         turn = Registers(1, Int32)
         turn[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
-        previous = Registers(2, Int32)
-        previous[0], previous[1] = Int32(0), Int32(-1)
+        # As of a ring of one tile.
+        first_values = Int32(CONFIG.tile_bytes[0])
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn, previous)
+        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn, first_values)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
         return WarpState(keys, values, softmax, None)
@@ -206,6 +211,7 @@ class Rig:
         for name in METHODS:
             setattr(kernel, name, plain(name).__get__(kernel))
         addresses = (Int32(0), Int32(CONFIG.tile_bytes[0]))
+        self.keys.take_references(state.keys, not changed)
         kernel.attend(state, addresses, 0, False, Int32(BLOCK_TOKENS * index))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -219,15 +225,16 @@ class Rig:
                 self.attend(index, state, bias)
                 if recentre:
                     self.sums.recentre(state.values)
-            self.kernel.add_previous(state)
+            self.kernel.add_previous(state, Int32(CONFIG.tile_bytes[0]))
             self.sums.wait(state.values)
             self.kernel.join(state)
+            references = load_numbers(state.keys.t, state.keys.references, 8)
             totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
             for column, first, run in self.sums.outputs(state.values):
                 for i, value in enumerate(run):
                     out[COLUMNS[column], np.asarray(first) + i] = value / totals[column]
             for column, total in enumerate(totals):
-                lse[index, COLUMNS[column]] = np.asarray(state.softmax.maximum[column]) + np.log2(total)
+                lse[index, COLUMNS[column]] = np.asarray(references[column]) + np.log2(total)
 
         with ThreadPoolExecutor(WARPS) as pool:
             list(pool.map(work, range(WARPS)))

@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.attention.config import BLOCK_QUERIES, WARPGROUP_WARPS, WGMMA_QUERIES, WGMMA_ROW_BYTES, DecodeConfig
 from cute_kernels.attention.readers.common import State
@@ -33,6 +33,8 @@ CHUNK_BYTES = 16  # 8 elements of an operand's row, what swizzling moves
 BOX_CHUNKS = WGMMA_ROW_BYTES // CHUNK_BYTES
 BOX_BYTES = WGMMA_QUERIES * WGMMA_ROW_BYTES  # of 64 columns of a B operand
 BOX_STEPS = WGMMA_ROW_BYTES // wgmma.STEP_BYTES
+ONES = 0x3C003C00  # two of fp16
+LARGEST_FP16 = 65504.0
 LEAST_SCALE = 2.0**-126
 ROW_HALVES = 4  # of a block of 32 tokens
 
@@ -115,15 +117,53 @@ class WarpgroupKeyReader(Int4KeyReader):
             for row, header in zip(dots, headers, strict=True)
         ]
 
-    def lines(self, state: State, headers) -> list[tuple[Any, Any]]:
-        """For each token (a, b): a * dot + b * (sum of the query) is the logit in powers of two; a is not 0."""
+    def scales(self, state: State, headers) -> list[Any]:
+        """For each token what makes a logit of a dot product, but for what :meth:`starts` has; not 0."""
         result = []
         for header in headers:
             scale = ptx.half2_low_to_float(header) * state.score_scale
             # A hidden dot product is -inf, which 0 would make a NaN.
-            scale = cutlass.select_(scale == 0.0, Float32(LEAST_SCALE), scale)
-            result.append((scale, ptx.half2_high_to_float(header) * state.score_scale))
+            result.append(cutlass.select_(scale == 0.0, Float32(LEAST_SCALE), scale))
         return result
+
+    def take_references(self, state: State, with_shifts: bool) -> None:
+        """Makes the B operand of :meth:`starts` of the softmax references, which are in shared memory.
+
+        Lane (g, t) has query g of each block: lane 0 of the four the higher part of its sum, lane 2 the lower one, for
+        the shifts of headers; lane 1 both parts of the reference. with_shifts: whether shifts count.
+        """
+        for block in range(self.config.columns // 2):
+            offset = 4 * BLOCK_QUERIES * block
+            places = [address + 4 * state.g for address in (state.query_sum_address, state.references)]
+            total, reference = (ptx.load_shared(place, offset).bitcast(Float32) for place in places)
+            total = total * (state.score_scale if with_shifts else Float32(0.0))
+            is_reference = state.t == 1
+            value = cutlass.select_(is_reference, -reference, total)
+            high, low = split_fp16(value)
+            pair = ptx.pack_f16x2(high, low)
+            of_shift = ptx.pack_f16x2(Float32(0.0), cutlass.select_(state.t == 0, high, low))
+            word = cutlass.select_(is_reference, pair, of_shift)
+            state.starts[block] = cutlass.select_(state.t == 3, Uint32(0), word)
+
+    def starts(self, state: State, headers) -> list[list[Any]]:
+        """shift * sum of the query - softmax reference, [j][column] of two rows: an MMA for every block of queries.
+
+        A row of A is its token's header, scale and shift, and in lane 1's columns two ones.
+        """
+        ones = Uint32(ONES)
+        a = [cutlass.select_(state.t == 1, ones, header) for header in headers]
+        zero = [Float32(0.0)] * 4
+        blocks = range(self.config.columns // 2)
+        sums = [ptx.mma_m16n8k8(zero, a, [state.starts[block]], dtype="f16") for block in blocks]
+        return [[block[2 * j + c] for block in sums for c in range(2)] for j in range(2)]
+
+
+def split_fp16(value) -> tuple[Any, Any]:
+    """Two fp32 numbers that fp16 holds and that add up to ``value``, to 22 bits; -65504 for what is less."""
+    value = ptx.fmax(value, Float32(-LARGEST_FP16))
+    high = ptx.half2_low_to_float(ptx.pack_f16x2(value, Float32(0.0)))
+    low = ptx.half2_low_to_float(ptx.pack_f16x2(value - high, Float32(0.0)))
+    return high, low
 
 
 class WarpgroupValueReader(Int4ValueReader):
