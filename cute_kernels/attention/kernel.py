@@ -412,20 +412,15 @@ class DecodeKernel:
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
-            self.release(empty, stage, token > work.first_token(config), lane)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
-        self.finish(cta, work, state, stage)
+        self.finish(cta, work, state)
 
-    @cute.jit
-    def release(self, empty, stage: Int32, later, lane):
-        """Lets the copying warps have the stage that the warp has just attended to; ``later``: not the first one."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(empty + stage)
-
-    def finish(self, cta, work, state, stage):
-        """Hands over what the warp has summed up; ``stage``: the one after the last tile's."""
+    def finish(self, cta, work, state):
+        """Hands over what the warp has summed up."""
         self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
 
     def place_queries(self, cta, keys):

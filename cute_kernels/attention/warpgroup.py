@@ -32,10 +32,8 @@ from cute_kernels.attention.readers.warpgroup import (
 )
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.lanes import lane_max, lane_sum
-from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
-VECTOR_BYTES = 16  # of one store
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
 
 
@@ -72,7 +70,6 @@ class Warpgroup:
         exchange: shared address of what its warps tell each other.
         probabilities: shared address of two places for a tile's probabilities.
         turn: register tensor of one number, bytes from there to the place of the next tile's.
-        first_values: shared address of the ring's first tile of V.
     """
 
     number: Any
@@ -81,15 +78,10 @@ class Warpgroup:
     exchange: Any
     probabilities: Any
     turn: Any
-    first_values: Any
 
     def operand(self):
         """Shared address of the next tile's probabilities."""
         return self.probabilities + self.turn[0]
-
-    def previous_operand(self, num_bytes: int):
-        """Shared address of the probabilities of the tile before; num_bytes: of one tile's."""
-        return self.probabilities + (num_bytes - self.turn[0])
 
 
 class WarpgroupKernel(DecodeKernel):
@@ -110,20 +102,10 @@ class WarpgroupKernel(DecodeKernel):
         turn[0] = Int32(0)
         probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
         exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
-        first_values = cta.ring.toint() + config.ring_offsets[1]
-        warp = cta.warp % WARPGROUP_WARPS
-        if const_expr("p" in config.trial):
-            self.clear_probabilities(probabilities + config.probability_bytes, warp * WARP_THREADS + cta.lane)
-        keys.warpgroup = Warpgroup(number, warp, cta.lane, exchange, probabilities, turn, first_values)
+        keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, turn)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_attending(config)
         self.key_reader.take_references(keys, not self.logits.transforms)
-
-    def clear_probabilities(self, address, tid):
-        """Before the first tile there is none: its probabilities are 0, and any codes are finite."""
-        step = VECTOR_BYTES * WARPGROUP_WARPS * WARP_THREADS
-        for offset in range(0, self.config.probability_bytes, step):
-            ptx.store_shared_zero16(address + VECTOR_BYTES * tid, offset)
 
     @cute.jit
     def store_queries(self, cta, keys):
@@ -131,59 +113,30 @@ class WarpgroupKernel(DecodeKernel):
             # All warps have made the same.
             self.key_reader.store_query(keys, cta.queries)
 
-    def add_previous(self, state, values_address):
-        """Starts the products P V of the tile before the one whose V lies, or would lie, at an address."""
-        warpgroup, tile_bytes = state.keys.warpgroup, self.config.tile_bytes[1]
-        wrapped = cutlass.select_(values_address == warpgroup.first_values, Int32(self.config.num_stages), Int32(0))
-        previous = values_address + (wrapped - 1) * tile_bytes
-        address = warpgroup.previous_operand(self.config.probability_bytes)
-        operand = wgmma.descriptor(cute.arch.make_warp_uniform(address))
-        words = self.value_reader.load_codes(state.values, previous, 0)
-        self.value_reader.start_products(state.values, words, operand)
-
-    @cute.jit
-    def release(self, empty, stage: Int32, later, lane):
-        """Lets the copying warps have the stage before, whose values were needed until now."""
-        cute.arch.sync_warp()
-        if (lane == 0) & later:
-            cute.arch.mbarrier_arrive(empty + cutlass.select_(stage == 0, Int32(self.config.num_stages), stage) - 1)
-
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
-        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them.
-
-        The products P V are still running afterwards, while the next tile's keys are decoded.
-        """
-        warpgroup = state.keys.warpgroup
+        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
+        warpgroup, reader = state.keys.warpgroup, self.key_reader
         trial = self.config.trial
-        key_headers = self.key_reader.load_headers(state.keys, addresses[0])
+        key_headers = reader.load_headers(state.keys, addresses[0])
         headers = self.value_reader.load_scales(state.values, addresses[1], 0)
-        started = [self.key_reader.start_scores(state.keys, addresses[0], 0)]
-        if const_expr("l" not in trial and "p" not in trial):
-            words = self.value_reader.load_codes(state.values, addresses[1], 0)
+        if const_expr("k" in trial):
+            started = reader.start_scores(
+                state.keys, [reader.decode(state.keys, addresses[0], half) for half in range(2)]
+            )
+        elif const_expr("h" in trial):
+            started = [
+                reader.start_scores(state.keys, [reader.decode(state.keys, addresses[0], half)])[0]
+                for half in range(2)
+            ]
+        else:
+            started = [reader.start_in_turn(state.keys, addresses[0], half) for half in range(2)]
         operand = wgmma.descriptor(cute.arch.make_warp_uniform(warpgroup.operand()))
         sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
         halves = []
         for half in cutlass.range_constexpr(2):
             # The second half's dot products are made while the first one has its softmax.
-            if const_expr(half == 0 and "s" in trial):
-                values = wgmma.wait_all(started[0])
-            elif const_expr(half == 0 and "n" in trial):
-                values = wgmma.wait_all(started[0])
-                started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
-            elif const_expr(half == 0 and "p" in trial):
-                started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
-                values = wgmma.wait_for(started[0], 1)
-            elif const_expr("p" in trial):
-                values = wgmma.wait_all(started[1])
-                self.add_previous(state, addresses[1])
-            elif const_expr(half == 0):
-                started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
-                values = wgmma.wait_for(started[0], 1)
-            else:
-                if const_expr("s" in trial):
-                    started.append(self.key_reader.start_scores(state.keys, addresses[0], 1))
-                values = wgmma.wait_all(started[1])
+            values = wgmma.wait_for(started[half], 1 - half)
             first = HALF_ROWS * half
             own = slice(first, first + HALF_ROWS)
             s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
@@ -191,14 +144,27 @@ class WarpgroupKernel(DecodeKernel):
             tokens = [first_token + block_token(self.config.token_bits, state.keys.g, first + j) for j in range(HALF_ROWS)]
             self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
             half_rows = Rows(first, s, key_headers[own], headers[own], sums)
-            halves.append((half_rows, self.write_probabilities(state, half_rows)))
-        if const_expr("p" in trial):
-            self.value_reader.wait(state.values)
-        self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
-        if const_expr("l" in trial):
+            if const_expr("x" not in trial):
+                halves.append((half_rows, self.write_probabilities(state, half_rows)))
+            else:
+                for i in cutlass.range_constexpr(8):
+                    state.softmax.total[i] = state.softmax.total[i] + s[i] + s[8 + i]
+        if const_expr("v" in trial):
             words = self.value_reader.load_codes(state.values, addresses[1], 0)
-        if const_expr("p" not in trial):
-            self.value_reader.multiply(state.values, words, operand)
+            decoded = self.value_reader.decode(state.values, words)
+            pinned = wgmma.pin([word for step in decoded for a in step for word in a])
+            decoded = [[pinned[8 * i + 4 * m : 8 * i + 4 * m + 4] for m in range(2)] for i in range(len(decoded))]
+        if const_expr("x" not in trial):
+            self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
+        if const_expr("v" not in trial):
+            words = self.value_reader.load_codes(state.values, addresses[1], 0)
+            decoded = self.value_reader.decode(state.values, words)
+        if const_expr("y" in trial):
+            flat = [word for step in decoded for a in step for word in a]
+            for i in cutlass.range_constexpr(32):
+                state.values.accumulators[i] = state.values.accumulators[i] + (flat[i] ^ flat[32 + i]).bitcast(Float32)
+        else:
+            self.value_reader.multiply(state.values, decoded, operand, 8 if "w" in trial else 2)
 
     def place_scores(self, keys, s, sums, headers):
         """Writes what :meth:`logits_of` makes logits of into s [j][column].
@@ -320,11 +286,8 @@ class WarpgroupKernel(DecodeKernel):
             for row in rows
         ]
 
-    def finish(self, cta, work, state, stage):
+    def finish(self, cta, work, state):
         """Adds up what the warps hold each for their own tokens, then merges warpgroups as others merge slices."""
-        if const_expr("p" in self.config.trial):
-            self.add_previous(state, self.copier.stage_addresses(cta.tiles, stage)[1])
-            self.value_reader.wait(state.values)
         references = load_numbers(state.keys.t, state.keys.references, self.config.columns)
         for column, reference in enumerate(references):
             state.softmax.maximum[column] = reference

@@ -31,7 +31,7 @@ from tests.attention.rig import random_int4_rows
 from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Uint32, Warp
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="p", num_stages=1
+    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="m"
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -67,6 +67,7 @@ class Machine(Warp):
     def wgmma(self) -> SimpleNamespace:
         return SimpleNamespace(
             fence=list,
+            pin=list,
             commit=lambda: None,
             wait_all=list,
             wait_for=lambda sums, pending: list(sums),
@@ -92,7 +93,7 @@ class Machine(Warp):
         return result
 
 
-METHODS = ("attend", "add_previous", "place_scores", "share_probabilities", "write_probabilities", "logits_of")
+METHODS = ("attend", "place_scores", "share_probabilities", "write_probabilities", "logits_of")
 METHODS += ("raise_shared_maximum", "bound_starts", "tell", "join")
 
 
@@ -124,9 +125,6 @@ class Rig:
         self.q = torch.randn(QUERIES, HEAD_DIM, generator=generator).bfloat16()
         memory = self.q.view(torch.uint8).numpy().reshape(-1).copy()
         self.machine = Machine(shared, memory)
-        # Before the first tile: no probabilities, any codes.
-        start = self.query_start + CONFIG.probability_offset + CONFIG.probability_bytes * (2 * GROUP + 1)
-        shared[start : start + CONFIG.probability_bytes] = 0
         self.machine.install(monkeypatch, common, int4, rows, group_readers, warpgroup)
         monkeypatch.setattr(group_readers, "wgmma", self.machine.wgmma())
         monkeypatch.setattr(warpgroup, "wgmma", self.machine.wgmma())
@@ -175,10 +173,8 @@ class Rig:
         turn = Registers(1, Int32)
         turn[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
-        # As of a ring of one tile.
-        first_values = Int32(CONFIG.tile_bytes[0])
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn, first_values)
+        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
         return WarpState(keys, values, softmax, None)
@@ -192,7 +188,7 @@ class Rig:
         return [row for half in range(2) for row in self.half_scores(state, half, headers)]
 
     def half_scores(self, state: WarpState, half: int, headers: list[Any]) -> list[list[Lanes]]:
-        dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
+        dots = self.keys.rows(*self.keys.start_scores(state.keys, [self.keys.decode(state.keys, Int32(0), half)]))
         return self.keys.scaled(state.keys, dots, headers[2 * half : 2 * half + 2])
 
     def attend(self, index: int, state: WarpState, bias: np.ndarray) -> None:
@@ -225,8 +221,6 @@ class Rig:
                 self.attend(index, state, bias)
                 if recentre:
                     self.sums.recentre(state.values)
-            self.kernel.add_previous(state, Int32(CONFIG.tile_bytes[0]))
-            self.sums.wait(state.values)
             self.kernel.join(state)
             references = load_numbers(state.keys.t, state.keys.references, 8)
             totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
@@ -302,7 +296,7 @@ def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(sta
     turn = Registers(1, Int32)
     turn[0] = Int32(0)
     first = Int32(start + CONFIG.probability_offset + 2 * size * number)
-    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, turn, None)
+    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, turn)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
         turn[0] = Int32(size) - turn[0]

@@ -86,23 +86,45 @@ class WarpgroupKeyReader(Int4KeyReader):
         address = state.header_offset + tile_address
         return [self._load_header(address, 0, j)[0] for j in range(ROW_HALVES)]
 
-    def start_scores(self, state: State, tile_address: Int32, half: int) -> list[Any]:
-        """Starts the dot products of half of the warp's 32 tokens, a group of their own."""
+    def decode(self, state: State, tile_address: Int32, half: int) -> list[Any]:
+        """A operands of half of the warp's 32 tokens: four words of each k16 step."""
         address, rows = state.lane_offsets + tile_address, (2 * half, 2 * half + 1)
-        words = [[ptx.load_shared(address, self._code_offset(j, unit)) for unit in range(self.tile.k_units)] for j in rows]
+        units = range(self.tile.k_units)
+        words = [[ptx.load_shared(address, self._code_offset(j, unit)) for unit in units] for j in rows]
+        operands = [self.unit_operands(state, words[0][unit], words[1][unit]) for unit in units]
+        return [step for unit in operands for step in unit]
+
+    def start_scores(self, state: State, halves) -> list[list[Any]]:
+        """Starts dot products; ``halves``: what :meth:`decode` has made of one half of the tokens, or of both."""
+        if "y" in self.config.trial:
+            flat = [[word for step in half for word in step] for half in halves]
+            return [[(words[i] ^ words[16 + i]).bitcast(Float32) for i in range(16)] for words in flat]
+        steps, dots = len(halves[0]), [[] for _ in halves]
+        ready = wgmma.fence([word for half in halves for step in half for word in step])
+        for i in range(len(halves)):
+            for step in range(steps):
+                b = wgmma.advanced(state.query_operand, step_offset(step))
+                a = ready[4 * (steps * i + step) : 4 * (steps * i + step) + 4]
+                dots[i] = self._multiply(dots[i], a, b)
+            wgmma.commit()
+        return dots
+
+    def start_in_turn(self, state: State, tile_address: Int32, half: int) -> list[Any]:
+        """As decode and start_scores, two steps after the other."""
         dots: list[Any] = []
-        for unit in range(self.tile.k_units):
-            operands = self.unit_operands(state, words[0][unit], words[1][unit])
-            ready = wgmma.fence([word for step in operands for word in step])
-            for step in range(len(operands)):
-                b = wgmma.advanced(state.query_operand, step_offset(unit * len(operands) + step))
-                a = ready[4 * step : 4 * step + 4]
-                if dots:
-                    dots = wgmma.mma(dots, a, b, dtype="f16")
-                else:
-                    dots = wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
+        operands = self.decode(state, tile_address, half)
+        for first in range(0, len(operands), 2):
+            ready = wgmma.fence([word for step in operands[first : first + 2] for word in step])
+            for step in range(2):
+                b = wgmma.advanced(state.query_operand, step_offset(first + step))
+                dots = self._multiply(dots, ready[4 * step : 4 * step + 4], b)
         wgmma.commit()
         return dots
+
+    def _multiply(self, dots, a, b):
+        if dots:
+            return wgmma.mma(dots, a, b, dtype="f16")
+        return wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
 
     def rows(self, sums) -> list[list[Any]]:
         """Dot products [j][column] of two row halves, from what was waited for."""
@@ -230,41 +252,30 @@ class WarpgroupValueReader(Int4ValueReader):
             for pair in range(2)
         ]
 
-    def start_products(self, state: State, words, operand):
-        """Starts adding P V; words as :meth:`load_codes` gives them, operand: descriptor of the probabilities.
+    def decode(self, state: State, words) -> list[Any]:
+        """A operands of words as :meth:`load_codes` gives them: [k16 step][m64 tile] of four words."""
+        rows = [[self.code_pairs(state, *pair) for pair in step] for step in words]
+        return [
+            [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(self.unit_mmas)]
+            for low, high in rows
+        ]
 
-        Until :meth:`wait` the accumulators are the tensor cores'.
-        """
-        mmas, steps_at_once = range(self.unit_mmas), 2
+    def multiply(self, state: State, operands, operand, steps_at_once: int):
+        """Adds P V; operands as :meth:`decode` makes them, operand: descriptor of the probabilities."""
+        mmas = range(self.unit_mmas)
         sums = [[state.accumulators[place] for place in places] for places in self._places]
-        for first in range(0, len(words), steps_at_once):
-            rows = [[self.code_pairs(state, *pair) for pair in words[first + i]] for i in range(steps_at_once)]
-            operands = [
-                word
-                for low, high in rows
-                for m in mmas
-                for word in (low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1])
-            ]
-            ready = wgmma.fence(operands)
-            for i in range(steps_at_once):
+        for first in range(0, len(operands), steps_at_once):
+            steps = operands[first : first + steps_at_once]
+            ready = wgmma.fence([word for step in steps for a in step for word in a])
+            for i in range(len(steps)):
                 b = wgmma.advanced(operand, step_offset(first + i))
                 for m in mmas:
                     start = 4 * (self.unit_mmas * i + m)
                     sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
         wgmma.commit()
-        self._put(state, [value for total in sums for value in total])
-
-    def wait(self, state: State):
-        """Waits for the products."""
-        self._put(state, wgmma.wait_all([state.accumulators[place] for places in self._places for place in places]))
-
-    def _put(self, state: State, sums):
-        for place, value in zip((place for places in self._places for place in places), sums, strict=True):
+        finished = wgmma.wait_all([value for total in sums for value in total])
+        for place, value in zip((place for places in self._places for place in places), finished, strict=True):
             state.accumulators[place] = value
-
-    def multiply(self, state: State, words, operand):
-        self.start_products(state, words, operand)
-        self.wait(state)
 
     def add_shifts(self, state: State, sums):
         """Adds sums of P * shift, by column."""
