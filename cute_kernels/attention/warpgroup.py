@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from cute_kernels.attention.barriers import any_of_warpgroup, sync_attending, sync_warpgroup
+from cute_kernels.attention.barriers import any_of_warpgroup, await_turn, pass_turn, sync_attending, sync_warpgroup
 from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
 from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
 from cute_kernels.attention.merge import LOWEST
@@ -106,6 +106,13 @@ class WarpgroupKernel(DecodeKernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_attending(config)
         self.key_reader.take_references(keys, not self.logits.transforms)
+        if const_expr("o" in config.trial):
+            self.give_first_turn(number)
+
+    @cute.jit
+    def give_first_turn(self, number):
+        if number == 1:
+            pass_turn(number)
 
     @cute.jit
     def store_queries(self, cta, keys):
@@ -121,9 +128,14 @@ class WarpgroupKernel(DecodeKernel):
         key_headers = reader.load_headers(state.keys, addresses[0])
         headers = self.value_reader.load_scales(state.values, addresses[1], 0)
         if const_expr("k" in trial):
-            started = reader.start_scores(
-                state.keys, [reader.decode(state.keys, addresses[0], half) for half in range(2)]
-            )
+            decoded = [reader.decode(state.keys, addresses[0], half) for half in range(2)]
+            if const_expr("o" in trial):
+                pinned = wgmma.pin([word for half in decoded for step in half for word in step])
+                decoded = [[pinned[32 * i + 4 * j : 32 * i + 4 * j + 4] for j in range(8)] for i in range(2)]
+                await_turn(warpgroup.number)
+            started = reader.start_scores(state.keys, decoded)
+            if const_expr("o" in trial):
+                pass_turn(warpgroup.number)
         elif const_expr("h" in trial):
             started = [
                 reader.start_scores(state.keys, [reader.decode(state.keys, addresses[0], half)])[0]
@@ -163,6 +175,9 @@ class WarpgroupKernel(DecodeKernel):
             flat = [word for step in decoded for a in step for word in a]
             for i in cutlass.range_constexpr(32):
                 state.values.accumulators[i] = state.values.accumulators[i] + (flat[i] ^ flat[32 + i]).bitcast(Float32)
+        elif const_expr("o" in trial):
+            await_turn(warpgroup.number)
+            self.value_reader.multiply(state.values, decoded, operand, 8, lambda: pass_turn(warpgroup.number))
         else:
             self.value_reader.multiply(state.values, decoded, operand, 8 if "w" in trial else 2)
 

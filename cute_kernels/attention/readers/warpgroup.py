@@ -260,7 +260,7 @@ class WarpgroupValueReader(Int4ValueReader):
             for low, high in rows
         ]
 
-    def multiply(self, state: State, operands, operand, steps_at_once: int):
+    def multiply(self, state: State, operands, operand, steps_at_once: int, started=None):
         """Adds P V; operands as :meth:`decode` makes them, operand: descriptor of the probabilities."""
         mmas = range(self.unit_mmas)
         sums = [[state.accumulators[place] for place in places] for places in self._places]
@@ -273,6 +273,8 @@ class WarpgroupValueReader(Int4ValueReader):
                     start = 4 * (self.unit_mmas * i + m)
                     sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
         wgmma.commit()
+        if started is not None:
+            started()
         finished = wgmma.wait_all([value for total in sums for value in total])
         for place, value in zip((place for places in self._places for place in places), finished, strict=True):
             state.accumulators[place] = value
