@@ -26,6 +26,7 @@ from cute_kernels.attention.merge import LOWEST
 from cute_kernels.attention.readers.warpgroup import (
     LARGEST_FP16,
     ROW_HALVES,
+    fragment_row,
     load_numbers,
     split_fp16,
     store_numbers,
@@ -96,6 +97,7 @@ class WarpgroupKernel(DecodeKernel):
         keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
         keys.references = cta.queries + config.maximum_offset + 4 * WGMMA_QUERIES * cta.warp
         store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * config.columns)
+        keys.query_rows = cta.queries + fragment_row(cta.lane)
         keys.starts = cute.make_rmem_tensor(config.columns // 2, Uint32)
         number = cta.warp // WARPGROUP_WARPS
         turn = cute.make_rmem_tensor(1, Int32)
@@ -127,7 +129,9 @@ class WarpgroupKernel(DecodeKernel):
         trial = self.config.trial
         key_headers = reader.load_headers(state.keys, addresses[0])
         headers = self.value_reader.load_scales(state.values, addresses[1], 0)
-        if const_expr("k" in trial):
+        if const_expr("t" in trial):
+            started = reader.products(state.keys, addresses[0])
+        elif const_expr("k" in trial):
             decoded = [reader.decode(state.keys, addresses[0], half) for half in range(2)]
             if const_expr("o" in trial):
                 pinned = wgmma.pin([word for half in decoded for step in half for word in step])
@@ -148,7 +152,7 @@ class WarpgroupKernel(DecodeKernel):
         halves = []
         for half in cutlass.range_constexpr(2):
             # The second half's dot products are made while the first one has its softmax.
-            values = wgmma.wait_for(started[half], 1 - half)
+            values = started[half] if "t" in trial else wgmma.wait_for(started[half], 1 - half)
             first = HALF_ROWS * half
             own = slice(first, first + HALF_ROWS)
             s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
@@ -175,6 +179,10 @@ class WarpgroupKernel(DecodeKernel):
             flat = [word for step in decoded for a in step for word in a]
             for i in cutlass.range_constexpr(32):
                 state.values.accumulators[i] = state.values.accumulators[i] + (flat[i] ^ flat[32 + i]).bitcast(Float32)
+        elif const_expr("t" in trial):
+            # The place of the tile that has just been written.
+            place = warpgroup.probabilities + (self.config.probability_bytes - warpgroup.turn[0])
+            self.value_reader.multiply_in_step(state.values, decoded, place + fragment_row(warpgroup.lane))
         elif const_expr("o" in trial):
             await_turn(warpgroup.number)
             self.value_reader.multiply(state.values, decoded, operand, 8, lambda: pass_turn(warpgroup.number))
@@ -200,12 +208,14 @@ class WarpgroupKernel(DecodeKernel):
         exceeds: whether one of those that are written is too large.
         """
         columns, warpgroup = self.config.columns, state.keys.warpgroup
-        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr("t" not in self.config.trial):
+            cute.arch.fence_proxy("async.shared", space="cta")
         again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         while again != 0:
             self.raise_shared_maximum(state, halves)
             exceeds = self.write_probabilities(state, halves[0]) | self.write_probabilities(state, halves[1])
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if const_expr("t" not in self.config.trial):
+                cute.arch.fence_proxy("async.shared", space="cta")
             again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):

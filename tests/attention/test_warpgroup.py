@@ -31,7 +31,7 @@ from tests.attention.rig import random_int4_rows
 from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Uint32, Warp
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="m"
+    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="t"
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -163,6 +163,7 @@ class Rig:
         keys.references = Int32(self.query_start + CONFIG.maximum_offset + 4 * QUERIES * (WARPS * GROUP + index))
         store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * 8)
         keys.starts = Registers(4, Uint32)
+        keys.query_rows = Int32(self.query_start) + group_readers.fragment_row(LANES)
         values = self.sums.make_state(*place, Int64(0), keys)
         addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
         self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))

@@ -61,6 +61,29 @@ def load_numbers(t: Int32, address: Int32, columns: int) -> list[Any]:
     return [word.bitcast(Float32) for pair in pairs for word in pair]
 
 
+def fragment_row(lane: Int32):
+    """Bytes from a B operand to the row that a lane asks for of four matrices: two chunks of two blocks of queries."""
+    return (8 * (lane // 16) + lane % 8) * WGMMA_ROW_BYTES + ((lane // 8 % 2) ^ lane % 8) * CHUNK_BYTES
+
+
+def load_fragments(address: Int32, step: int) -> list[list[Any]]:
+    """B registers of one k16 step for mma.sync, by block of queries; address: an operand's plus :func:`fragment_row`."""
+    place, fragments = address ^ (step % BOX_STEPS * wgmma.STEP_BYTES), []
+    for pair in range(WGMMA_QUERIES // 16):
+        offset = step // BOX_STEPS * BOX_BYTES + 16 * WGMMA_ROW_BYTES * pair
+        words = ptx.load_matrix_x4(place, offset, transpose=False)
+        fragments += [list(words[0:2]), list(words[2:4])]
+    return fragments
+
+
+def multiply_fragments(sums, a, fragments) -> list[Any]:
+    """sums + A B^T of all blocks of queries by mma.sync; sums in the order of wgmma's."""
+    result = []
+    for block, b in enumerate(fragments):
+        result += ptx.mma_m16n8k16(sums[4 * block : 4 * block + 4], a, b, dtype="f16")
+    return result
+
+
 class WarpgroupKeyReader(Int4KeyReader):
     """Scores of a warp's 32 tokens against the 32 queries of its CTA."""
 
@@ -107,6 +130,15 @@ class WarpgroupKeyReader(Int4KeyReader):
                 a = ready[4 * (steps * i + step) : 4 * (steps * i + step) + 4]
                 dots[i] = self._multiply(dots[i], a, b)
             wgmma.commit()
+        return dots
+
+    def products(self, state: State, tile_address: Int32) -> list[list[Any]]:
+        """Dot products of both halves, by mma.sync."""
+        dots = [[Float32(0.0)] * (2 * self.config.columns) for _ in range(2)]
+        operands = [self.decode(state, tile_address, half) for half in range(2)]
+        for step in range(len(operands[0])):
+            fragments = load_fragments(state.query_rows, step)
+            dots = [multiply_fragments(dots[half], operands[half][step], fragments) for half in range(2)]
         return dots
 
     def start_in_turn(self, state: State, tile_address: Int32, half: int) -> list[Any]:
@@ -278,6 +310,16 @@ class WarpgroupValueReader(Int4ValueReader):
         finished = wgmma.wait_all([value for total in sums for value in total])
         for place, value in zip((place for places in self._places for place in places), finished, strict=True):
             state.accumulators[place] = value
+
+    def multiply_in_step(self, state: State, operands, address):
+        """Adds P V by mma.sync; address: the probabilities', plus the lane's row."""
+        sums = [[state.accumulators[place] for place in places] for places in self._places]
+        for step, of_step in enumerate(operands):
+            fragments = load_fragments(address, step)
+            sums = [multiply_fragments(total, a, fragments) for total, a in zip(sums, of_step, strict=True)]
+        for places, values in zip(self._places, sums, strict=True):
+            for place, value in zip(places, values, strict=True):
+                state.accumulators[place] = value
 
     def add_shifts(self, state: State, sums):
         """Adds sums of P * shift, by column."""
