@@ -27,7 +27,7 @@ WGMMA_ROW_BYTES = 128  # 64 elements of a row of a wgmma operand with 128-byte s
 WGMMA_QUERIES = BLOCK_QUERIES * MAX_BLOCKS_PER_WARP  # columns of the products of a warpgroup
 EXCHANGE_BYTES = WARPGROUP_WARPS * WGMMA_QUERIES * 8  # of a warpgroup: two numbers of each warp and query
 PAGE_TOKENS = (16, 32, 64, 128, 256)
-LENT_REGISTERS = {8: (40, 232), 12: (32, 160)}  # of four copying warps and so many attending ones, which they lend to
+COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum
 RAW_TILE_ALIGNMENT = 128  # bytes, which bulk copies like
 SWIZZLE_ALIGNMENT = 1024  # of tiles whose swizzle is a function of the address
@@ -93,7 +93,6 @@ class DecodeConfig:
     units: bool = False
     features: Features = PLAIN
     after_append: bool = False
-    trial: str = ""
 
     @property
     def formats(self) -> tuple[KvFormat, KvFormat]:
@@ -142,8 +141,7 @@ class DecodeConfig:
 
         Not those that copy words: their loops need more than they would keep.
         """
-        fits = self.num_warps in LENT_REGISTERS and (self.copy_warps, self.ctas_per_sm) == (4, 1)
-        return fits and (self.num_warps == 8 or self.warpgroups) and "word" not in self.copies
+        return (self.num_warps, self.copy_warps, self.ctas_per_sm) == (8, 4, 1) and "word" not in self.copies
 
     @property
     def num_roles(self) -> int:
@@ -284,7 +282,7 @@ class DecodeConfig:
         formats = _joined(self.k_format, self.v_format)
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
-        blocks += "g" + self.trial if self.warpgroups else ""
+        blocks += "g" if self.warpgroups else ""
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
         ring = f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"

@@ -21,8 +21,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.attention.assignment import Assigner, Requests
 from cute_kernels.attention.barriers import await_ready, sync_attending
 from cute_kernels.attention.config import (
+    ATTENDING_REGISTERS,
     BLOCK_QUERIES,
-    LENT_REGISTERS,
+    COPYING_REGISTERS,
     QUERY_VECTOR_BYTES,
     SWIZZLE_ALIGNMENT,
     DecodeConfig,
@@ -283,7 +284,7 @@ class DecodeKernel:
                 self.attend_unit(cta, work, q, query, stage, phase)
             else:
                 if const_expr(self.config.lends_registers):
-                    cute.arch.setmaxregister_decrease(LENT_REGISTERS[self.config.num_warps][0])
+                    cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
                 if cta.warp < self.config.num_warps + self.config.copiers:
                     # Pages were asked for as of every ``grid``-th tile; a row of another length may have other parts.
                     known = expected & (work.num_parts == cute.arch.grid_dim()[0])
@@ -380,7 +381,7 @@ class DecodeKernel:
         """One unit; ``stage`` and ``phase`` are the ring's position."""
         config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
         if const_expr(config.lends_registers):
-            cute.arch.setmaxregister_increase(LENT_REGISTERS[config.num_warps][1])
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
         tiles = cta.tiles
         full, empty = cta.barriers, cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
