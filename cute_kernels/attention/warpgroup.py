@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 
 from cute_kernels.attention.barriers import any_of_warpgroup, await_turn, pass_turn, sync_attending, sync_warpgroup
 from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
@@ -26,7 +26,6 @@ from cute_kernels.attention.merge import LOWEST
 from cute_kernels.attention.readers.warpgroup import (
     LARGEST_FP16,
     ROW_HALVES,
-    fragment_row,
     load_numbers,
     split_fp16,
     store_numbers,
@@ -36,8 +35,6 @@ from cute_kernels.device.lanes import lane_max, lane_sum
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
-
-
 HALF_ROWS = ROW_HALVES // 2  # of a lane in one m64 tile of scores
 
 
@@ -97,7 +94,6 @@ class WarpgroupKernel(DecodeKernel):
         keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
         keys.references = cta.queries + config.maximum_offset + 4 * WGMMA_QUERIES * cta.warp
         store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * config.columns)
-        keys.query_rows = cta.queries + fragment_row(cta.lane)
         keys.starts = cute.make_rmem_tensor(config.columns // 2, Uint32)
         number = cta.warp // WARPGROUP_WARPS
         turn = cute.make_rmem_tensor(1, Int32)
@@ -108,11 +104,11 @@ class WarpgroupKernel(DecodeKernel):
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_attending(config)
         self.key_reader.take_references(keys, not self.logits.transforms)
-        if const_expr("o" in config.trial):
-            self.give_first_turn(number)
+        self.give_first_turn(number)
 
     @cute.jit
     def give_first_turn(self, number):
+        """The first warpgroup begins."""
         if number == 1:
             pass_turn(number)
 
@@ -125,69 +121,34 @@ class WarpgroupKernel(DecodeKernel):
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
         """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
-        warpgroup, reader = state.keys.warpgroup, self.key_reader
-        trial = self.config.trial
-        key_headers = reader.load_headers(state.keys, addresses[0])
-        headers = self.value_reader.load_scales(state.values, addresses[1], 0)
-        if const_expr("t" in trial):
-            started = reader.products(state.keys, addresses[0])
-        elif const_expr("k" in trial):
-            decoded = [reader.decode(state.keys, addresses[0], half) for half in range(2)]
-            if const_expr("o" in trial):
-                pinned = wgmma.pin([word for half in decoded for step in half for word in step])
-                decoded = [[pinned[32 * i + 4 * j : 32 * i + 4 * j + 4] for j in range(8)] for i in range(2)]
-                await_turn(warpgroup.number)
-            started = reader.start_scores(state.keys, decoded)
-            if const_expr("o" in trial):
-                pass_turn(warpgroup.number)
-        elif const_expr("h" in trial):
-            started = [
-                reader.start_scores(state.keys, [reader.decode(state.keys, addresses[0], half)])[0]
-                for half in range(2)
-            ]
-        else:
-            started = [reader.start_in_turn(state.keys, addresses[0], half) for half in range(2)]
-        operand = wgmma.descriptor(cute.arch.make_warp_uniform(warpgroup.operand()))
+        keys, values, number = state.keys, state.values, state.keys.warpgroup.number
+        key_headers = self.key_reader.load_headers(keys, addresses[0])
+        headers = self.value_reader.load_scales(values, addresses[1], 0)
+        operands = self.key_reader.decode(keys, addresses[0])
+        await_turn(number)
+        dots = self.key_reader.start_scores(keys, operands)
+        pass_turn(number)
+        probabilities = wgmma.descriptor(cute.arch.make_warp_uniform(keys.warpgroup.operand()))
         sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
         halves = []
         for half in cutlass.range_constexpr(2):
             # The second half's dot products are made while the first one has its softmax.
-            values = started[half] if "t" in trial else wgmma.wait_for(started[half], 1 - half)
+            dots_now = wgmma.wait_for(dots[half], 1 - half)
             first = HALF_ROWS * half
             own = slice(first, first + HALF_ROWS)
             s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
-            self.place_scores(state.keys, s, values, key_headers[own])
-            tokens = [first_token + block_token(self.config.token_bits, state.keys.g, first + j) for j in range(HALF_ROWS)]
-            self.logits.apply(state.logits, s, state.keys.score_scale, tokens, masked)
-            half_rows = Rows(first, s, key_headers[own], headers[own], sums)
-            if const_expr("x" not in trial):
-                halves.append((half_rows, self.write_probabilities(state, half_rows)))
-            else:
-                for i in cutlass.range_constexpr(8):
-                    state.softmax.total[i] = state.softmax.total[i] + s[i] + s[8 + i]
-        if const_expr("v" in trial):
-            words = self.value_reader.load_codes(state.values, addresses[1], 0)
-            decoded = self.value_reader.decode(state.values, words)
-            pinned = wgmma.pin([word for step in decoded for a in step for word in a])
-            decoded = [[pinned[8 * i + 4 * m : 8 * i + 4 * m + 4] for m in range(2)] for i in range(len(decoded))]
-        if const_expr("x" not in trial):
-            self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
-        if const_expr("v" not in trial):
-            words = self.value_reader.load_codes(state.values, addresses[1], 0)
-            decoded = self.value_reader.decode(state.values, words)
-        if const_expr("y" in trial):
-            flat = [word for step in decoded for a in step for word in a]
-            for i in cutlass.range_constexpr(32):
-                state.values.accumulators[i] = state.values.accumulators[i] + (flat[i] ^ flat[32 + i]).bitcast(Float32)
-        elif const_expr("t" in trial):
-            # The place of the tile that has just been written.
-            place = warpgroup.probabilities + (self.config.probability_bytes - warpgroup.turn[0])
-            self.value_reader.multiply_in_step(state.values, decoded, place + fragment_row(warpgroup.lane))
-        elif const_expr("o" in trial):
-            await_turn(warpgroup.number)
-            self.value_reader.multiply(state.values, decoded, operand, 8, lambda: pass_turn(warpgroup.number))
-        else:
-            self.value_reader.multiply(state.values, decoded, operand, 8 if "w" in trial else 2)
+            self.place_scores(keys, s, dots_now, key_headers[own])
+            tokens = [first_token + block_token(self.config.token_bits, keys.g, first + j) for j in range(HALF_ROWS)]
+            self.logits.apply(state.logits, s, keys.score_scale, tokens, masked)
+            rows = Rows(first, s, key_headers[own], headers[own], sums)
+            halves.append((rows, self.write_probabilities(state, rows)))
+        # Decoded before the warps meet: then they multiply at once and together.
+        operands = self.value_reader.decode(values, addresses[1])
+        self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
+        await_turn(number)
+        self.value_reader.start_products(values, operands, probabilities)
+        pass_turn(number)
+        self.value_reader.wait(values)
 
     def place_scores(self, keys, s, sums, headers):
         """Writes what :meth:`logits_of` makes logits of into s [j][column].
@@ -208,14 +169,12 @@ class WarpgroupKernel(DecodeKernel):
         exceeds: whether one of those that are written is too large.
         """
         columns, warpgroup = self.config.columns, state.keys.warpgroup
-        if const_expr("t" not in self.config.trial):
-            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.fence_proxy("async.shared", space="cta")
         again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         while again != 0:
             self.raise_shared_maximum(state, halves)
             exceeds = self.write_probabilities(state, halves[0]) | self.write_probabilities(state, halves[1])
-            if const_expr("t" not in self.config.trial):
-                cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.fence_proxy("async.shared", space="cta")
             again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):

@@ -22,7 +22,7 @@ from cute_kernels.attention.readers import warpgroup as group_readers
 from cute_kernels.attention.readers.warpgroup import LARGEST_FP16, load_numbers, store_numbers
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
-from cute_kernels.attention.warpgroup import Rows, Warpgroup, WarpgroupKernel
+from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
 from cute_kernels.kv_formats import Int4Format, format_of
 from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
@@ -31,7 +31,7 @@ from tests.attention.rig import random_int4_rows
 from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Uint32, Warp
 
 CONFIG = dataclasses.replace(
-    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True, trial="t"
+    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
 )
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
@@ -136,10 +136,11 @@ class Rig:
         monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         constexpr = SimpleNamespace(range_constexpr=range, select_=warp.select)
         monkeypatch.setattr(warpgroup, "cutlass", constexpr)
-        monkeypatch.setattr(warpgroup, "const_expr", bool)
         self.barrier, self.votes = threading.Barrier(WARPS), {}
         monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
         monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
+        for name in ("await_turn", "pass_turn"):
+            monkeypatch.setattr(warpgroup, name, lambda _: None)
         monkeypatch.setattr(group_readers, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         made: Any = readers.make_readers(CONFIG)
         self.keys, self.sums = made
@@ -163,7 +164,6 @@ class Rig:
         keys.references = Int32(self.query_start + CONFIG.maximum_offset + 4 * QUERIES * (WARPS * GROUP + index))
         store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * 8)
         keys.starts = Registers(4, Uint32)
-        keys.query_rows = Int32(self.query_start) + group_readers.fragment_row(LANES)
         values = self.sums.make_state(*place, Int64(0), keys)
         addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
         self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))
@@ -186,11 +186,12 @@ class Rig:
 
     def scores(self, state: WarpState) -> list[list[Lanes]]:
         headers = self.keys.load_headers(state.keys, Int32(0))
-        return [row for half in range(2) for row in self.half_scores(state, half, headers)]
-
-    def half_scores(self, state: WarpState, half: int, headers: list[Any]) -> list[list[Lanes]]:
-        dots = self.keys.rows(*self.keys.start_scores(state.keys, [self.keys.decode(state.keys, Int32(0), half)]))
-        return self.keys.scaled(state.keys, dots, headers[2 * half : 2 * half + 2])
+        halves = self.keys.start_scores(state.keys, self.keys.decode(state.keys, Int32(0)))
+        return [
+            row
+            for half, dots in enumerate(halves)
+            for row in self.keys.scaled(state.keys, self.keys.rows(dots), headers[2 * half : 2 * half + 2])
+        ]
 
     def attend(self, index: int, state: WarpState, bias: np.ndarray) -> None:
         """One tile; bias: fp64 [queries, tokens] added to the logits."""
@@ -322,7 +323,7 @@ def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(monkeyp
     for state in states:
         rig.scores(state)
         before = len(rig.machine.accesses)
-        rig.sums.load_codes(state.values, Int32(CONFIG.tile_bytes[0]), 0)
+        rig.sums.decode(state.values, Int32(CONFIG.tile_bytes[0]))
         seen += [
             (address, lane // 4 % 2)
             for access in rig.machine.accesses[before:]

@@ -38,7 +38,6 @@ class State:
     warpgroup: Any  # the warp's place in it
     centres: Any  # shared address of what every output of the warp has too little, by query
     references: Any  # shared address of the softmax references, by query
-    query_rows: Any  # shared address of the lane's row of the queries' operand
     starts: Any  # register tensor [block] of the B operands of what logits of warpgroups start from
     query_sum_address: Any  # shared address of the queries' sums
     probability_row: Any  # the lane's row of a probability operand, bytes

@@ -61,29 +61,6 @@ def load_numbers(t: Int32, address: Int32, columns: int) -> list[Any]:
     return [word.bitcast(Float32) for pair in pairs for word in pair]
 
 
-def fragment_row(lane: Int32):
-    """Bytes from a B operand to the row that a lane asks for of four matrices: two chunks of two blocks of queries."""
-    return (8 * (lane // 16) + lane % 8) * WGMMA_ROW_BYTES + ((lane // 8 % 2) ^ lane % 8) * CHUNK_BYTES
-
-
-def load_fragments(address: Int32, step: int) -> list[list[Any]]:
-    """B registers of one k16 step for mma.sync, by block of queries; address: an operand's plus :func:`fragment_row`."""
-    place, fragments = address ^ (step % BOX_STEPS * wgmma.STEP_BYTES), []
-    for pair in range(WGMMA_QUERIES // 16):
-        offset = step // BOX_STEPS * BOX_BYTES + 16 * WGMMA_ROW_BYTES * pair
-        words = ptx.load_matrix_x4(place, offset, transpose=False)
-        fragments += [list(words[0:2]), list(words[2:4])]
-    return fragments
-
-
-def multiply_fragments(sums, a, fragments) -> list[Any]:
-    """sums + A B^T of all blocks of queries by mma.sync; sums in the order of wgmma's."""
-    result = []
-    for block, b in enumerate(fragments):
-        result += ptx.mma_m16n8k16(sums[4 * block : 4 * block + 4], a, b, dtype="f16")
-    return result
-
-
 class WarpgroupKeyReader(Int4KeyReader):
     """Scores of a warp's 32 tokens against the 32 queries of its CTA."""
 
@@ -109,54 +86,35 @@ class WarpgroupKeyReader(Int4KeyReader):
         address = state.header_offset + tile_address
         return [self._load_header(address, 0, j)[0] for j in range(ROW_HALVES)]
 
-    def decode(self, state: State, tile_address: Int32, half: int) -> list[Any]:
-        """A operands of half of the warp's 32 tokens: four words of each k16 step."""
-        address, rows = state.lane_offsets + tile_address, (2 * half, 2 * half + 1)
-        units = range(self.tile.k_units)
-        words = [[ptx.load_shared(address, self._code_offset(j, unit)) for unit in units] for j in rows]
-        operands = [self.unit_operands(state, words[0][unit], words[1][unit]) for unit in units]
-        return [step for unit in operands for step in unit]
+    def decode(self, state: State, tile_address: Int32) -> list[list[Any]]:
+        """A operands of the warp's 32 tokens, [half of them][k16 step] of four words, all made by now."""
+        address, units = state.lane_offsets + tile_address, range(self.tile.k_units)
+        steps = []
+        for first in range(0, ROW_HALVES, 2):
+            words = [
+                [ptx.load_shared(address, self._code_offset(j, unit)) for unit in units] for j in (first, first + 1)
+            ]
+            for pair in zip(*words, strict=True):
+                steps += self.unit_operands(state, *pair)
+        made = wgmma.pin([word for step in steps for word in step])
+        count = len(steps) // 2
+        return [[made[4 * step : 4 * step + 4] for step in range(first, first + count)] for first in (0, count)]
 
     def start_scores(self, state: State, halves) -> list[list[Any]]:
-        """Starts dot products; ``halves``: what :meth:`decode` has made of one half of the tokens, or of both."""
-        if "y" in self.config.trial:
-            flat = [[word for step in half for word in step] for half in halves]
-            return [[(words[i] ^ words[16 + i]).bitcast(Float32) for i in range(16)] for words in flat]
-        steps, dots = len(halves[0]), [[] for _ in halves]
-        ready = wgmma.fence([word for half in halves for step in half for word in step])
-        for i in range(len(halves)):
-            for step in range(steps):
-                b = wgmma.advanced(state.query_operand, step_offset(step))
-                a = ready[4 * (steps * i + step) : 4 * (steps * i + step) + 4]
-                dots[i] = self._multiply(dots[i], a, b)
+        """Starts the dot products of both halves of the tokens, a group each; ``halves`` as :meth:`decode` has them."""
+        ready, dots = wgmma.fence([word for half in halves for step in half for word in step]), []
+        for half, steps in enumerate(halves):
+            sums: list[Any] = []
+            for step in range(len(steps)):
+                first = 4 * (len(steps) * half + step)
+                a, b = ready[first : first + 4], wgmma.advanced(state.query_operand, step_offset(step))
+                if sums:
+                    sums = wgmma.mma(sums, a, b, dtype="f16")
+                else:
+                    sums = wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
             wgmma.commit()
+            dots.append(sums)
         return dots
-
-    def products(self, state: State, tile_address: Int32) -> list[list[Any]]:
-        """Dot products of both halves, by mma.sync."""
-        dots = [[Float32(0.0)] * (2 * self.config.columns) for _ in range(2)]
-        operands = [self.decode(state, tile_address, half) for half in range(2)]
-        for step in range(len(operands[0])):
-            fragments = load_fragments(state.query_rows, step)
-            dots = [multiply_fragments(dots[half], operands[half][step], fragments) for half in range(2)]
-        return dots
-
-    def start_in_turn(self, state: State, tile_address: Int32, half: int) -> list[Any]:
-        """As decode and start_scores, two steps after the other."""
-        dots: list[Any] = []
-        operands = self.decode(state, tile_address, half)
-        for first in range(0, len(operands), 2):
-            ready = wgmma.fence([word for step in operands[first : first + 2] for word in step])
-            for step in range(2):
-                b = wgmma.advanced(state.query_operand, step_offset(first + step))
-                dots = self._multiply(dots, ready[4 * step : 4 * step + 4], b)
-        wgmma.commit()
-        return dots
-
-    def _multiply(self, dots, a, b):
-        if dots:
-            return wgmma.mma(dots, a, b, dtype="f16")
-        return wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
 
     def rows(self, sums) -> list[list[Any]]:
         """Dot products [j][column] of two row halves, from what was waited for."""
@@ -267,56 +225,45 @@ class WarpgroupValueReader(Int4ValueReader):
                 largest = word if largest is None else ptx.max_f16x2(largest, word)
         return largest
 
-    def load_codes(self, state: State, tile_address: Int32, block_offset: int):
-        """The lane's words of all tokens of the warpgroup: [k16 step][row half of the step][parity of the token]."""
-        address = state.lane_offsets + tile_address
-        return [
-            [
-                [
-                    ptx.load_shared(
-                        address, block_offset + WORD_BYTES * self.slice_words * warp + self._code_offset(j, parity, 0)
-                    )
-                    for parity in range(2)
-                ]
-                for j in (2 * pair, 2 * pair + 1)
-            ]
-            for warp in range(WARPGROUP_WARPS)
-            for pair in range(2)
-        ]
+    def decode(self, state: State, tile_address: Int32) -> list[list[Any]]:
+        """A operands of all tokens of the warpgroup: [k16 step][m64 tile] of four words, all made by now."""
+        address, words = state.lane_offsets + tile_address, []
+        for step in range(2 * WARPGROUP_WARPS):
+            offset = WORD_BYTES * self.slice_words * (step // 2)
+            # Row halves of the step, of each the even and the odd tokens.
+            low, high = (
+                self.code_pairs(
+                    state, *(ptx.load_shared(address, offset + self._code_offset(j, parity, 0)) for parity in range(2))
+                )
+                for j in (step % 2 * 2, step % 2 * 2 + 1)
+            )
+            for m in range(self.unit_mmas):
+                words += [low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]]
+        made, tiles = wgmma.pin(words), range(self.unit_mmas)
+        return [[made[4 * (self.unit_mmas * step + m) :][:4] for m in tiles] for step in range(2 * WARPGROUP_WARPS)]
 
-    def decode(self, state: State, words) -> list[Any]:
-        """A operands of words as :meth:`load_codes` gives them: [k16 step][m64 tile] of four words."""
-        rows = [[self.code_pairs(state, *pair) for pair in step] for step in words]
-        return [
-            [[low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]] for m in range(self.unit_mmas)]
-            for low, high in rows
-        ]
+    def start_products(self, state: State, operands, probabilities):
+        """Starts adding P V; operands as :meth:`decode` makes them, probabilities: their descriptor.
 
-    def multiply(self, state: State, operands, operand, steps_at_once: int, started=None):
-        """Adds P V; operands as :meth:`decode` makes them, operand: descriptor of the probabilities."""
-        mmas = range(self.unit_mmas)
+        Until :meth:`wait` the accumulators are the tensor cores'.
+        """
         sums = [[state.accumulators[place] for place in places] for places in self._places]
-        for first in range(0, len(operands), steps_at_once):
-            steps = operands[first : first + steps_at_once]
-            ready = wgmma.fence([word for step in steps for a in step for word in a])
-            for i in range(len(steps)):
-                b = wgmma.advanced(operand, step_offset(first + i))
-                for m in mmas:
-                    start = 4 * (self.unit_mmas * i + m)
-                    sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
+        ready = wgmma.fence([word for step in operands for a in step for word in a])
+        for step in range(len(operands)):
+            b = wgmma.advanced(probabilities, step_offset(step))
+            for m in range(self.unit_mmas):
+                first = 4 * (self.unit_mmas * step + m)
+                sums[m] = wgmma.mma(sums[m], ready[first : first + 4], b, dtype="f16")
         wgmma.commit()
-        if started is not None:
-            started()
-        finished = wgmma.wait_all([value for total in sums for value in total])
-        for place, value in zip((place for places in self._places for place in places), finished, strict=True):
-            state.accumulators[place] = value
+        self._put(state, sums)
 
-    def multiply_in_step(self, state: State, operands, address):
-        """Adds P V by mma.sync; address: the probabilities', plus the lane's row."""
-        sums = [[state.accumulators[place] for place in places] for places in self._places]
-        for step, of_step in enumerate(operands):
-            fragments = load_fragments(address, step)
-            sums = [multiply_fragments(total, a, fragments) for total, a in zip(sums, of_step, strict=True)]
+    def wait(self, state: State):
+        """Waits for the products."""
+        sums = wgmma.wait_all([state.accumulators[place] for places in self._places for place in places])
+        count = len(self._places[0])
+        self._put(state, [sums[first : first + count] for first in range(0, len(sums), count)])
+
+    def _put(self, state: State, sums):
         for places, values in zip(self._places, sums, strict=True):
             for place, value in zip(places, values, strict=True):
                 state.accumulators[place] = value
