@@ -166,7 +166,7 @@ class DecodeConfig:
         """Shared memory beside the ring: queries, and what the warps of a warpgroup exchange."""
         if not self.warpgroups:
             return self.num_roles * self.role_query_bytes
-        return self.maximum_offset + self.num_slices * WGMMA_QUERIES * 4
+        return self.centre_offset + self.num_slices * WGMMA_QUERIES * 4
 
     @property
     def probability_offset(self) -> int:
@@ -192,11 +192,6 @@ class DecodeConfig:
     def centre_offset(self) -> int:
         """From the queries of warpgroups to what recentring took off each warp's columns, fp32 by query."""
         return self.sum_offset + WGMMA_QUERIES * 4
-
-    @property
-    def maximum_offset(self) -> int:
-        """From the queries of warpgroups to each warp's copy of the softmax references, fp32 by query."""
-        return self.centre_offset + self.num_slices * WGMMA_QUERIES * 4
 
     @property
     def num_merged(self) -> int:

@@ -282,7 +282,7 @@ def _fits_warpgroups(problem: Problem) -> bool:
     """Whether wgmma multiplies faster than mma.sync: with four blocks of queries of one KV head, of rows in bulk."""
     forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
     return (
-        problem.rows > 2 * BLOCK_QUERIES
+        2 * BLOCK_QUERIES < problem.rows <= MAX_BLOCKS_PER_WARP * BLOCK_QUERIES
         and all(isinstance(form, Int4Format) for form in forms)
         and max(problem.head_dim, problem.v_head_dim) == min(problem.head_dim, problem.v_head_dim) == WARPGROUP_HEAD_DIM
         and _fits_four_blocks(problem)
@@ -325,8 +325,7 @@ def query_blocks(problem: Problem) -> tuple[int, int]:
     per_warp = 2 if problem.rows > BLOCK_QUERIES else 1
     if problem.rows > per_warp * BLOCK_QUERIES and _fits_four_blocks(problem):
         per_warp = MAX_BLOCKS_PER_WARP
-    more = problem.rows > per_warp * BLOCK_QUERIES and not _fits_warpgroups(problem)
-    return 2 if more else 1, per_warp
+    return 2 if problem.rows > per_warp * BLOCK_QUERIES else 1, per_warp
 
 
 def _fits_four_blocks(problem: Problem) -> bool:

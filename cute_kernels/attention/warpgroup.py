@@ -17,19 +17,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
-from cute_kernels.attention.barriers import any_of_warpgroup, await_turn, pass_turn, sync_attending, sync_warpgroup
+from cute_kernels.attention.barriers import any_of_warpgroup, sync_attending, sync_warpgroup
 from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
 from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
-from cute_kernels.attention.merge import LOWEST
-from cute_kernels.attention.readers.warpgroup import (
-    LARGEST_FP16,
-    ROW_HALVES,
-    load_numbers,
-    split_fp16,
-    store_numbers,
-)
+from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.lanes import lane_max, lane_sum
 from layouts.kv.tile import BLOCK_TOKENS, block_token
@@ -45,14 +38,14 @@ class Rows:
     Attributes:
         first: of the four that the lane has in two tiles.
         s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
-        key_headers: [j] of the rows of K, words.
+        lines: [j] what it takes for that.
         headers: [j] of the rows of V.
         sums: register tensor [2, column], of all rows: of probabilities, and of those times shifts of V.
     """
 
     first: int
     s: Any
-    key_headers: Any
+    lines: Any
     headers: Any
     sums: Any
 
@@ -92,9 +85,6 @@ class WarpgroupKernel(DecodeKernel):
         keys.query_operand = wgmma.descriptor(cute.arch.make_warp_uniform(cta.queries))
         keys.query_sum_address = cta.queries + config.sum_offset
         keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
-        keys.references = cta.queries + config.maximum_offset + 4 * WGMMA_QUERIES * cta.warp
-        store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * config.columns)
-        keys.starts = cute.make_rmem_tensor(config.columns // 2, Uint32)
         number = cta.warp // WARPGROUP_WARPS
         turn = cute.make_rmem_tensor(1, Int32)
         turn[0] = Int32(0)
@@ -103,14 +93,6 @@ class WarpgroupKernel(DecodeKernel):
         keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, turn)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_attending(config)
-        self.key_reader.take_references(keys, not self.logits.transforms)
-        self.give_first_turn(number)
-
-    @cute.jit
-    def give_first_turn(self, number):
-        """The first warpgroup begins."""
-        if number == 1:
-            pass_turn(number)
 
     @cute.jit
     def store_queries(self, cta, keys):
@@ -121,46 +103,40 @@ class WarpgroupKernel(DecodeKernel):
     @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
         """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
-        keys, values, number = state.keys, state.values, state.keys.warpgroup.number
+        keys, values = state.keys, state.values
         key_headers = self.key_reader.load_headers(keys, addresses[0])
         headers = self.value_reader.load_scales(values, addresses[1], 0)
-        operands = self.key_reader.decode(keys, addresses[0])
-        await_turn(number)
-        dots = self.key_reader.start_scores(keys, operands)
-        pass_turn(number)
+        started = [self.key_reader.start_scores(keys, addresses[0], half) for half in range(2)]
         probabilities = wgmma.descriptor(cute.arch.make_warp_uniform(keys.warpgroup.operand()))
         sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
         halves = []
         for half in cutlass.range_constexpr(2):
             # The second half's dot products are made while the first one has its softmax.
-            dots_now = wgmma.wait_for(dots[half], 1 - half)
+            dots = wgmma.wait_for(started[half], 1 - half)
             first = HALF_ROWS * half
             own = slice(first, first + HALF_ROWS)
             s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
-            self.place_scores(keys, s, dots_now, key_headers[own])
+            lines = self.place_scores(keys, s, dots, key_headers[own])
             tokens = [first_token + block_token(self.config.token_bits, keys.g, first + j) for j in range(HALF_ROWS)]
             self.logits.apply(state.logits, s, keys.score_scale, tokens, masked)
-            rows = Rows(first, s, key_headers[own], headers[own], sums)
+            rows = Rows(first, s, lines, headers[own], sums)
             halves.append((rows, self.write_probabilities(state, rows)))
-        # Decoded before the warps meet: then they multiply at once and together.
-        operands = self.value_reader.decode(values, addresses[1])
         self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
-        await_turn(number)
-        self.value_reader.start_products(values, operands, probabilities)
-        pass_turn(number)
-        self.value_reader.wait(values)
+        self.value_reader.multiply(values, addresses[1], probabilities)
 
     def place_scores(self, keys, s, sums, headers):
-        """Writes what :meth:`logits_of` makes logits of into s [j][column].
+        """Writes what :meth:`logit` makes logits of into s [j][column]; the lines [j] that it takes.
 
         Where logits are scores and no more, scores are never computed, but their powers straight from dot products.
         """
         dots = self.key_reader.rows(sums)
+        lines = self.key_reader.lines(keys, headers)
         if self.logits.transforms:
-            dots = self.key_reader.scaled(keys, dots, headers)
+            dots, lines = self.key_reader.scaled(keys, dots, headers), [(Float32(1.0), None)] * HALF_ROWS
         for j, row in enumerate(dots):
             for column, value in enumerate(row):
                 s[self.config.columns * j + column] = value
+        return lines
 
     @cute.jit
     def share_probabilities(self, state, halves, exceeds):
@@ -185,8 +161,11 @@ class WarpgroupKernel(DecodeKernel):
     def write_probabilities(self, state, rows):
         """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16."""
         columns, sums = self.config.columns, rows.sums
-        starts = self.key_reader.starts(state.keys, rows.key_headers)
-        probabilities = [[ptx.exp2(logit) for logit in row] for row in self.logits_of(state.keys, rows, starts)]
+        totals = self.key_reader.load_query_sums(state.keys)
+        probabilities = [
+            [ptx.exp2(self.logit(rows, totals, j, column, -state.softmax.maximum[column])) for column in range(columns)]
+            for j in range(HALF_ROWS)
+        ]
         shifts = [self.value_reader.shift(header[0]) for header in rows.headers]
         address = state.keys.warpgroup.operand()
         largest = self.value_reader.store_probabilities(state.values, address, rows.first, probabilities, rows.headers)
@@ -196,58 +175,41 @@ class WarpgroupKernel(DecodeKernel):
             shifted = p[0] * shifts[0] if rows.first == 0 else ptx.fma(p[0], shifts[0], sums[columns + column])
             sums[columns + column] = ptx.fma(p[1], shifts[1], shifted)
             sums[column] = p[0] + p[1] if rows.first == 0 else sums[column] + (p[0] + p[1])
-            if rows.first > 0:
-                most = ptx.fmax(most, sums[column])
+            most = ptx.fmax(most, sums[column])
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
 
-    def logits_of(self, keys, rows, starts):
-        """Logits in powers of two on top of ``starts``, which have what shifts add to them: [j][column]."""
-        columns, scales = range(self.config.columns), [Float32(1.0)] * HALF_ROWS
-        if not self.logits.transforms:
-            scales = self.key_reader.scales(keys, rows.key_headers)
-        return [
-            [ptx.fma(rows.s[len(columns) * j + column], scales[j], starts[j][column]) for column in columns]
-            for j in range(HALF_ROWS)
-        ]
+    def logit(self, rows, totals, j: int, column: int, start):
+        """``start`` and a logit in powers of two; totals: sums of the queries, by column."""
+        scale, shift = rows.lines[j]
+        if shift is not None:
+            start = ptx.fma(shift, totals[column], start)
+        return ptx.fma(rows.s[self.config.columns * j + column], scale, start)
 
     def raise_shared_maximum(self, state, halves):
         """Takes the warpgroup's maxima as reference and rescales what was accumulated under the old ones."""
-        columns, keys, softmax = self.config.columns, state.keys, state.softmax
-        maxima = [Float32(LOWEST)] * columns
-        for rows in halves:
-            log_scales = [self.value_reader.log_scale(rows.headers, j) for j in range(HALF_ROWS)]
-            bounds = self.logits_of(keys, rows, self.bound_starts(keys, rows, log_scales))
-            maxima = [ptx.fmax(old, ptx.fmax(*pair)) for old, *pair in zip(maxima, *bounds, strict=True)]
-        maxima = [lane_max(largest, (4, 8, 16)) for largest in maxima]
-        factors, references = [], load_numbers(keys.t, keys.references, columns)
-        for column, heard in enumerate(self.tell(keys.warpgroup, keys.t, maxima, 1)):
-            raised = references[column]
+        columns, softmax, warpgroup = self.config.columns, state.softmax, state.keys.warpgroup
+        places = [(rows, j) for rows in halves for j in range(HALF_ROWS)]
+        log_scales = [self.value_reader.log_scale(rows.headers, j) for rows, j in places]
+        totals = self.key_reader.load_query_sums(state.keys)
+        maxima = []
+        for column in range(columns):
+            bounds = [
+                self.logit(rows, totals, j, column, log_scale)
+                for (rows, j), log_scale in zip(places, log_scales, strict=True)
+            ]
+            largest = ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3]))
+            maxima.append(lane_max(largest, (4, 8, 16)))
+        factors = []
+        for column, heard in enumerate(self.tell(warpgroup, state.keys.t, maxima, 1)):
+            raised = softmax.maximum[column]
             for words in heard:
                 raised = ptx.fmax(raised, words[0])
-            # As the operands of products have it.
-            high, low = split_fp16(raised)
-            raised = high + low
-            factor = ptx.exp2(references[column] - raised)
-            references[column] = raised
+            factor = ptx.exp2(softmax.maximum[column] - raised)
+            softmax.maximum[column] = raised
             softmax.total[column] = softmax.total[column] * factor
             factors.append(factor)
-        cute.arch.sync_warp()
-        store_numbers(keys.t, keys.references, references)
-        cute.arch.sync_warp()
-        self.key_reader.take_references(keys, not self.logits.transforms)
         self.value_reader.rescale(state.values, factors)
-
-    def bound_starts(self, keys, rows, log_scales):
-        """What bounds of P * scale of V start from: [j][column]."""
-        if self.logits.transforms:
-            return [[log_scale] * self.config.columns for log_scale in log_scales]
-        totals = [total * keys.score_scale for total in self.key_reader.load_query_sums(keys)]
-        shifts = [ptx.half2_high_to_float(header) for header in rows.key_headers]
-        return [
-            [ptx.fma(shift, total, log_scale) for total in totals]
-            for shift, log_scale in zip(shifts, log_scales, strict=True)
-        ]
 
     def tell(self, warpgroup, t, values, count: int):
         """What all warps say of the lane's columns: [column][warp][count]; ``values`` [column * count], alike in g."""
@@ -272,9 +234,6 @@ class WarpgroupKernel(DecodeKernel):
 
     def finish(self, cta, work, state):
         """Adds up what the warps hold each for their own tokens, then merges warpgroups as others merge slices."""
-        references = load_numbers(state.keys.t, state.keys.references, self.config.columns)
-        for column, reference in enumerate(references):
-            state.softmax.maximum[column] = reference
         self.join(state)
         number = state.keys.warpgroup.number
         self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, number)

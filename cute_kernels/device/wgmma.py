@@ -64,12 +64,6 @@ def fence(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
 
 
 @dsl_user_op
-def pin(registers: Sequence[Uint32], *, loc=None, ip=None) -> list[Uint32]:
-    """Has registers of A made by now, rather than where they are used."""
-    return _through("", registers, Uint32, "r", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def commit(*, loc=None, ip=None) -> None:
     """Makes a group of the MMAs since the last one."""
     llvm.inline_asm(None, [], "wgmma.commit_group.sync.aligned;", "~{memory}", has_side_effects=True, loc=loc, ip=ip)

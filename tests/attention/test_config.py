@@ -148,10 +148,9 @@ def test_warpgroups_have_places_for_queries_probabilities_and_what_their_warps_s
     assert (WARPGROUPS.probability_offset, WARPGROUPS.probability_bytes) == (queries, probabilities)
     assert WARPGROUPS.exchange_offset == queries + 4 * probabilities
     assert WARPGROUPS.sum_offset == WARPGROUPS.exchange_offset + 2 * 4 * 32 * 8
-    # A number of each query: of the CTA, and two of each warp.
+    # A number of each query: of the CTA, and of each warp.
     assert WARPGROUPS.centre_offset == WARPGROUPS.sum_offset + 32 * 4
-    assert WARPGROUPS.maximum_offset == WARPGROUPS.centre_offset + 8 * 32 * 4
-    assert WARPGROUPS.query_bytes == WARPGROUPS.maximum_offset + 8 * 32 * 4
+    assert WARPGROUPS.query_bytes == WARPGROUPS.centre_offset + 8 * 32 * 4
     assert WARPGROUPS.probability_offset % 1024 == WARPGROUPS.exchange_offset % 1024 == 0
     assert WARPGROUPS.merge_bytes < change(WARPGROUPS, warpgroups=False).merge_bytes
     assert WARPGROUPS.name != change(WARPGROUPS, warpgroups=False).name

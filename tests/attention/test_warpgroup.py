@@ -19,7 +19,6 @@ from cute_kernels.attention import readers, warpgroup
 from cute_kernels.attention.kernel import LOWEST, WarpState
 from cute_kernels.attention.readers import common, int4, rows
 from cute_kernels.attention.readers import warpgroup as group_readers
-from cute_kernels.attention.readers.warpgroup import LARGEST_FP16, load_numbers, store_numbers
 from cute_kernels.attention.schedule import Problem, candidate_configs
 from cute_kernels.attention.tiles import tiles_of
 from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
@@ -28,7 +27,7 @@ from layouts import banks
 from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
 from tests.attention import warp
 from tests.attention.rig import random_int4_rows
-from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Uint32, Warp
+from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Warp
 
 CONFIG = dataclasses.replace(
     candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
@@ -67,7 +66,6 @@ class Machine(Warp):
     def wgmma(self) -> SimpleNamespace:
         return SimpleNamespace(
             fence=list,
-            pin=list,
             commit=lambda: None,
             wait_all=list,
             wait_for=lambda sums, pending: list(sums),
@@ -93,8 +91,8 @@ class Machine(Warp):
         return result
 
 
-METHODS = ("attend", "place_scores", "share_probabilities", "write_probabilities", "logits_of")
-METHODS += ("raise_shared_maximum", "bound_starts", "tell", "join")
+METHODS = ("attend", "place_scores", "share_probabilities", "write_probabilities", "logit")
+METHODS += ("raise_shared_maximum", "tell", "join")
 
 
 def plain(name: str) -> Any:
@@ -139,8 +137,6 @@ class Rig:
         self.barrier, self.votes = threading.Barrier(WARPS), {}
         monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
         monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
-        for name in ("await_turn", "pass_turn"):
-            monkeypatch.setattr(warpgroup, name, lambda _: None)
         monkeypatch.setattr(group_readers, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         made: Any = readers.make_readers(CONFIG)
         self.keys, self.sums = made
@@ -161,16 +157,12 @@ class Rig:
         keys = self.keys.make_state(*place)
         keys.query_sum_address = Int32(self.query_start + CONFIG.sum_offset)
         keys.centres = Int32(self.query_start + CONFIG.centre_offset + 4 * QUERIES * (WARPS * GROUP + index))
-        keys.references = Int32(self.query_start + CONFIG.maximum_offset + 4 * QUERIES * (WARPS * GROUP + index))
-        store_numbers(keys.t, keys.references, [Float32(-LARGEST_FP16)] * 8)
-        keys.starts = Registers(4, Uint32)
         values = self.sums.make_state(*place, Int64(0), keys)
         addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
         self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))
         keys.query_operand = self.query_start
         if index == 0:
             self.keys.store_query(keys, Int32(self.query_start))
-        self.keys.take_references(keys, True)
         turn = Registers(1, Int32)
         turn[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
@@ -186,12 +178,11 @@ class Rig:
 
     def scores(self, state: WarpState) -> list[list[Lanes]]:
         headers = self.keys.load_headers(state.keys, Int32(0))
-        halves = self.keys.start_scores(state.keys, self.keys.decode(state.keys, Int32(0)))
-        return [
-            row
-            for half, dots in enumerate(halves)
-            for row in self.keys.scaled(state.keys, self.keys.rows(dots), headers[2 * half : 2 * half + 2])
-        ]
+        return [row for half in range(2) for row in self.half_scores(state, half, headers)]
+
+    def half_scores(self, state: WarpState, half: int, headers: list[Any]) -> list[list[Lanes]]:
+        dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
+        return self.keys.scaled(state.keys, dots, headers[2 * half : 2 * half + 2])
 
     def attend(self, index: int, state: WarpState, bias: np.ndarray) -> None:
         """One tile; bias: fp64 [queries, tokens] added to the logits."""
@@ -209,7 +200,6 @@ class Rig:
         for name in METHODS:
             setattr(kernel, name, plain(name).__get__(kernel))
         addresses = (Int32(0), Int32(CONFIG.tile_bytes[0]))
-        self.keys.take_references(state.keys, not changed)
         kernel.attend(state, addresses, 0, False, Int32(BLOCK_TOKENS * index))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -224,13 +214,12 @@ class Rig:
                 if recentre:
                     self.sums.recentre(state.values)
             self.kernel.join(state)
-            references = load_numbers(state.keys.t, state.keys.references, 8)
             totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
             for column, first, run in self.sums.outputs(state.values):
                 for i, value in enumerate(run):
                     out[COLUMNS[column], np.asarray(first) + i] = value / totals[column]
             for column, total in enumerate(totals):
-                lse[index, COLUMNS[column]] = np.asarray(references[column]) + np.log2(total)
+                lse[index, COLUMNS[column]] = np.asarray(state.softmax.maximum[column]) + np.log2(total)
 
         with ThreadPoolExecutor(WARPS) as pool:
             list(pool.map(work, range(WARPS)))
@@ -323,7 +312,7 @@ def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(monkeyp
     for state in states:
         rig.scores(state)
         before = len(rig.machine.accesses)
-        rig.sums.decode(state.values, Int32(CONFIG.tile_bytes[0]))
+        rig.sums.load_codes(state.values, Int32(CONFIG.tile_bytes[0]))
         seen += [
             (address, lane // 4 % 2)
             for access in rig.machine.accesses[before:]

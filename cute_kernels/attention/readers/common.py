@@ -37,8 +37,6 @@ class State:
     warp: Any  # of the warpgroup
     warpgroup: Any  # the warp's place in it
     centres: Any  # shared address of what every output of the warp has too little, by query
-    references: Any  # shared address of the softmax references, by query
-    starts: Any  # register tensor [block] of the B operands of what logits of warpgroups start from
     query_sum_address: Any  # shared address of the queries' sums
     probability_row: Any  # the lane's row of a probability operand, bytes
     score_scale: Any  # from scores to powers of 2

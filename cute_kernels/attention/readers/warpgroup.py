@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 
 from cute_kernels.attention.config import BLOCK_QUERIES, WARPGROUP_WARPS, WGMMA_QUERIES, WGMMA_ROW_BYTES, DecodeConfig
 from cute_kernels.attention.readers.common import State
@@ -33,10 +33,9 @@ CHUNK_BYTES = 16  # 8 elements of an operand's row, what swizzling moves
 BOX_CHUNKS = WGMMA_ROW_BYTES // CHUNK_BYTES
 BOX_BYTES = WGMMA_QUERIES * WGMMA_ROW_BYTES  # of 64 columns of a B operand
 BOX_STEPS = WGMMA_ROW_BYTES // wgmma.STEP_BYTES
-ONES = 0x3C003C00  # two of fp16
-LARGEST_FP16 = 65504.0
 LEAST_SCALE = 2.0**-126
 ROW_HALVES = 4  # of a block of 32 tokens
+STEPS_AT_ONCE = 2  # k16 steps of P V whose operands are handed over together
 
 
 def chunk_offset(chunk: int) -> tuple[int, int]:
@@ -86,34 +85,24 @@ class WarpgroupKeyReader(Int4KeyReader):
         address = state.header_offset + tile_address
         return [self._load_header(address, 0, j)[0] for j in range(ROW_HALVES)]
 
-    def decode(self, state: State, tile_address: Int32) -> list[list[Any]]:
-        """A operands of the warp's 32 tokens, [half of them][k16 step] of four words, all made by now."""
-        address, units = state.lane_offsets + tile_address, range(self.tile.k_units)
-        steps = []
-        for first in range(0, ROW_HALVES, 2):
-            words = [
-                [ptx.load_shared(address, self._code_offset(j, unit)) for unit in units] for j in (first, first + 1)
-            ]
-            for pair in zip(*words, strict=True):
-                steps += self.unit_operands(state, *pair)
-        made = wgmma.pin([word for step in steps for word in step])
-        count = len(steps) // 2
-        return [[made[4 * step : 4 * step + 4] for step in range(first, first + count)] for first in (0, count)]
-
-    def start_scores(self, state: State, halves) -> list[list[Any]]:
-        """Starts the dot products of both halves of the tokens, a group each; ``halves`` as :meth:`decode` has them."""
-        ready, dots = wgmma.fence([word for half in halves for step in half for word in step]), []
-        for half, steps in enumerate(halves):
-            sums: list[Any] = []
-            for step in range(len(steps)):
-                first = 4 * (len(steps) * half + step)
-                a, b = ready[first : first + 4], wgmma.advanced(state.query_operand, step_offset(step))
-                if sums:
-                    sums = wgmma.mma(sums, a, b, dtype="f16")
+    def start_scores(self, state: State, tile_address: Int32, half: int) -> list[Any]:
+        """Starts the dot products of half of the warp's 32 tokens, a group of their own."""
+        address, rows = state.lane_offsets + tile_address, (2 * half, 2 * half + 1)
+        words = [
+            [ptx.load_shared(address, self._code_offset(j, unit)) for unit in range(self.tile.k_units)] for j in rows
+        ]
+        dots: list[Any] = []
+        for unit in range(self.tile.k_units):
+            operands = self.unit_operands(state, words[0][unit], words[1][unit])
+            ready = wgmma.fence([word for step in operands for word in step])
+            for step in range(len(operands)):
+                b = wgmma.advanced(state.query_operand, step_offset(unit * len(operands) + step))
+                a = ready[4 * step : 4 * step + 4]
+                if dots:
+                    dots = wgmma.mma(dots, a, b, dtype="f16")
                 else:
-                    sums = wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
-            wgmma.commit()
-            dots.append(sums)
+                    dots = wgmma.first_mma(2 * self.config.columns, a, b, dtype="f16")
+        wgmma.commit()
         return dots
 
     def rows(self, sums) -> list[list[Any]]:
@@ -129,53 +118,15 @@ class WarpgroupKeyReader(Int4KeyReader):
             for row, header in zip(dots, headers, strict=True)
         ]
 
-    def scales(self, state: State, headers) -> list[Any]:
-        """For each token what makes a logit of a dot product, but for what :meth:`starts` has; not 0."""
+    def lines(self, state: State, headers) -> list[tuple[Any, Any]]:
+        """For each token (a, b): a * dot + b * (sum of the query) is the logit in powers of two; a is not 0."""
         result = []
         for header in headers:
             scale = ptx.half2_low_to_float(header) * state.score_scale
             # A hidden dot product is -inf, which 0 would make a NaN.
-            result.append(cutlass.select_(scale == 0.0, Float32(LEAST_SCALE), scale))
+            scale = cutlass.select_(scale == 0.0, Float32(LEAST_SCALE), scale)
+            result.append((scale, ptx.half2_high_to_float(header) * state.score_scale))
         return result
-
-    def take_references(self, state: State, with_shifts: bool) -> None:
-        """Makes the B operand of :meth:`starts` of the softmax references, which are in shared memory.
-
-        Lane (g, t) has query g of each block: lane 0 of the four the higher part of its sum, lane 2 the lower one, for
-        the shifts of headers; lane 1 both parts of the reference. with_shifts: whether shifts count.
-        """
-        for block in range(self.config.columns // 2):
-            offset = 4 * BLOCK_QUERIES * block
-            places = [address + 4 * state.g for address in (state.query_sum_address, state.references)]
-            total, reference = (ptx.load_shared(place, offset).bitcast(Float32) for place in places)
-            total = total * (state.score_scale if with_shifts else Float32(0.0))
-            is_reference = state.t == 1
-            value = cutlass.select_(is_reference, -reference, total)
-            high, low = split_fp16(value)
-            pair = ptx.pack_f16x2(high, low)
-            of_shift = ptx.pack_f16x2(Float32(0.0), cutlass.select_(state.t == 0, high, low))
-            word = cutlass.select_(is_reference, pair, of_shift)
-            state.starts[block] = cutlass.select_(state.t == 3, Uint32(0), word)
-
-    def starts(self, state: State, headers) -> list[list[Any]]:
-        """shift * sum of the query - softmax reference, [j][column] of two rows: an MMA for every block of queries.
-
-        A row of A is its token's header, scale and shift, and in lane 1's columns two ones.
-        """
-        ones = Uint32(ONES)
-        a = [cutlass.select_(state.t == 1, ones, header) for header in headers]
-        zero = [Float32(0.0)] * 4
-        blocks = range(self.config.columns // 2)
-        sums = [ptx.mma_m16n8k8(zero, a, [state.starts[block]], dtype="f16") for block in blocks]
-        return [[block[2 * j + c] for block in sums for c in range(2)] for j in range(2)]
-
-
-def split_fp16(value) -> tuple[Any, Any]:
-    """Two fp32 numbers that fp16 holds and that add up to ``value``, to 22 bits; -65504 for what is less."""
-    value = ptx.fmax(value, Float32(-LARGEST_FP16))
-    high = ptx.half2_low_to_float(ptx.pack_f16x2(value, Float32(0.0)))
-    low = ptx.half2_low_to_float(ptx.pack_f16x2(value - high, Float32(0.0)))
-    return high, low
 
 
 class WarpgroupValueReader(Int4ValueReader):
@@ -225,48 +176,43 @@ class WarpgroupValueReader(Int4ValueReader):
                 largest = word if largest is None else ptx.max_f16x2(largest, word)
         return largest
 
-    def decode(self, state: State, tile_address: Int32) -> list[list[Any]]:
-        """A operands of all tokens of the warpgroup: [k16 step][m64 tile] of four words, all made by now."""
-        address, words = state.lane_offsets + tile_address, []
-        for step in range(2 * WARPGROUP_WARPS):
-            offset = WORD_BYTES * self.slice_words * (step // 2)
-            # Row halves of the step, of each the even and the odd tokens.
-            low, high = (
-                self.code_pairs(
-                    state, *(ptx.load_shared(address, offset + self._code_offset(j, parity, 0)) for parity in range(2))
-                )
-                for j in (step % 2 * 2, step % 2 * 2 + 1)
-            )
-            for m in range(self.unit_mmas):
-                words += [low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]]
-        made, tiles = wgmma.pin(words), range(self.unit_mmas)
-        return [[made[4 * (self.unit_mmas * step + m) :][:4] for m in tiles] for step in range(2 * WARPGROUP_WARPS)]
+    def load_codes(self, state: State, tile_address: Int32):
+        """The lane's words of all tokens of the warpgroup: [k16 step][row half of the step][parity of the token]."""
+        address = state.lane_offsets + tile_address
+        return [
+            [
+                [
+                    ptx.load_shared(address, WORD_BYTES * self.slice_words * warp + self._code_offset(j, parity, 0))
+                    for parity in range(2)
+                ]
+                for j in (2 * pair, 2 * pair + 1)
+            ]
+            for warp in range(WARPGROUP_WARPS)
+            for pair in range(2)
+        ]
 
-    def start_products(self, state: State, operands, probabilities):
-        """Starts adding P V; operands as :meth:`decode` makes them, probabilities: their descriptor.
-
-        Until :meth:`wait` the accumulators are the tensor cores'.
-        """
+    def multiply(self, state: State, tile_address: Int32, probabilities):
+        """Adds P V of the warpgroup's tokens; probabilities: their descriptor."""
+        words, mmas = self.load_codes(state, tile_address), range(self.unit_mmas)
         sums = [[state.accumulators[place] for place in places] for places in self._places]
-        ready = wgmma.fence([word for step in operands for a in step for word in a])
-        for step in range(len(operands)):
-            b = wgmma.advanced(probabilities, step_offset(step))
-            for m in range(self.unit_mmas):
-                first = 4 * (self.unit_mmas * step + m)
-                sums[m] = wgmma.mma(sums[m], ready[first : first + 4], b, dtype="f16")
+        for first in range(0, len(words), STEPS_AT_ONCE):
+            rows = [[self.code_pairs(state, *pair) for pair in step] for step in words[first : first + STEPS_AT_ONCE]]
+            operands = [
+                word
+                for low, high in rows
+                for m in mmas
+                for word in (low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1])
+            ]
+            ready = wgmma.fence(operands)
+            for i in range(STEPS_AT_ONCE):
+                b = wgmma.advanced(probabilities, step_offset(first + i))
+                for m in mmas:
+                    start = 4 * (self.unit_mmas * i + m)
+                    sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
         wgmma.commit()
-        self._put(state, sums)
-
-    def wait(self, state: State):
-        """Waits for the products."""
-        sums = wgmma.wait_all([state.accumulators[place] for places in self._places for place in places])
-        count = len(self._places[0])
-        self._put(state, [sums[first : first + count] for first in range(0, len(sums), count)])
-
-    def _put(self, state: State, sums):
-        for places, values in zip(self._places, sums, strict=True):
-            for place, value in zip(places, values, strict=True):
-                state.accumulators[place] = value
+        finished = wgmma.wait_all([value for total in sums for value in total])
+        for place, value in zip((place for places in self._places for place in places), finished, strict=True):
+            state.accumulators[place] = value
 
     def add_shifts(self, state: State, sums):
         """Adds sums of P * shift, by column."""
