@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear.config import BF16, SWIGLU
+from cute_kernels.linear.config import BF16, FP32, NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.weight import padded_shape
@@ -20,7 +20,7 @@ from cute_kernels.moe.plan import make_tiles_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of
-from cute_kernels.moe.wgmma.schedule import layouts
+from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.tuned import Choice, TunedTable
@@ -50,6 +50,7 @@ COUNTS = {
 SHAPES = ((200, 520), (1008, 512))  # N, K of an expert
 LAYER = (8, 256, 192)  # experts, hidden, intermediate
 TOKENS = (1, 5, 33, 200)
+FEW_ROWS = (0, *range(1, 17), 0, 33, 0)  # every number of rows of a tile, a tile after two whole ones, and none
 SPARE = 2  # places behind those of the experts
 TUNED_TOKENS = 33
 PAIRS = [(8, None), (None, 16), (32, 8), (None, None)]  # entries of the products' memory-bound kernel, or the other one
@@ -74,9 +75,17 @@ def specs() -> list[KernelSpec]:
     for tokens in TOKENS:
         found += [grouped_spec(problem(2 * tokens, experts, n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
+    for form in formats:
+        found += [GroupedWgmmaSpec(layout.config) for layout in synchronous_tiles(*form)]
     for pair in PAIRS:
         found += [spec_of(one.schedule.config) for one in tuned_products(pair).values()]
     return list(dict.fromkeys(found))
+
+
+def synchronous_tiles(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
+    """Tiles of few rows, for a product of SHAPES[0]."""
+    every = layouts(problem(sum(FEW_ROWS), len(FEW_ROWS), *SHAPES[0], bits, dtype, group, zero))
+    return [layout for layout in every if layout.config.synchronous]
 
 
 def tuned_products(pair: tuple[int | None, int | None]) -> dict[str, GroupedCandidate]:
@@ -181,6 +190,30 @@ def test_every_tile_gives_the_same_numbers_each_time(number, counts):
     if sum(counts):
         assert_near(results[0], wanted[: sum(counts)], TOLERANCE[torch.bfloat16])
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@every_format
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("swiglu", [True, False], ids=["first product", "second product"])
+def test_synchronous_tiles_of_every_number_of_rows(swiglu, number, bits, dtype, group, zero):
+    (n, k), experts = SHAPES[0], len(FEW_ROWS)
+    layout = synchronous_tiles(bits, dtype, group, zero)[number]
+    weight = experts_of(experts, n, k, bits, group, zero, dtype)
+    offsets, _ = routing_of(FEW_ROWS, 1)
+    total = sum(FEW_ROWS)
+    x, bias = numbers(total + SPARE, k, dtype=dtype), numbers(experts, n, dtype=dtype, seed=2)
+    activation = "swiglu" if swiglu else None
+    wanted = grouped_linear_reference(x, weight, offsets, bias=bias, activation=activation, out_dtype=torch.float32)
+    packed, given, starts, added = weight.to(CUDA), x.to(CUDA), offsets.to(CUDA), bias.to(CUDA)
+    plan = make_tiles_plan(layout, experts, torch.cuda.current_device())
+    results = []
+    for _ in range(2):
+        out = torch.full((total + SPARE, wanted.shape[1]), math.nan, device=CUDA)
+        addresses = (*addresses_of(Weights.of(packed)), added.data_ptr(), out.data_ptr())
+        plan.run(given, addresses, (starts.data_ptr(), 0), (n, SWIGLU if swiglu else NO_ACTIVATION, FP32))
+        results.append(out)
+    assert results[0][total:].isnan().all() and torch.equal(results[0][:total], results[1][:total])
+    assert_near(results[0][:total], wanted[:total], TOLERANCE[dtype])
 
 
 def layer() -> tuple[PackedExperts, PackedExperts]:

@@ -37,8 +37,9 @@ CONFIGS = [
     WgmmaConfig(4, "bf16", 128, tokens=256, num_stages=2),
 ]
 SYNCHRONOUS = [
+    WgmmaConfig(4, "bf16", 128, tokens=16, m_tiles=2, warpgroups=4, unit_k=128, num_stages=2, synchronous=True),
     WgmmaConfig(4, "bf16", 128, tokens=16, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),
-    WgmmaConfig(4, "bf16", 32, True, tokens=32, m_tiles=2, warpgroups=3, unit_k=128, num_stages=2, synchronous=True),
+    WgmmaConfig(4, "bf16", 32, True, tokens=32, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),
     WgmmaConfig(4, "fp16", 64, True, tokens=16, unit_k=64, num_stages=2, synchronous=True),
     WgmmaConfig(4, "fp16", 0, tokens=16, unit_k=128, num_stages=2, synchronous=True),
     WgmmaConfig(8, "bf16", 128, True, tokens=16, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),

@@ -6,11 +6,15 @@ random routing for each number of tokens, all of one run. Tiles of 256 and 16 ro
 
 from __future__ import annotations
 
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+
 # experts, those of a token, hidden and inner size
 MIXTRAL, QWEN3, DEEPSEEK_V3 = (8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048)
 
+Case = tuple[tuple[int, int, int, int], int, int]
+
 # (model, tokens, product): {(rows of a tile, tiles of 64 features of a warpgroup): us}
-MICROSECONDS = {
+MICROSECONDS: dict[Case, dict[tuple[int, ...], float]] = {
     (MIXTRAL, 32, 1): {(16, 2): 138.4, (32, 2): 141.9, (64, 2): 152.9},
     (MIXTRAL, 32, 2): {(16, 2): 71.8, (32, 2): 72.7, (64, 2): 74.7},
     (MIXTRAL, 64, 1): {(16, 2): 193.9, (32, 2): 149.0, (64, 2): 157.5},
@@ -38,3 +42,35 @@ MICROSECONDS = {
     (DEEPSEEK_V3, 8192, 1): {(128, 1): 6769.9, (256, 1): 7299.5},
     (DEEPSEEK_V3, 8192, 2): {(128, 1): 3576.5, (256, 1): 3782.6},
 }
+
+# Another run, of few rows an expert. As above; (rows of a tile, tiles of a warpgroup, warpgroups) of synchronous tiles.
+FEW_ROWS: dict[Case, dict[tuple[int, ...], float]] = {
+    (MIXTRAL, 8, 1): {(16, 2): 135.8, (32, 2): 141.0, (16, 2, 2): 125.1, (16, 2, 4): 140.2},
+    (MIXTRAL, 16, 1): {(16, 2): 135.1, (32, 2): 140.5, (16, 2, 2): 125.0, (16, 2, 4): 138.8},
+    (MIXTRAL, 32, 1): {(16, 2): 141.2, (32, 2): 144.7, (16, 2, 2): 134.2, (16, 2, 4): 146.0},
+    (QWEN3, 8, 1): {(16, 2): 37.0, (32, 2): 38.7, (16, 2, 2): 33.8, (16, 2, 4): 41.2},
+    (QWEN3, 16, 1): {(16, 2): 47.2, (32, 2): 49.3, (16, 2, 2): 42.6, (16, 2, 4): 40.6},
+    (QWEN3, 32, 1): {(16, 2): 56.6, (32, 2): 59.0, (16, 2, 2): 50.7, (16, 2, 4): 57.1},
+    (QWEN3, 64, 1): {(16, 2): 66.0, (32, 2): 69.1, (16, 2, 2): 59.7, (16, 2, 4): 58.9},
+    (QWEN3, 128, 1): {(16, 2): 68.6, (32, 2): 70.5, (16, 2, 2): 64.8, (16, 2, 4): 63.0},
+    (DEEPSEEK_V3, 32, 1): {(16, 2): 615.8, (32, 2): 633.5, (16, 2, 2): 573.9, (16, 2, 4): 579.3},
+    (DEEPSEEK_V3, 128, 1): {(16, 2): 1113.1, (32, 2): 1167.7, (16, 2, 2): 975.4, (16, 2, 4): 930.9},
+}
+# The memory-bound kernel in that run. It takes rows by index, which for tiles are copied first.
+MEMORY_BOUND: dict[Case, float] = {
+    (MIXTRAL, 8, 1): 122.8,
+    (MIXTRAL, 16, 1): 125.5,
+    (MIXTRAL, 32, 1): 149.9,
+    (QWEN3, 8, 1): 29.3,
+    (QWEN3, 16, 1): 42.0,
+    (QWEN3, 32, 1): 51.9,
+    (QWEN3, 64, 1): 60.5,
+    (QWEN3, 128, 1): 73.8,
+    (DEEPSEEK_V3, 32, 1): 573.5,
+    (DEEPSEEK_V3, 128, 1): 1025.4,
+}
+
+
+def tile_of(config: WgmmaConfig) -> tuple[int, ...]:
+    """A tile as the tables above name it."""
+    return config.tokens, config.m_tiles, *((config.warpgroups,) if config.synchronous else ())

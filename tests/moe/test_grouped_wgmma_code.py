@@ -16,7 +16,9 @@ from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
 from tests.linear.machine_code import early_writes, instructions
 
-CONFIGS = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
+TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
+CONFIGS = [config for config in TILES if not config.synchronous]
+SYNCHRONOUS = [config for config in TILES if config.synchronous]
 
 
 def loops_around_mmas(code: list[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
@@ -53,6 +55,22 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path):
     for kind, loop in loops.items():
         count = sum(opcode == kind for _, opcode, _ in loop)
         assert count == config.m_tiles * config.unit_steps and early_writes(loop) == []
+
+
+@pytest.mark.parametrize("config", SYNCHRONOUS, ids=lambda config: config.name)
+def test_synchronous_tiles_multiply_each_warp_for_itself(config):
+    """Every number of parts has its MMAs, of 8 rows each, and ldmatrix once for all tiles of a warp."""
+    try:
+        find_tool("nvdisasm")
+    except ToolMissingError as error:
+        pytest.skip(str(error))
+    (artifact,) = default_cache().artifacts([GroupedWgmmaSpec(config)], "sm_90a")
+    (resources,) = resource_report(artifact)
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
+    blocks = sum(range(1, config.row_parts + 1)) * config.part_tokens // 8
+    assert resources.opcodes["HMMA"] == blocks * config.m_tiles * config.unit_steps
+    assert resources.opcodes["LDSM"] == config.row_parts * config.unit_steps
+    assert not resources.opcodes.get("HGMMA") and not resources.opcodes.get("WARPGROUP")
 
 
 def test_parts_of_k_are_refused():

@@ -17,13 +17,14 @@ TOKENS = (16, 32, 64, 128, 256)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
-SWIZZLED_ROWS = 8  # of a box, among which swizzling exchanges pieces
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-SYNCHRONOUS_REGISTERS = {1: 240, 2: 224, 3: 152, 4: 104}  # the same where MMAs are synchronous,
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+# The same where MMAs are synchronous: the copying warps are given more, of which none is missed.
+SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
+SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = "_split" if self.splits_k else ""
-        groups = "sync" if self.synchronous else f"s{self.group_steps}"
+        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
         return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ class WgmmaConfig:
             "tokens": TOKENS,
             "row_parts": (1, 2, 4),
             "m_tiles": (1, 2),
-            "warpgroups": tuple(MATH_REGISTERS),
+            "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
         }
@@ -220,6 +221,9 @@ class WgmmaConfig:
             return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
+        if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
+            most = SYNCHRONOUS_TOKENS // self.warpgroups
+            return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

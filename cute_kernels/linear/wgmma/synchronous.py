@@ -16,7 +16,7 @@ from cutlass import Float32
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import BLOCK_TOKENS
-from cute_kernels.linear.wgmma.config import BOX_K, SWIZZLED_ROWS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS, WgmmaConfig
 from layouts.weights.hopper import STEP_K, TILE_BYTES
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SynchronousUnits:
         """
         token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
         return [
-            token * ROW_BYTES + ((2 * step + half) ^ (token % SWIZZLED_ROWS)) * PIECE_BYTES for step in range(BOX_STEPS)
+            token * ROW_BYTES + ((2 * step + half) ^ (token % MMA_TOKENS)) * PIECE_BYTES for step in range(BOX_STEPS)
         ]
 
     def multiply_unit(self, sums, memory, stage, place, rows, channel, tokens: int):

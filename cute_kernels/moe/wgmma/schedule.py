@@ -2,7 +2,7 @@
 
 How many rows each expert gets is known on the device only, so the host weighs tiles by how many of them an expert takes
 on average if rows fall to experts at random: small tiles waste the tensor cores, large ones their last rows. The time
-of a tile is that of `cute_kernels.linear.wgmma.schedule`.
+of a tile is that of `cute_kernels.linear.wgmma.schedule`. Rates are an H200's, fitted to tests/moe/measured.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import operator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from cute_kernels.linear.wgmma.config import TOKEN_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import MAX_STAGES, MEMORY_BYTES_PER_CLOCK, UNIT_CLOCKS
@@ -20,19 +21,44 @@ from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
 TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the end of the places
-MANY_ROWS = CAPACITIES[0]  # of an expert: with more than that the memory-bound kernel is the slower one
+# Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
+# it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
+MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITIES[0], CAPACITIES[0] - 1
+MANY_EXPERTS = 64
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
 
 DECODE_CLOCKS = {4: 25, 8: 30}  # per k16 step of a tile of 64 features, however few rows,
 DECODE_TOKEN_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
+SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for itself: scales are on sums,
+SYNCHRONOUS_TOKEN_CLOCKS = 0.43  # and each of them has instructions of its own
 MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
-ITEM_CLOCKS = 2200  # that a tile's results take where decoding or memory is the bound,
+ITEM_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
 TENSOR_ITEM_CLOCKS = 1500  # and where tensor cores are
 WIDE_TOKENS, WIDE_COST = 256, 1.08  # tiles of so many rows take that much longer than a dense product's, as measured
 
-# (tokens, m_tiles, unit_k, row_parts): an expert's last tile is half empty on average, so all have parts.
-SHAPES = ((256, 1, 64, 2), (128, 1, 128, 4), (64, 2, 128, 4), (32, 2, 128, 4), (16, 2, 128, 2))
+
+class Shape(NamedTuple):
+    """A tile there is to choose from; the fields are those of `WgmmaConfig`."""
+
+    tokens: int
+    m_tiles: int
+    unit_k: int
+    row_parts: int
+    warpgroups: int = 2
+    synchronous: bool = False
+
+
+# An expert's last tile is half empty on average, so all have parts.
+SHAPES = (
+    Shape(256, 1, 64, 2),
+    Shape(128, 1, 128, 4),
+    Shape(64, 2, 128, 4),
+    Shape(32, 2, 128, 4),
+    Shape(16, 2, 128, 2),
+    Shape(16, 2, 128, 2, synchronous=True),
+    Shape(16, 2, 128, 2, warpgroups=4, synchronous=True),
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,7 @@ class GroupedTiles:
 
 def has_many_rows(problem: GroupedProblem) -> bool:
     """Whether experts usually have too many rows for the memory-bound kernel, `cute_kernels.moe.schedule`."""
-    return usual_rows(problem) > MANY_ROWS
+    return usual_rows(problem) > (MANY_ROWS if problem.num_experts < MANY_EXPERTS else MANY_ROWS_OF_MANY)
 
 
 @lru_cache(maxsize=4096)
@@ -77,22 +103,24 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     """Configurations that are possible."""
-    configs = (tile_config(problem, *shape) for shape in SHAPES)
+    configs = (tile_config(problem, shape) for shape in SHAPES)
     return [config for config in configs if config is not None]
 
 
-def tile_config(problem: GroupedProblem, tokens: int, m_tiles: int, unit_k: int, row_parts: int) -> WgmmaConfig | None:
+def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
     """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
     config = WgmmaConfig(
         bits=problem.bits,
         dtype=problem.dtype,
         group_size=problem.group_size,
         zero_point=problem.zero_point,
-        tokens=tokens,
-        row_parts=row_parts,
-        m_tiles=m_tiles,
-        unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
+        tokens=shape.tokens,
+        row_parts=shape.row_parts,
+        m_tiles=shape.m_tiles,
+        warpgroups=shape.warpgroups,
+        unit_k=shape.unit_k if problem.k_pad % shape.unit_k == 0 else 64,
         num_stages=2,
+        synchronous=shape.synchronous,
     )
     room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
@@ -120,14 +148,19 @@ def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
     """Clocks of a tile of which ``tokens`` are computed, in an expert of so many tiles."""
     config = layout.config
     fragments = config.block_tiles * config.unit_steps
-    tensor = fragments * (tokens / 2 + MMA_CLOCKS) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
-    decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * tokens)
+    if config.synchronous:
+        tensor = 0.0
+        decoding = UNIT_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_TOKEN_CLOCKS * tokens)
+    else:
+        tensor = fragments * (tokens / 2 + MMA_CLOCKS) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
+        decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * tokens)
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), TOKEN_BAND)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
     unit = max(tensor, decoding, memory)
     # Of the tensor cores the other warpgroup makes use while one stores results.
-    return layout.units * unit + (ITEM_CLOCKS if unit > tensor else TENSOR_ITEM_CLOCKS)
+    results = ITEM_CLOCKS * config.warpgroups / 2 if unit > tensor else TENSOR_ITEM_CLOCKS
+    return layout.units * unit + results
 
 
 def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
