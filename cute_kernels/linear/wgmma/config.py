@@ -64,6 +64,7 @@ class WgmmaConfig:
     splits_k: bool = False
     cluster: int = 1
     early: bool = False
+    chunk: int = CHUNK_TOKENS
 
     @property
     def tile_k(self) -> int:
@@ -155,7 +156,7 @@ class WgmmaConfig:
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a warpgroup stores at a time."""
-        return min(CHUNK_TOKENS, self.own_tokens)
+        return min(self.chunk, self.own_tokens)
 
     @property
     def staging_pitch(self) -> int:
@@ -190,6 +191,7 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         split += "_early" if self.early else ""
+        split += f"_chunk{self.chunk}" if self.chunk != CHUNK_TOKENS else ""
         return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:

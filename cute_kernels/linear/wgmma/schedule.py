@@ -90,6 +90,8 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
+        if self.config.cluster > 1 or self.config.row_parts > 1:
+            return 0  # parts of K meet in shared memory; there are none
         return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
@@ -124,14 +126,22 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles.
     """
     units = problem.k_pad // config.unit_k
-    if -(-units // -(-units // splits)) != splits:
+    if config.row_parts == 1 and -(-units // -(-units // splits)) != splits:
         return None
+    if config.cluster > 1:
+        return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
         if not schedule.num_tiles_cut:
             return None
     return replace(schedule, num_ctas=min(problem.num_sms, schedule.num_items))
+
+
+def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
+    """A cluster for each tile; None if they do not all run at once."""
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
+    return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
 
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
