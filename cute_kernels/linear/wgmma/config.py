@@ -174,6 +174,11 @@ class WgmmaConfig:
         return 4 * self.block_rows * self.tokens
 
     @property
+    def share_bytes(self) -> int:
+        """A warpgroup's sums of the tokens that a CTA stores."""
+        return self.sum_bytes // (self.warpgroups * self.cluster)
+
+    @property
     def num_barriers(self) -> int:
         """Of full and of empty stages."""
         return 2 * self.num_stages

@@ -122,38 +122,56 @@ class TileEpilogue:
                 sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
 
+    # -- parts of K of a cluster --------------------------------------------------------------------------------------
+
     @cute.jit
     def join(self, store: Store, ring, rank, sums):
         """Makes sums[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
 
-        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs, so
-        that a sum is added up by one CTA, in an order that does not depend on who came first. ``ring``: where the
-        activations were, of which nobody needs any more. The caller waits for the cluster before it ends: until then
-        others read.
+        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs: a sum
+        is added up by one CTA, in an order that does not depend on who came first. ``ring``: where the activations
+        were, which nobody needs any more. The caller waits for the cluster before it ends: until then others read.
         """
         config = self.config
-        own, vectors = config.own_tokens // 2, config.own_tokens // 8
-        share_bytes = vectors * VECTOR_STRIDE
-        place = ring + (store.warpgroup * (config.cluster * share_bytes) + store.tid * 16)
         math_threads = config.warpgroups * WARPGROUP_THREADS
         cute.arch.barrier(barrier_id=config.warpgroups + 1, number_of_threads=math_threads)
+        place = self.shares_place(store, ring)
         for share in cutlass.range_constexpr(config.cluster):
             if rank != share:
-                for i in cutlass.range_constexpr(vectors):
-                    first = share * own + 4 * i
-                    ptx.store_shared(place, share * share_bytes + i * VECTOR_STRIDE, [sums[first + j] for j in range(4)])
-        for share in cutlass.range_constexpr(1, config.cluster):
-            for i in cutlass.range_constexpr(own):
-                sums[i] = cutlass.select_(rank == share, sums[share * own + i], sums[i])
+                self.leave_share(place, sums, share)
+        self.keep_share(sums, rank)
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        for step in cutlass.range_constexpr(1, config.cluster):
-            other = numbers.address_in(place + rank * share_bytes, (rank + step) % config.cluster)
-            words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(vectors)]
-            for i in cutlass.range_constexpr(own):
-                sums[i] = sums[i] + words[i // 4][i % 4].bitcast(Float32)
+        self.add_shares(place, sums, rank)
         cute.arch.cluster_arrive()
+
+    def shares_place(self, store: Store, ring):
+        """Where a thread leaves its first share: shares of a warpgroup lie one behind the other."""
+        return ring + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
+
+    def leave_share(self, place, sums, share: int):
+        """Puts a share of a thread's sums into this CTA's memory, in the order of the registers."""
+        own = self.config.own_tokens // 2
+        for i in range(own // 4):
+            vector = [sums[share * own + 4 * i + j] for j in range(4)]
+            ptx.store_shared(place, share * self.config.share_bytes + i * VECTOR_STRIDE, vector)
+
+    def keep_share(self, sums, rank):
+        """Moves the CTA's own share to the front."""
+        own = self.config.own_tokens // 2
+        for share in range(1, self.config.cluster):
+            for i in range(own):
+                sums[i] = cutlass.select_(rank == share, sums[share * own + i], sums[i])
+
+    def add_shares(self, place, sums, rank):
+        """Adds what the other CTAs left of the CTA's own share."""
+        own = self.config.own_tokens // 2
+        for step in range(1, self.config.cluster):
+            other = numbers.address_in(place + rank * self.config.share_bytes, (rank + step) % self.config.cluster)
+            words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
+            for i in range(own):
+                sums[i] = sums[i] + words[i // 4][i % 4].bitcast(Float32)
 
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 
