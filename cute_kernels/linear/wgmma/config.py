@@ -47,7 +47,6 @@ class WgmmaConfig:
         splits_k: whether K may be cut into parts.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
-        early: an experiment.
     """
 
     bits: int
@@ -63,8 +62,6 @@ class WgmmaConfig:
     num_stages: int = 5
     splits_k: bool = False
     cluster: int = 1
-    early: bool = False
-    chunk: int = CHUNK_TOKENS
 
     @property
     def tile_k(self) -> int:
@@ -156,7 +153,7 @@ class WgmmaConfig:
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a warpgroup stores at a time."""
-        return min(self.chunk, self.own_tokens)
+        return min(CHUNK_TOKENS, self.own_tokens)
 
     @property
     def staging_pitch(self) -> int:
@@ -195,8 +192,6 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-        split += "_early" if self.early else ""
-        split += f"_chunk{self.chunk}" if self.chunk != CHUNK_TOKENS else ""
         return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:

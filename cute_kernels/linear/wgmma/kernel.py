@@ -151,9 +151,6 @@ class WgmmaKernel:
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        if const_expr(config.early):
-            if warp == config.math_warps:
-                cpasync.prefetch_descriptor(copy_x)
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
         if warp == config.math_warps:

@@ -31,20 +31,25 @@ COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 MAX_SPLITS = 16
 MAX_STAGES = 8
 
-# (tokens, m_tiles, warpgroups, unit_k) of what was the fastest somewhere; the first and the last ship in more formats.
+# (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
+# formats.
 SHAPES = (
-    (256, 1, 2, 64),
-    (128, 1, 2, 128),
-    (64, 1, 2, 128),
-    (32, 1, 2, 128),
-    (32, 2, 2, 128),
-    (32, 2, 3, 128),
-    (16, 1, 2, 128),
-    (16, 2, 3, 128),
-    (16, 2, 2, 128),
+    (256, 1, 2, 64, 1),
+    (256, 1, 2, 64, 2),
+    (128, 1, 2, 128, 1),
+    (128, 1, 2, 128, 2),
+    (128, 1, 2, 128, 4),
+    (64, 1, 2, 128, 1),
+    (64, 1, 2, 128, 4),
+    (32, 1, 2, 128, 1),
+    (32, 2, 2, 128, 1),
+    (32, 2, 3, 128, 1),
+    (16, 1, 2, 128, 1),
+    (16, 2, 3, 128, 1),
+    (16, 2, 2, 128, 1),
 )
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
-NARROW_SHAPES = ((64, 1, 1, 128), (16, 1, 1, 128))
+NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,9 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     configs = []
     shapes = SHAPES + NARROW_SHAPES if problem.batch_invariant else SHAPES
-    for tokens, m_tiles, warpgroups, unit_k in shapes:
+    for tokens, m_tiles, warpgroups, unit_k, cluster in shapes:
+        if cluster > 1 and problem.batch_invariant:
+            continue  # which cuts K
         config = WgmmaConfig(
             bits=problem.bits,
             dtype=problem.dtype,
@@ -186,6 +193,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
             splits_k=True,
+            cluster=cluster,
         )
         config = with_ring(config)
         # A tile half as large would do for the rows there are.
