@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import epilogue
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma import epilogue, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import with_ring
+from cute_kernels.linear.wgmma.schedule import tile_schedules, with_ring
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear.warpgroup import WarpgroupWarp
@@ -90,3 +93,42 @@ def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
 )
 def test_clusters_that_cannot_be_are_refused(options, reason):
     assert reason in str(WgmmaConfig(4, "bf16", 128, splits_k=True, **options).can_implement())
+
+
+@pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])
+def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
+    """Each CTA has one item, no part of K is empty, and all run at once: nobody waits for who has not begun."""
+    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
+    monkeypatch.setattr(tiles, "cutlass", choose)
+    monkeypatch.setattr(tiles, "Int32", int)
+    problem = Problem(m, n, k, k, 4, "bf16", 128)
+    schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
+    assert schedules
+    for schedule in schedules:
+        cluster = schedule.config.cluster
+        assert schedule.num_ctas == schedule.num_items <= problem.num_sms and schedule.num_ctas % cluster == 0
+        assert (schedule.splits, schedule.whole, schedule.workspace_words) == (cluster, 0, 0)
+        names = ("whole", "splits", "split_units", "units")
+        done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
+        for cta in range(schedule.num_ctas):
+            items = tiles.Items(
+                shape=SimpleNamespace(**{name: getattr(schedule, name) for name in names}),  # pyright: ignore[reportArgumentType]
+                first=cta,
+                stride=schedule.num_ctas,
+                count=schedule.num_items,
+                blocks=schedule.blocks,
+                token_tiles=schedule.token_tiles,
+                band=min(8, schedule.token_tiles),
+            )
+            (index,) = range(items.first, items.count, items.stride)
+            item, first = items.item(index), items.item(cta - cta % cluster)
+            assert (item.split, item.splits) == (cta % cluster, cluster)
+            assert (item.block, item.token_tile) == (first.block, first.token_tile)
+            assert item.begin < item.end
+            done[item.block, item.token_tile, item.begin : item.end] += 1
+        assert (done == 1).all()
+
+
+def test_clusters_cut_k_and_so_are_not_batch_invariant():
+    problem = Problem(128, 4096, 4096, 4096, 4, "bf16", 128, batch_invariant=True)
+    assert all(schedule.config.cluster == 1 for schedule in tile_schedules(problem))

@@ -28,6 +28,9 @@ START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
 COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
+JOIN_CLOCKS = 1200  # of a cluster's parts: to meet,
+JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
+GPC_SMS = 16
 MAX_SPLITS = 16
 MAX_STAGES = 8
 
@@ -144,9 +147,13 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
-    """A cluster for each tile; None if they do not all run at once."""
+    """A cluster for each tile; None if they do not all run at once.
+
+    A cluster has the SMs of one GPC, of which there are 16 or 18: clusters of four leave two of some of them idle.
+    """
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
-    return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
+    room = problem.num_sms if config.cluster == 2 else problem.num_sms // GPC_SMS * GPC_SMS
+    return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= room else None
 
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
@@ -154,8 +161,11 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     config, resident = schedule.config, schedule.num_ctas
     unit = unit_clocks(problem, schedule)
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + ITEM_CLOCKS
-    if schedule.splits > 1:
+    part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
+    if config.cluster > 1:
+        others = config.cluster - 1
+        part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
+    elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
