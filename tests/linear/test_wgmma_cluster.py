@@ -23,8 +23,7 @@ CTA_BYTES = 1 << 18  # of a CTA's window of the cluster's shared memory
 CONFIGS = [
     WgmmaConfig(4, "bf16", 128, tokens=256, splits_k=True, cluster=2),
     WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, splits_k=True, cluster=4),
-    WgmmaConfig(8, "bf16", 128, tokens=64, unit_k=128, splits_k=True, cluster=4),
+    WgmmaConfig(8, "bf16", 128, tokens=64, unit_k=128, splits_k=True, cluster=2),
     WgmmaConfig(4, "bf16", 128, tokens=32, unit_k=128, splits_k=True, cluster=2),
 ]
 
@@ -85,8 +84,8 @@ def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"tokens": 32, "cluster": 4}, "16 tokens for each CTA"),
-        ({"tokens": 128, "cluster": 3}, "cluster 3 is not one of 1, 2, 4"),
+        ({"tokens": 16, "cluster": 2}, "16 tokens for each CTA"),
+        ({"tokens": 128, "cluster": 3}, "cluster 3 is not one of 1, 2"),
         ({"tokens": 128, "m_tiles": 2, "cluster": 2}, "one tile a warpgroup"),
         ({"tokens": 256, "num_stages": 3, "cluster": 2}, "do not fit into the ring"),
     ],

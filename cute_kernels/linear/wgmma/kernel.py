@@ -222,7 +222,6 @@ class WgmmaKernel:
             blocks=blocks,
             token_tiles=token_tiles,
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
-            row_parts=config.row_parts,
         )
 
     # -- copies -------------------------------------------------------------------------------------------------------
@@ -261,11 +260,7 @@ class WgmmaKernel:
 
     def rows_of(self, shape, item) -> tuple[Any, Any]:
         """The first row of x of an item, and what is behind the last that its tile may have."""
-        first = item.token_tile * self.config.tokens
-        if self.config.row_parts == 1:
-            return first, shape.m
-        first = first + item.part * self.config.part_tokens
-        return first, cutlass.min(first + item.parts * self.config.part_tokens, shape.m)
+        return item.token_tile * self.config.tokens, shape.m
 
     def parts_of(self, shape, item):
         """How many parts of an item's tile have rows."""

@@ -28,9 +28,8 @@ START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
 COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
-JOIN_CLOCKS = 1200  # of a cluster's parts: to meet,
+JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
-GPC_SMS = 16
 MAX_SPLITS = 16
 MAX_STAGES = 8
 
@@ -41,10 +40,10 @@ SHAPES = (
     (256, 1, 2, 64, 2),
     (128, 1, 2, 128, 1),
     (128, 1, 2, 128, 2),
-    (128, 1, 2, 128, 4),
     (64, 1, 2, 128, 1),
-    (64, 1, 2, 128, 4),
+    (64, 1, 2, 128, 2),
     (32, 1, 2, 128, 1),
+    (32, 1, 2, 128, 2),
     (32, 2, 2, 128, 1),
     (32, 2, 3, 128, 1),
     (16, 1, 2, 128, 1),
@@ -98,8 +97,8 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
-        if self.config.cluster > 1 or self.config.row_parts > 1:
-            return 0  # parts of K meet in shared memory; there are none
+        if self.config.cluster > 1:
+            return 0  # they meet in shared memory
         return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
@@ -134,7 +133,7 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles.
     """
     units = problem.k_pad // config.unit_k
-    if config.row_parts == 1 and -(-units // -(-units // splits)) != splits:
+    if -(-units // -(-units // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
@@ -147,13 +146,9 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
-    """A cluster for each tile; None if they do not all run at once.
-
-    A cluster has the SMs of one GPC, of which there are 16 or 18: clusters of four leave two of some of them idle.
-    """
+    """A cluster for each tile; None if they do not all run at once."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
-    room = problem.num_sms if config.cluster == 2 else problem.num_sms // GPC_SMS * GPC_SMS
-    return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= room else None
+    return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
 
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:

@@ -39,8 +39,6 @@ class Item:
     split: Any  # which part of K,
     splits: Any  # of how many
     number: Any  # of the tile among those that are cut
-    part: Any = 0  # of the tile's rows of x, where those are cut instead of K
-    parts: Any = 0  # how many of them; 0 for the whole tile
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Items:
     blocks: Any  # of output features
     token_tiles: Any
     band: Any
-    row_parts: int = 1  # that the rows of x of a tile that is cut are cut into, instead of K
 
     def item(self, index) -> Item:
         shape = self.shape
@@ -77,18 +74,6 @@ class Items:
         rest = tile - band * per_band
         width = cutlass.min(self.band, self.token_tiles - band * self.band)
         block = rest // width
-        if self.row_parts > 1:
-            return Item(
-                block=block,
-                token_tile=Int32(band * self.band + rest - block * width),
-                begin=Int32(0),
-                end=shape.units,
-                split=Int32(0),
-                splits=Int32(1),
-                number=number,
-                part=split,
-                parts=cutlass.select_(cut, Int32(1), Int32(self.row_parts)),
-            )
         begin = split * shape.split_units
         return Item(
             block=block,
