@@ -33,7 +33,7 @@ MAX_PREFETCH = 16
 ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 SERVED_PREFETCH, CROSSOVER_PREFETCH = 2, 4  # blocks
-CROSSOVER_STRETCH = 3
+SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ def served_config(tokens: str, form: str, head_dim: int | None = None, crossover
     # warps on a scheduler gain where a CTA decodes all tokens of a block.
     if crossover:
         return replace(served, crossover=True, prefetch=CROSSOVER_PREFETCH, stretch=CROSSOVER_STRETCH)
-    return replace(served, prefetch=SERVED_PREFETCH if tokens == "sparse" else 0, gather_warps=GATHER_WARPS[1])
+    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
+    return replace(served, prefetch=prefetch, stretch=SERVED_STRETCH, gather_warps=GATHER_WARPS[1])
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (
