@@ -38,7 +38,8 @@ def encode_row(cache_row, values, given):
                 step = steps[s]
                 for i in cutlass.range_constexpr(size):
                     values[s * size + i], steps[s] = cache_row.tame(values[s * size + i], step)
-            awkward = awkward & False
+            # No compiler knows that these lanes are there: folded away, it would be an `if`, and predicated like that one.
+            awkward = awkward & (numbers.active_lanes() == 0)
     return cache_row.encode(values, statistics, steps, given)
 
 

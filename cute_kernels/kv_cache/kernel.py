@@ -189,10 +189,20 @@ class AppendKernel:
             heads = Heads(first=first, count=cutlass.min(rows, num_heads - first))
             team_lane = lane % config.lanes
             source = self.source_of(inputs, heads, token, is_q, is_v)
+            if const_expr(config.decode):
+                # The lane's own, once: else its offset is added in the branch of each row.
+                offset = cutlass.select_(is_v, Int32(self.v_elements.piece.num_bytes), Int32(self.k_elements.piece.num_bytes))
+                source = ptx.pinned(source + Int64(team_lane * offset))
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
+            if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
+                if is_v:
+                    self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
+                elif ~is_q:
+                    self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             if const_expr(not config.decode):
                 position = cutlass.select_(where.position_ids != 0, own, position)
@@ -201,7 +211,7 @@ class AppendKernel:
                 cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
             if is_v:
-                self.process_v(raw, source, heads, extras, targets, place)
+                self.process_v(raw, scales, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
@@ -210,7 +220,7 @@ class AppendKernel:
                 if is_q:
                     self.process_q(raw, source, cos, sin, heads, extras, targets, place)
                 else:
-                    self.process_k(raw, source, cos, sin, heads, extras, targets, place)
+                    self.process_k(raw, scales, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -249,6 +259,18 @@ class AppendKernel:
                 steps[i] = word
         return length, own, _join(slot_words[0], slot_words[1])
 
+    def asks_scales(self, cache_row) -> bool:
+        """Whether given scales are asked for with the rows: a latency that prefill, with many rows to a team, hides."""
+        return self.config.decode and cache_row.scale_stride is not None
+
+    @cute.jit
+    def ask_scales(self, scales, cache_row, scale, head, count):
+        """Asks for the given scales of the next ``count`` rows, at most of those in flight, from ``head`` on."""
+        if const_expr(self.asks_scales(cache_row)):
+            for u in cutlass.range_constexpr(self.config.rows_in_flight):
+                if u < count:
+                    scales[u] = cache_row.load_scale(scale, head + u, None)[0]
+
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Asks for the team's first rows; nothing waits for them yet."""
@@ -266,6 +288,7 @@ class AppendKernel:
     @cute.jit
     def fetch_rows(self, raw, source, elements, ahead, count, lane):
         """Asks for the next ``count`` rows, at most ``ahead``."""
+        lane = Int32(0) if const_expr(self.config.decode) else lane
         for u in cutlass.range_constexpr(ahead):
             if u < count:
                 for i, word in enumerate(elements.piece.load(source, lane, u * elements.row_bytes)):
@@ -362,16 +385,27 @@ class AppendKernel:
                 done = done + ahead
                 target = target + ahead * elements.row_bytes
             else:
-                for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
-                    self.unpack(raw, values, elements, 0)
-                    self.advance(raw, ahead)
-                    self.turn_q(values, cos, sin, extras, heads.first + done, place)
-                    if place.valid:
-                        elements.piece.store(target, place.lane, elements.pack(values))
-                    done = done + 1
-                    target = target + elements.row_bytes
+                step = self.config.q_rows_unrolled
+                for _ in cutlass.range((cutlass.min(heads.count - done, ahead) + (step - 1)) // step, unroll=1):
+                    for u in cutlass.range_constexpr(step):
+                        if const_expr(u == 0):
+                            self.unpack(raw, values, elements, u)
+                            self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
+                            if place.valid:
+                                elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
+                        elif done + u < heads.count:
+                            self.unpack(raw, values, elements, u)
+                            self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
+                            if place.valid:
+                                elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
+                    self.advance(raw, ahead, step)
+                    done = done + step
+                    target = target + step * elements.row_bytes
             source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+            if const_expr(not self.config.decode):
+                self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+            elif done < heads.count:
+                self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
 
     @cute.jit
     def turn_q(self, values, cos, sin, extras, head, place):
@@ -379,17 +413,17 @@ class AppendKernel:
         self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
 
     @cute.jit
-    def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
+    def process_k(self, raw, scales, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
         target = (self.k_row, extras.k_scale, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
 
-        self.process_rows(raw, source, self.k_elements, heads, target, place, prepare)
+        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_v(self, raw, source, heads, extras, targets, place):
+    def process_v(self, raw, scales, source, heads, extras, targets, place):
         """The team's v heads."""
         target = (self.v_row, extras.v_scale, targets.v_cache, targets.v_strides)
 
@@ -397,10 +431,10 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
 
-        self.process_rows(raw, source, self.v_elements, heads, target, place, prepare)
+        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_rows(self, raw, source, elements, heads, target, place, prepare):
+    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
         """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
         cache_row, scale, cache, strides = target
         ahead = self.config.rows_in_flight
@@ -408,14 +442,22 @@ class AppendKernel:
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = load_given(cache_row, scale, head, place.lane)
+                given = [scales[0]]
+                if const_expr(not self.asks_scales(cache_row)):
+                    given = load_given(cache_row, scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
                 self.advance(raw, ahead)
+                for i in cutlass.range_constexpr(ahead - 1):
+                    scales[i] = scales[i + 1]
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
             source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+            if const_expr(not self.config.decode):
+                self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+            elif head < stop:  # seldom
+                self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+                self.ask_scales(scales, cache_row, scale, head, stop - head)
 
     @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
@@ -435,10 +477,10 @@ class AppendKernel:
         for i, value in enumerate(elements.unpack(words)):
             values[i] = value
 
-    def advance(self, raw, ahead):
-        """Makes the second row of ``raw``, of ``ahead``, its first."""
-        for i in range((ahead - 1) * self.row_words):
-            raw[i] = raw[i + self.row_words]
+    def advance(self, raw, ahead, step=1):
+        """Makes row ``step`` of ``raw``, of ``ahead``, its first."""
+        for i in range((ahead - step) * self.row_words):
+            raw[i] = raw[i + step * self.row_words]
 
     @cute.jit
     def turn(self, values, cos, sin, bias, norm, extras, head, lane):

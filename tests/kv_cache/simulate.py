@@ -46,7 +46,7 @@ def simulate_append(
     gpu = _make_gpu(monkeypatch)
     simulated: Any = _unwrapped(
         kernel.AppendKernel,
-        *("kernel", "ask", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
+        *("kernel", "ask", "ask_scales", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
         *("process_q", "process_k", "process_v", "process_rows", "write", "turn", "turn_q", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
