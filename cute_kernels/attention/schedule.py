@@ -264,7 +264,9 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         heads = row_heads(problem, names, blocks) if problem.aligned else 0
         contiguous = problem.features.head_major or (heads or 1) == problem.num_kv_heads
         row_copy = "bulk" if heads else "word"
-        make, counts = row_config, (1, 2, 4) if contiguous else (2,)
+        # One CTA to an SM has nobody who computes while it asks for many small pieces.
+        make, counts = row_config, (2, 4) if 0 < problem.page_tokens < SMALL_PAGE else (1, 2, 4)
+        counts = counts if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
     borrows = _borrows_registers(problem)
     if borrows:
@@ -392,7 +394,7 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     elif ctas_per_sm == 4 and not few_roles:
         ctas_per_sm = 1 if base.units else 2
     if int4:
-        few_warps = ctas_per_sm == 4 or (ctas_per_sm == 2 and groups > 1)
+        few_warps = ctas_per_sm == 4 or (ctas_per_sm == 2 and (groups > 1 or base.page_tokens > 0))
         warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)

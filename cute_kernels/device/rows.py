@@ -250,7 +250,7 @@ class CodedRow:
 
     @property
     def scale_stride(self) -> int | None:
-        """Bytes from the given scale of a head's rows to the next head's; None where rows have none, or more than one."""
+        """Bytes from the given scale of a head's rows to the next head's; None where rows have none, or several."""
         return {"tensor": 0, "head": 4}.get(self.given_scale or "")
 
     @property

@@ -80,7 +80,6 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     decode: bool = False
-    q_rows_unrolled: int = 1
 
     def for_decode(self) -> "AppendConfig":
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -131,7 +130,7 @@ class AppendConfig:
         rope = self.rope if self.rope == "none" else f"{self.rope}{self.rotary_dim}"
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
-        extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + f"u{self.q_rows_unrolled}" * (self.q_rows_unrolled > 1) + "_leads" * self.leads
+        extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:

@@ -9,7 +9,6 @@ What cannot be written anywhere (an unmapped page, a position outside the table 
 q is, all the same.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -29,6 +28,7 @@ from cute_kernels.kv_cache.config import (
     AppendConfig,
     rows_per_team,
 )
+from cute_kernels.kv_cache.operands import Asked, Extras, Heads, Inputs, Place, Shares, Targets, Where
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -111,16 +111,16 @@ class AppendKernel:
         where = Where(
             seq_lens=ptx.address(seq_lens),
             block_table=ptx.address(block_table),
+            # ceil(2**63 / page_size)
+            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
+            max_pages=table_shape[1],
+            num_pages=cache_shape[0],
+            page_size=cache_shape[1],
+            mode=mode,
             cu_seqlens=cu_seqlens,
             slots=slots,
             position_ids=position_ids,
-            num_pages=cache_shape[0],
-            page_size=cache_shape[1],
-            # ceil(2**63 / page_size)
-            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
             batch=_any(seq_lens.shape)[0],
-            max_pages=table_shape[1],
-            mode=mode,
         )
         extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
         num_q_heads, num_kv_heads = inputs.num_q_heads, inputs.num_kv_heads
@@ -138,7 +138,7 @@ class AppendKernel:
         few = blocks * chunks * config.ctas_per_sm <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
-        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
+        self.kernel(shares, inputs, phase_steps, where, targets, extras, rope_factor).launch(
             grid=(
                 Int32(cutlass.select_(by_kind, blocks, chunks)),
                 Int32(cutlass.select_(by_kind, chunks, rest)),
@@ -156,15 +156,16 @@ class AppendKernel:
     @cute.kernel
     def kernel(
         self,
-        shares: "Shares",
-        inputs: "Inputs",
-        where: "Where",
+        shares: Shares,
+        inputs: Inputs,
         phase_steps: Int64,
-        targets: "Targets",
-        extras: "Extras",
+        where: Where,
+        targets: Targets,
+        extras: Extras,
         rope_factor: Float32,
     ):
-        # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
+        # In the order of need: what comes before the first loads is two lines of the constant cache, cold in each SM;
+        # what finds the page a third one, asked for before the length has come.
         config = self.config
         if const_expr(config.leads):
             if shares.few:
@@ -188,24 +189,20 @@ class AppendKernel:
             first = (chunk - before) * rows
             heads = Heads(first=first, count=cutlass.min(rows, num_heads - first))
             team_lane = lane % config.lanes
-            source = self.source_of(inputs, heads, token, is_q, is_v)
-            if const_expr(config.decode):
-                # The lane's own, once: else its offset is added in the branch of each row.
-                offset = cutlass.select_(is_v, Int32(self.v_elements.piece.num_bytes), Int32(self.k_elements.piece.num_bytes))
-                source = ptx.pinned(source + Int64(team_lane * offset))
+            source = self.source_of(inputs, heads, token, team_lane, is_q, is_v)
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            asked = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
                     self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
                 elif ~is_q:
                     self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
-            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
+            position, inside, page, row = self.locate(where, is_q, token, lane, asked)
             if const_expr(not config.decode):
-                position = cutlass.select_(where.position_ids != 0, own, position)
+                position = cutlass.select_(where.position_ids != 0, asked.position_id, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
@@ -224,24 +221,26 @@ class AppendKernel:
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
-    def source_of(self, inputs, heads, token, is_q, is_v):
-        """Address of the team's first row."""
+    def source_of(self, inputs, heads, token, lane, is_q, is_v):
+        """Address of the team's first row; for decode that of the lane's part, which else each row's branch adds up."""
         base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
         stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
         row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
-        return base + Int64(token) * stride + Int64(heads.first * row_bytes)
+        source = base + Int64(token) * stride + Int64(heads.first * row_bytes)
+        if not self.config.decode:
+            return source
+        k_bytes, v_bytes = (Int32(elements.piece.num_bytes) for elements in (self.k_elements, self.v_elements))
+        return ptx.pinned(source + Int64(lane * cutlass.select_(is_v, v_bytes, k_bytes)))
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane):
-        """Asks for what places and angles begin with; nothing waits for it yet.
-
-        Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
-        0 for each that is not given or not needed, and fills ``steps``.
-        """
-        length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
+        """Asks for what places and angles begin with, and fills ``steps``; nothing waits for it yet."""
+        length, own, table_row, slot_words = Int32(0), Int32(0), Int64(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
         if const_expr(self.config.decode):
             length = _load_word(where.seq_lens, token)
+            if ~is_q:
+                table_row = ptx.pinned(where.table_row(token))
         else:
             if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
                 length = _load_word(where.seq_lens, token)
@@ -257,7 +256,7 @@ class AppendKernel:
             # Teams of v heads, too: a condition would cost the others more than it saves.
             for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
                 steps[i] = word
-        return length, own, _join(slot_words[0], slot_words[1])
+        return Asked(length, own, _join(slot_words[0], slot_words[1]), table_row)
 
     def asks_scales(self, cache_row) -> bool:
         """Whether given scales are asked for with the rows: a latency that prefill, with many rows to a team, hides."""
@@ -295,18 +294,18 @@ class AppendKernel:
                     raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, is_q, token, lane, length, slot):
+    def locate(self, where, is_q, token, lane, asked):
         """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
-        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
-        q heads look for none.
+        The page is not waited for, and may be none of the cache's. Teams of q heads look for none.
         """
+        length, slot = asked.length, asked.slot
         position, page, row = Int32(0), Int32(-1), Int32(0)
         if const_expr(self.config.decode):
             position = length - 1
             inside = position >= 0
             if ~is_q:
-                page, row, inside = self.find_page(where, token, position, inside)
+                page, row, inside = self.find_page(where, token, position, inside, asked.table_row)
             return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -327,17 +326,16 @@ class AppendKernel:
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
             else:
-                page, row, inside = self.find_page(where, request, position, inside)
+                page, row, inside = self.find_page(where, request, position, inside, where.table_row(request))
         return position, inside, page, row
 
     @cute.jit
-    def find_page(self, where, request, position, inside):
+    def find_page(self, where, request, position, inside, table_row):
         """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
-            entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-            page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+            page = _load_word(table_row, cutlass.min(index, where.max_pages - 1))
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)
         else:
@@ -385,22 +383,14 @@ class AppendKernel:
                 done = done + ahead
                 target = target + ahead * elements.row_bytes
             else:
-                step = self.config.q_rows_unrolled
-                for _ in cutlass.range((cutlass.min(heads.count - done, ahead) + (step - 1)) // step, unroll=1):
-                    for u in cutlass.range_constexpr(step):
-                        if const_expr(u == 0):
-                            self.unpack(raw, values, elements, u)
-                            self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
-                            if place.valid:
-                                elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
-                        elif done + u < heads.count:
-                            self.unpack(raw, values, elements, u)
-                            self.turn_q(values, cos, sin, extras, heads.first + done + u, place)
-                            if place.valid:
-                                elements.piece.store(target, place.lane, elements.pack(values), u * elements.row_bytes)
-                    self.advance(raw, ahead, step)
-                    done = done + step
-                    target = target + step * elements.row_bytes
+                for _ in cutlass.range(cutlass.min(heads.count - done, ahead), unroll=1):
+                    self.unpack(raw, values, elements, 0)
+                    self.advance(raw, ahead)
+                    self.turn_q(values, cos, sin, extras, heads.first + done, place)
+                    if place.valid:
+                        elements.piece.store(target, place.lane, elements.pack(values))
+                    done = done + 1
+                    target = target + elements.row_bytes
             source = source + ahead * elements.row_bytes
             if const_expr(not self.config.decode):
                 self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
@@ -477,10 +467,10 @@ class AppendKernel:
         for i, value in enumerate(elements.unpack(words)):
             values[i] = value
 
-    def advance(self, raw, ahead, step=1):
-        """Makes row ``step`` of ``raw``, of ``ahead``, its first."""
-        for i in range((ahead - step) * self.row_words):
-            raw[i] = raw[i + step * self.row_words]
+    def advance(self, raw, ahead):
+        """Makes the second row of ``raw``, of ``ahead``, its first."""
+        for i in range((ahead - 1) * self.row_words):
+            raw[i] = raw[i + self.row_words]
 
     @cute.jit
     def turn(self, values, cos, sin, bias, norm, extras, head, lane):
@@ -527,96 +517,3 @@ def _join(low: Uint32, high: Uint32) -> Int64:
 def _byte_strides(tensor) -> Any:
     """Bytes from one index of each dimension but the last to the next."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads."""
-
-    q: Int64
-    k: Int64
-    v: Int64
-    q_stride: Int64
-    k_stride: Int64
-    v_stride: Int64
-    num_tokens: Int32
-    num_q_heads: Int32
-    num_kv_heads: Int32
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Addresses of what is written; strides are bytes per token, and per (page, token, head) of the caches."""
-
-    q_out: Int64
-    k_cache: Int64
-    v_cache: Int64
-    q_out_stride: Int64
-    k_strides: Any
-    v_strides: Any
-
-
-@dataclass(frozen=True)
-class Where:
-    """What decides where tokens go; see :meth:`AppendKernel.__call__`."""
-
-    seq_lens: Int64
-    block_table: Int64
-    cu_seqlens: Int64
-    slots: Int64
-    position_ids: Int64
-    num_pages: Int32
-    page_size: Int32
-    page_divisor: Int64
-    batch: Int32
-    max_pages: Int32
-    mode: Int32
-
-
-@dataclass(frozen=True)
-class Extras:
-    """Addresses of what rows are combined with, 0 where there is none."""
-
-    q_bias: Int64
-    k_bias: Int64
-    v_bias: Int64
-    q_norm: Int64
-    k_norm: Int64
-    k_scale: Int64
-    v_scale: Int64
-    norm_eps: Float32
-
-
-@dataclass(frozen=True)
-class Shares:
-    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind, few: see the launch."""
-
-    q_rows: Int32
-    kv_rows: Int32
-    kv_chunks: Int32
-    by_kind: Any
-    few: Any
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A team's heads of one of q, k and v."""
-
-    first: Int32
-    count: Int32
-
-
-@dataclass(frozen=True)
-class Place:
-    """A team's token and lane, and the page and row where its K and V go.
-
-    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on
-    its way still.
-    """
-
-    token: Int32
-    valid: Any
-    page: Int32
-    num_pages: Int32
-    row: Int32
-    lane: Int32
