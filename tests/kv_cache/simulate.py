@@ -24,10 +24,10 @@ def _unwrapped(kind: type, *names: str) -> type:
 
 def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     from cute_kernels.device import rows, write_row
-    from cute_kernels.kv_cache import bulk, kernel, rotate
+    from cute_kernels.kv_cache import bulk, kernel, operands, rotate
 
     gpu = Gpu()
-    gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
+    gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate)
     for module in (kernel, bulk):
         monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
     return gpu
