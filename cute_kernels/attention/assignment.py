@@ -21,9 +21,6 @@ from cute_kernels.attention.schedule import ALIKE, CUT_STEPS, FEW_ROWS
 from cute_kernels.device import ptx
 from cute_kernels.sm90 import WARP_THREADS
 
-SECTOR_LENGTHS = 8  # that memory sends together
-FETCHED = (0, SECTOR_LENGTHS)  # of a lane's rows, those whose lengths are asked for early
-
 
 @dataclass(frozen=True)
 class Requests:
@@ -92,32 +89,26 @@ class Assigner:
     def rows_of_lane(self, requests):
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
-    def fetch_lengths(self, requests, lane: Int32):
-        """Starts loading those of the lengths that a lane looks at whose neighbours come with them into the caches.
-
-        Asked for after the first tiles of all CTAs, a length would come after them: up to 512 requests none is.
-        """
-        first = lane * self.rows_of_lane(requests)
-        return tuple(self.fetch_length(requests, cutlass.min(first + i, requests.batch - 1)) for i in FETCHED)
+    def fetch_first_length(self, requests, lane: Int32):
+        """Starts loading the first of the lengths that a lane looks at; its neighbours come with it into the caches."""
+        return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit
-    def tiles_per_part(self, requests, fetched, lane: Int32):
+    def tiles_per_part(self, requests, first_length, lane: Int32):
         """Tiles of a part where the lengths differ; 0 where they are alike, and every row is cut as the grid is.
 
-        fetched: as :meth:`fetch_lengths` gives them.
+        first_length: as :meth:`fetch_first_length` gives it.
         """
         result = Int32(0)
         if requests.more_rows > 0:
             total, most = Int32(0), Int32(1)
             rows = self.rows_of_lane(requests)
-            for i, length in zip(FETCHED, fetched, strict=True):
-                if (i < rows) & (lane * rows + i < requests.batch):
-                    tiles = self.tiles_of(requests, self.limit_length(requests, length))
-                    total = total + tiles
-                    most = cutlass.max(most, tiles)
+            if lane * rows < requests.batch:
+                total = self.tiles_of(requests, self.limit_length(requests, first_length))
+                most = total
             for i in cutlass.range(1, rows, 1, unroll=1):
                 row = lane * rows + i
-                if (row < requests.batch) & (i != SECTOR_LENGTHS):
+                if row < requests.batch:
                     tiles = self.tiles_of(requests, self.length_of(requests, row))
                     total = total + tiles
                     most = cutlass.max(most, tiles)

@@ -228,8 +228,8 @@ class DecodeKernel:
             tiles_per_part = Int32(0)
             if row >= shape.batch:
                 # A row of CTAs beyond the batch: most often there is nothing to do.
-                fetched = self.assigner.fetch_lengths(requests, lane)
-                tiles_per_part = self.assigner.tiles_per_part(requests, fetched, lane)
+                first_length = self.assigner.fetch_first_length(requests, lane)
+                tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
             if (row < shape.batch) | (tiles_per_part > 0):
                 self.run(cta, place, requests, q, row, part)
         else:
@@ -244,7 +244,7 @@ class DecodeKernel:
         # Lengths, queries, pages and first tiles come from memory at the same time: tile ``part`` is the first of this
         # CTA unless lengths differ.
         asked_length = self.assigner.fetch_length(requests, own_row)
-        fetched = self.assigner.fetch_lengths(requests, lane) if const_expr(config.units) else None
+        first_length = self.assigner.fetch_first_length(requests, lane) if const_expr(config.units) else None
         asked = None  # after an append the queries are the last to come: `attend_unit` asks for them
         if const_expr(not config.after_append):
             asked = self.fetch_query(cta, place, q, own_row)  # by copying warps in vain
@@ -260,7 +260,7 @@ class DecodeKernel:
         length = self.assigner.limit_length(requests, asked_length)
         unit = self.assigner.grid_unit(requests, own_row, part, length)
         if const_expr(config.units):
-            self.process_unit(cta, place, requests, q, asked, fetched, unit, row, early, pages)
+            self.process_unit(cta, place, requests, q, asked, first_length, unit, row, early, pages)
         else:
             work = Work(place, row, part, unit.num_parts, unit.first_unit, unit.length, unit.first_tile)
             self.process_expected(cta, work, q, asked, early, pages, part < unit.num_parts)
@@ -298,10 +298,10 @@ class DecodeKernel:
         self.attend_tiles(cta, work, query, stage, phase)
 
     @cute.jit
-    def process_unit(self, cta, place, requests, q, asked, fetched, unit, row, early, pages):
+    def process_unit(self, cta, place, requests, q, asked, first_length, unit, row, early, pages):
         """The CTA's part of its own row; where the lengths differ, the unit that has the CTA's number."""
         lane, part = cta.lane, unit.part
-        tiles_per_part = self.assigner.tiles_per_part(requests, fetched, lane)
+        tiles_per_part = self.assigner.tiles_per_part(requests, first_length, lane)
         unit_row, unit_part, first_unit = row, part, row * requests.parts
         num_parts, length = unit.num_parts, unit.length
         if tiles_per_part > 0:

@@ -267,9 +267,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         heads = row_heads(problem, names, blocks) if problem.aligned else 0
         contiguous = problem.features.head_major or (heads or 1) == problem.num_kv_heads
         row_copy = "bulk" if heads else "word"
-        # One CTA to an SM has nobody who computes while it asks for many small pieces.
-        pieces = 0 < problem.page_tokens < SMALL_PAGE
-        make, counts = row_config, (1, 2, MOST_CTAS) if contiguous and not pieces else (2,)
+        make, counts = row_config, (1, 2, MOST_CTAS) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
     borrows = _borrows_registers(problem)
     if borrows:
@@ -397,7 +395,9 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     elif ctas_per_sm == MOST_CTAS and not few_roles:
         ctas_per_sm = 1 if base.units else 2
     if int4:
-        few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or base.page_tokens > 0))
+        # Pages' pieces are waited for longer: warps with two blocks of tokens each need fewer tiles in turn.
+        pieces = base.page_tokens > 0 and roles == base.blocks_per_warp == 1
+        few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or pieces))
         warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)

@@ -28,7 +28,7 @@ from cute_kernels.kv_cache.config import (
     AppendConfig,
     rows_per_team,
 )
-from cute_kernels.kv_cache.operands import Asked, Extras, Heads, Inputs, Place, Shares, Targets, Where
+from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Where
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -111,16 +111,16 @@ class AppendKernel:
         where = Where(
             seq_lens=ptx.address(seq_lens),
             block_table=ptx.address(block_table),
-            # ceil(2**63 / page_size)
-            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
-            max_pages=table_shape[1],
-            num_pages=cache_shape[0],
-            page_size=cache_shape[1],
-            mode=mode,
             cu_seqlens=cu_seqlens,
             slots=slots,
             position_ids=position_ids,
+            num_pages=cache_shape[0],
+            page_size=cache_shape[1],
+            # ceil(2**63 / page_size)
+            page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
             batch=_any(seq_lens.shape)[0],
+            max_pages=table_shape[1],
+            mode=mode,
         )
         extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
         num_q_heads, num_kv_heads = inputs.num_q_heads, inputs.num_kv_heads
@@ -138,7 +138,7 @@ class AppendKernel:
         few = blocks * chunks * config.ctas_per_sm <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
-        self.kernel(shares, inputs, phase_steps, where, targets, extras, rope_factor).launch(
+        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
             grid=(
                 Int32(cutlass.select_(by_kind, blocks, chunks)),
                 Int32(cutlass.select_(by_kind, chunks, rest)),
@@ -158,14 +158,13 @@ class AppendKernel:
         self,
         shares: Shares,
         inputs: Inputs,
-        phase_steps: Int64,
         where: Where,
+        phase_steps: Int64,
         targets: Targets,
         extras: Extras,
         rope_factor: Float32,
     ):
-        # In the order of need: what comes before the first loads is two lines of the constant cache, cold in each SM;
-        # what finds the page a third one, asked for before the length has come.
+        # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
         config = self.config
         if const_expr(config.leads):
             if shares.few:
@@ -193,16 +192,16 @@ class AppendKernel:
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-            asked = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
                     self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
                 elif ~is_q:
                     self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
-            position, inside, page, row = self.locate(where, is_q, token, lane, asked)
+            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             if const_expr(not config.decode):
-                position = cutlass.select_(where.position_ids != 0, asked.position_id, position)
+                position = cutlass.select_(where.position_ids != 0, own, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
@@ -234,13 +233,15 @@ class AppendKernel:
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane):
-        """Asks for what places and angles begin with, and fills ``steps``; nothing waits for it yet."""
-        length, own, table_row, slot_words = Int32(0), Int32(0), Int64(0), cute.make_rmem_tensor(2, Uint32)
+        """Asks for what places and angles begin with; nothing waits for it yet.
+
+        Returns (length of the token's request where it is the request's only one, the token's position id, its slot),
+        0 for each that is not given or not needed, and fills ``steps``.
+        """
+        length, own, slot_words = Int32(0), Int32(0), cute.make_rmem_tensor(2, Uint32)
         slot_words.fill(0)
         if const_expr(self.config.decode):
             length = _load_word(where.seq_lens, token)
-            if ~is_q:
-                table_row = ptx.pinned(where.table_row(token))
         else:
             if (where.mode & HAS_SEQ_LENS != 0) & (where.cu_seqlens == 0):
                 length = _load_word(where.seq_lens, token)
@@ -256,7 +257,7 @@ class AppendKernel:
             # Teams of v heads, too: a condition would cost the others more than it saves.
             for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
                 steps[i] = word
-        return Asked(length, own, _join(slot_words[0], slot_words[1]), table_row)
+        return length, own, _join(slot_words[0], slot_words[1])
 
     def asks_scales(self, cache_row) -> bool:
         """Whether given scales are asked for with the rows: a latency that prefill, with many rows to a team, hides."""
@@ -294,18 +295,18 @@ class AppendKernel:
                     raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, is_q, token, lane, asked):
+    def locate(self, where, is_q, token, lane, length, slot):
         """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
-        The page is not waited for, and may be none of the cache's. Teams of q heads look for none.
+        ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
+        q heads look for none.
         """
-        length, slot = asked.length, asked.slot
         position, page, row = Int32(0), Int32(-1), Int32(0)
         if const_expr(self.config.decode):
             position = length - 1
             inside = position >= 0
             if ~is_q:
-                page, row, inside = self.find_page(where, token, position, inside, asked.table_row)
+                page, row, inside = self.find_page(where, token, position, inside)
             return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -326,16 +327,17 @@ class AppendKernel:
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
             else:
-                page, row, inside = self.find_page(where, request, position, inside, where.table_row(request))
+                page, row, inside = self.find_page(where, request, position, inside)
         return position, inside, page, row
 
     @cute.jit
-    def find_page(self, where, request, position, inside, table_row):
+    def find_page(self, where, request, position, inside):
         """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
-            page = _load_word(table_row, cutlass.min(index, where.max_pages - 1))
+            entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+            page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)
         else:

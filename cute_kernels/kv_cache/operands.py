@@ -39,33 +39,15 @@ class Where:
 
     seq_lens: Int64
     block_table: Int64
-    page_divisor: Int64
-    max_pages: Int32
-    num_pages: Int32
-    page_size: Int32
-    mode: Int32
     cu_seqlens: Int64
     slots: Int64
     position_ids: Int64
+    num_pages: Int32
+    page_size: Int32
+    page_divisor: Int64
     batch: Int32
-
-    def table_row(self, request: Int32) -> Int64:
-        """Address of a request's row of the block table."""
-        return self.block_table + Int64(request) * (self.max_pages * 4)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What of a token is on its way; 0 for what is not given or not needed.
-
-    length: of its request, where it is the request's only one. position_id, slot: its own. table_row: address of its
-    request's pages, known before the length is.
-    """
-
-    length: Int32
-    position_id: Int32
-    slot: Int64
-    table_row: Int64
+    max_pages: Int32
+    mode: Int32
 
 
 @dataclass(frozen=True)

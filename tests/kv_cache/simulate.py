@@ -102,7 +102,7 @@ def simulate_append(
         for chunk in range(q_chunks + 2 * kv_chunks):
             for warp in range(config.num_warps):
                 gpu.block, gpu.warp = (block, chunk, 0) if by_kind else (chunk, block, 0), warp
-                simulated.kernel(shares, inputs, Int64(steps), where, targets, extras, factor)
+                simulated.kernel(shares, inputs, where, Int64(steps), targets, extras, factor)
     gpu.get(at["k_cache"], call.k_cache)
     gpu.get(at["v_cache"], call.v_cache)
     if q_out is not None:
