@@ -56,7 +56,9 @@ TUNED_TOKENS = 33
 PAIRS = [(8, None), (None, 16), (32, 8), (None, None)]  # entries of the products' memory-bound kernel, or the other one
 
 
-def problem(places: int, experts: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group=128, zero=False):
+def problem(
+    places: int, experts: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group: int | None = 128, zero=False
+):
     return GroupedProblem(places, experts, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
 
 
