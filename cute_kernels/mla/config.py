@@ -21,8 +21,6 @@ GATHER_WARPS = WARPGROUP_WARPS
 WARP_GROUPS = BLOCK_TOKENS // GROUP_TOKENS // GATHER_WARPS  # groups of tokens that a gathering warp fetches of a block
 MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS
 NUM_STAGES = 2
-STAGE_PITCH = V_HEAD_DIM + 16  # bytes of half a row of the output where warps stage theirs: no two words on a bank
-STAGE_BYTES = 16 * STAGE_PITCH  # of a warp
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
@@ -33,7 +31,8 @@ TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
 MAX_PREFETCH = 16
-ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
+# A word for each of a block's tokens that says where it lies, and one of each gathering warp for its mark.
+ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + GATHER_WARPS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 SERVED_PREFETCH = 4  # blocks
 SERVED_STRETCH = 3  # of crossover
@@ -113,8 +112,8 @@ class MlaConfig:
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory of the queries of 64 heads, whose place the output takes in the end."""
-        return max(BLOCK_HEADS * self.head_dim * 2, MULTIPLYING_WARPS * STAGE_BYTES)
+        """Shared memory of the queries of 64 heads."""
+        return BLOCK_HEADS * self.head_dim * 2
 
     @property
     def full_arrivals(self) -> int:

@@ -25,6 +25,7 @@ from cute_kernels.mla.gather import SLAB_BYTES
 from cute_kernels.mla.layout import HALF_SLABS
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.output import Writer
+from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.sm90 import WARP_THREADS
 
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
@@ -46,7 +47,7 @@ class Memory:
     entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
     full: Any
     empty: Any
-    queries_full: Any  # a barrier of one phase
+    queries_full: Any
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Multiplying:
         self.config = config
         self.numbers = of_name(config.layout.dtype)
         self.writer = Writer(self.numbers)
+        self.loader = QueryLoader(config)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -156,9 +158,17 @@ class Multiplying:
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
-    def await_queries(self, memory) -> None:
-        """Waits for the CTA's queries."""
-        cute.arch.mbarrier_wait(memory.queries_full, 0)
+    def await_queries(self, memory, phase) -> None:
+        """Waits for a share's queries."""
+        cute.arch.mbarrier_wait(memory.queries_full, phase)
+
+    @cute.jit
+    def ask_next_queries(self, wanted, items, index, memory, warp):
+        """Asks for the queries of the share behind the ``index``-th, if there is one; this one's have been read."""
+        following = index + items.step
+        if wanted & (warp == 0) & (following < items.count):
+            row, head_block, _ = items.place(following)
+            self.loader.ask(items.queries, memory, row, head_block)
 
     def await_tile(self, memory, stage, phase) -> None:
         """Waits for a tile."""

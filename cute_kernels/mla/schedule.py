@@ -88,6 +88,13 @@ def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
     return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
 
 
+def count_ctas(shape: WorkShape, config: MlaConfig, num_parts: int, ragged: bool) -> int:
+    """CTAs of a launch of the kernel for 64 heads: one for every share, or, where rows have the same length, as many
+    as there are SMs, each for every so many-th share."""
+    shares = shape.num_ctas(BLOCK_HEADS) * num_parts
+    return shares if ragged else min(shares, shape.num_sms // config.cluster * config.cluster)
+
+
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
     wide = CROSSING if crosses(tokens, form, shape.num_heads) else WIDE

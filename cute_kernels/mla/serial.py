@@ -24,17 +24,27 @@ class Serial(Multiplying):
     """See the module."""
 
     @cute.jit
-    def first(self, work, results, memory, softmax_scale, warp, lane):
-        """The first warpgroup. warp: 0 to 3."""
-        self.await_queries(memory)
+    def first(self, items, results, memory, softmax_scale, warp, lane):
+        """The first warpgroup, over all shares of the CTA. warp: 0 to 3."""
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
+            work = items.work(index)
+            self.await_queries(memory, turn)
+            stage, phase = self.first_share(work, items, index, results, memory, softmax_scale, warp, lane, stage, phase)
+            turn = turn ^ 1
+
+    @cute.jit
+    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
+        """The first warpgroup's share; the ring's next stage and phase."""
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
-        stage, phase = Int32(0), Int32(0)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
             wgmma_tiles.wait()
             factors = self.weigh(rows, work, memory, stage, block, scale, warp, lane)
             cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+            # All four warps have their last scores.
+            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
             self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane)
             self.publish_rows(factors, memory, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -48,22 +58,30 @@ class Serial(Multiplying):
             rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
             rows.maxima[row] = rows.maxima[row] * scale
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+        self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
         factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
         self.publish_rows(factors, memory, warp, lane)
         self.hand_over_weights()
-        self.writer.write(work, results, rows.sums, factors, memory.queries, warp, lane, 0)
+        self.writer.write(work, results, rows.sums, factors, warp, lane, 0)
+        return stage, phase
 
     def hand_over_weights(self) -> None:
         """Lets the second warpgroup begin with the weights and factors that were published last."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second(self, work, results, memory, softmax_scale, warp, lane):
-        """The second warpgroup. warp: 0 to 3."""
+    def second(self, items, results, memory, softmax_scale, warp, lane):
+        """The second warpgroup, over all shares of the CTA. warp: 0 to 3."""
+        stage, phase = Int32(0), Int32(0)
+        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
+            stage, phase = self.second_share(items.work(index), results, memory, warp, lane, stage, phase)
+
+    @cute.jit
+    def second_share(self, work, results, memory, warp, lane, stage, phase):
+        """The second warpgroup's share; the ring's next stage and phase."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
-        stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase)
             cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
@@ -75,4 +93,5 @@ class Serial(Multiplying):
             stage, phase = advance(stage, phase, NUM_STAGES)
         cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
         factors = self.load_rows(memory, warp, lane)
-        self.writer.write(work, results, sums, factors, memory.queries, warp, lane, 1)
+        self.writer.write(work, results, sums, factors, warp, lane, 1)
+        return stage, phase
