@@ -78,7 +78,7 @@ class MlaKernel:
         extra_topk_length: Int64,
         stream,
     ):
-        """Launches over (queries x blocks of 64 heads, parts), which ``num_ctas`` CTAs take in turns.
+        """Launches over (queries x blocks of 64 heads, parts), taken in turns by ``num_ctas`` CTAs.
 
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
@@ -123,7 +123,7 @@ class MlaKernel:
         causal: Int32,
         stream,
     ):
-        """Launches over (requests x blocks of 64 of their queries' heads, parts), which ``num_ctas`` CTAs take in turns.
+        """Launches over (requests x blocks of 64 of their queries' heads, parts), taken in turns by ``num_ctas`` CTAs.
 
         As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to

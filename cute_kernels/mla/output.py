@@ -18,6 +18,7 @@ from cute_kernels.mla.work import partial_stats, partial_values
 
 HALF = V_HEAD_DIM // 2
 WARP_ROWS = 16
+PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
 class Writer:
@@ -79,16 +80,19 @@ class Writer:
 
     @cute.jit
     def store(self, work, results, sums, factors, warp, lane, half: cutlass.Constexpr):
-        """Results from registers alone, whose queries' room is the next share's: four lanes of a row trade words until
-        each has 16 bytes side by side, and write 64 bytes together."""
+        """Results from registers alone, since shared memory is the next share's already: four lanes of a row trade
+        words until each has 16 bytes side by side, and write 64 bytes together."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
-            base = results.out + (half * HALF * 2 + lane % 4 * 16)
-            place = base + Int64(work.query_row(head)) * (V_HEAD_DIM * 2)
+            place = self.place(results, work.query_row(head), lane, half)
             pieces = self.pieces(sums, factors[below], below, lane)
             if work.first_head + head < work.shape.num_heads:
                 for i in cutlass.range_constexpr(len(pieces)):
-                    ptx.store_global(place + 64 * i, pieces[i])
+                    ptx.store_global(place + PIECE_PITCH * i, pieces[i])
+
+    def place(self, results, query_row, lane, half: int):
+        """Address of the first of a lane's pieces of a row."""
+        return results.out + (half * HALF * 2 + lane % 4 * 16) + Int64(query_row) * (V_HEAD_DIM * 2)
 
     def pieces(self, sums, factor, below: int, lane) -> list[list[Any]]:
         """A row's results as a lane writes them: 8 columns side by side, every fourth 8 of the half."""

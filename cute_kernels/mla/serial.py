@@ -30,7 +30,9 @@ class Serial(Multiplying):
         for index in cutlass.range(items.first, items.count, items.step, unroll=1):
             work = items.work(index)
             self.await_queries(memory, turn)
-            stage, phase = self.first_share(work, items, index, results, memory, softmax_scale, warp, lane, stage, phase)
+            stage, phase = self.first_share(
+                work, items, index, results, memory, softmax_scale, warp, lane, stage, phase
+            )
             turn = turn ^ 1
 
     @cute.jit
