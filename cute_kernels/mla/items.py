@@ -10,14 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from cute_kernels.mla.config import BLOCK_HEADS
-from cute_kernels.mla.locate import count_blocks
+from cute_kernels.mla.locate import Divisor, count_blocks
 from cute_kernels.mla.work import Shape, Work
 
 # What a cursor keeps in registers.
 INDEX, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many shares a launch has, in a form that numbers of shares are divided by; found on the host."""
+
+    of_part: Divisor  # shares of the first parts of all rows
+    head_blocks: Divisor  # of a row
+    request_rows: Divisor
+    parts: Divisor
+
+    @staticmethod
+    def of(shape: Shape, head_blocks) -> Counts:
+        numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, shape.num_parts
+        return Counts(*map(Divisor.of, numbers))
+
+    @property
+    def shares(self):
+        """All of the launch."""
+        return self.of_part.value * self.parts.value
 
 
 @dataclass(frozen=True)
@@ -32,25 +52,29 @@ class Items:
     source: Any
     queries: Any
     locator: Any
-    head_blocks: Any
+    counts: Counts
     first: Any
     step: Any
-    count: Any
+
+    @property
+    def count(self):
+        """Numbers of shares are below it."""
+        return self.counts.shares
 
     def place(self, index) -> tuple[Any, Any, Any]:
         """(row, block of heads, part) of a share."""
-        per_part = self.shape.rows * self.head_blocks
-        part = index // per_part
-        rest = index - part * per_part
-        row = rest // self.head_blocks
-        return row, rest - row * self.head_blocks, part
+        part, rest = self.counts.of_part.divide(Uint32(index))
+        row, head_block = self.counts.head_blocks.divide(rest)
+        return Int32(row), Int32(head_block), Int32(part)
 
     def work(self, index) -> Work:
         """A share."""
         row, head_block, part = self.place(index)
-        length, extra_length = self.locator.lengths(self.source, row // self.shape.request_rows)
+        request, _ = self.counts.request_rows.divide(Uint32(row))
+        length, extra_length = self.locator.lengths(self.source, Int32(request))
         main_blocks, num_blocks = count_blocks(length, extra_length)
-        begin, end = Work.share(num_blocks, self.shape.num_parts, part)
+        size, _ = self.counts.parts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
+        begin, end = Work.cut(num_blocks, Int32(size), part)
         first_head = head_block * BLOCK_HEADS
         return Work(self.shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
 

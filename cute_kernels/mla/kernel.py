@@ -29,7 +29,7 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.gather import make_gatherer
-from cute_kernels.mla.items import Items
+from cute_kernels.mla.items import Counts, Items
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.queries import QueryLoader
@@ -142,7 +142,8 @@ class MlaKernel:
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
         queries = self.loader.source(q, shape)
-        self.kernel(queries, source, results, shape, head_blocks, softmax_scale).launch(
+        counts = Counts.of(shape, head_blocks)
+        self.kernel(queries, source, results, shape, counts, softmax_scale).launch(
             grid=(num_ctas, 1, 1),
             block=(NUM_THREADS, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
@@ -151,7 +152,7 @@ class MlaKernel:
         )
 
     @cute.kernel
-    def kernel(self, queries, source, results, shape, head_blocks: Int32, softmax_scale: Float32):
+    def kernel(self, queries, source, results, shape, counts, softmax_scale: Float32):
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -159,8 +160,7 @@ class MlaKernel:
         memory = self.allocate()
         # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
         cute.arch.griddepcontrol_launch_dependents()
-        count = shape.rows * head_blocks * shape.num_parts
-        items = Items(shape, source, queries, self.locator, head_blocks, cta, num_ctas, count)
+        items = Items(shape, source, queries, self.locator, counts, cta, num_ctas)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
