@@ -32,7 +32,7 @@ class Counts:
     @staticmethod
     def of(shape: Shape, head_blocks) -> Counts:
         numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, shape.num_parts
-        return Counts(*map(Divisor.of, numbers))
+        return Counts(*(Divisor.of(Int32(number)) for number in numbers))
 
     @property
     def shares(self):
