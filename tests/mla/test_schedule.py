@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from cute_kernels.mla.config import MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
-from cute_kernels.mla.schedule import CROSSING, FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
+from cute_kernels.mla.schedule import (
+    CROSSING,
+    FEW_HEADS,
+    MAX_PARTS,
+    WIDE,
+    WorkShape,
+    choose,
+    choose_parts,
+    cost_us,
+    count_ctas,
+)
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
 
@@ -95,6 +105,15 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
     assert choose_parts(WorkShape(128, 64, 2048)) == 1
     assert choose_parts(WorkShape(1, 16, 64)) == 1
     assert choose_parts(WorkShape(1, 128, 32768)) in range(24, 67)
+
+
+def test_rows_of_one_length_are_taken_in_turns():
+    crossing, wide = served_config("sparse", "mla_fp8", crossover=True), served_config("sparse", "mla_fp8")
+    shape = WorkShape(256, 128, 2048)
+    assert count_ctas(shape, crossing, 1, ragged=False) == 132 and count_ctas(shape, crossing, 1, ragged=True) == 512
+    assert count_ctas(WorkShape(256, 128, 2048, 131), crossing, 1, ragged=False) == 130
+    assert count_ctas(WorkShape(256, 128, 2048, 131), wide, 1, ragged=False) == 131
+    assert count_ctas(WorkShape(4, 100, 2048), wide, 3, ragged=False) == 24
 
 
 def test_configurations_fit_and_say_why_not():
