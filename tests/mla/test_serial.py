@@ -230,9 +230,6 @@ for method in ("first", "second", "first_share", "second_share", "ask_next_queri
     setattr(Model, method, inspect.unwrap(getattr(serial.Serial, method)))
 
 
-SCORE, AWAIT = Model.score, Model.await_queries
-
-
 def no_rows() -> SimpleNamespace:
     return SimpleNamespace(sums=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
 
@@ -254,7 +251,8 @@ class Items:
         return index, 0, 0
 
     def work(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(begin=0, end=self.shares[index], before=sum(self.shares[:index]))
+        before = sum(self.shares[:index])
+        return SimpleNamespace(index=index, begin=0, end=self.shares[index], before=before)
 
 
 def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
@@ -296,9 +294,7 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
     assert not machine.named.get(serial.WEIGHTS_READY)
 
 
-@pytest.mark.parametrize(
-    "shares", [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0]], ids=lambda shares: str(shares)
-)
+@pytest.mark.parametrize("shares", [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0]], ids=str)
 def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
     for seed in range(15):
         play(monkeypatch, seed, shares)
@@ -312,23 +308,24 @@ def test_neither_barrier_can_be_left_out(monkeypatch, left_out):
             play(monkeypatch, seed, [5, 3], left_out)
 
 
-@pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=lambda shares: str(shares))
+@pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
 def test_queries_cannot_be_asked_for_earlier(monkeypatch, shares):
-    """The model finds queries that are asked for while warps still read those before, or wait for them."""
-    ask = Model.ask_next_queries
+    """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
+    ask, weigh, wait = Model.ask_next_queries, Model.weigh, Model.await_queries
+    items, now = Items(shares), threading.local()
 
-    def early(model, scores, memory, stage, phase) -> None:
-        SCORE(model, scores, memory, stage, phase)
-        model.machine.asked += model.machine.warp == 0
-        model.machine.holds["queries"] = model.share + 1
+    def with_own_scores(model, rows, work, memory, stage, block, scale, warp, lane):
+        ask(model, block + 1 == work.end, items, work.index, memory, warp)
+        return weigh(model, rows, work, memory, stage, block, scale, warp, lane)
 
-    def at_once(model, memory, phase) -> None:
-        AWAIT(model, memory, phase)
-        if not model.machine.shares[0]:
-            ask(model, True, Items(shares), 0, memory, model.machine.warp)
+    def with_own_queries(model, memory, phase) -> None:
+        wait(model, memory, phase)
+        now.index = getattr(now, "index", -1) + 1
+        ask(model, shares[now.index] == 0, items, now.index, memory, model.machine.warp)
 
-    monkeypatch.setattr(Model, "score", early)
-    monkeypatch.setattr(Model, "await_queries", at_once)
+    monkeypatch.setattr(Model, "weigh", with_own_scores)
+    monkeypatch.setattr(Model, "await_queries", with_own_queries)
+    monkeypatch.setattr(Model, "ask_next_queries", lambda *_: None)
     with pytest.raises(AssertionError):
         for seed in range(15):
             play(monkeypatch, seed, shares)
