@@ -19,6 +19,7 @@ from cute_kernels.mla.config import (
     FLAG_BYTES,
     MULTIPLYING_WARPS,
     V_HEAD_DIM,
+    WARPGROUP_WARPS,
     MlaConfig,
 )
 from cute_kernels.mla.gather import SLAB_BYTES
@@ -31,6 +32,8 @@ from cute_kernels.sm90 import WARP_THREADS
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
 HALF_SUMS = HALF // 2  # of a thread
 MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
+SCORING_THREADS = WARPGROUP_WARPS * WARP_THREADS
+QUERIES_READ = 4  # named barrier of the first warpgroup
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,14 @@ class Multiplying:
 
     @cute.jit
     def ask_next_queries(self, wanted, items, index, memory, warp):
-        """Asks for the queries of the share behind the ``index``-th, if there is one; this one's have been read."""
-        following = index + items.step
-        if wanted & (warp == 0) & (following < items.count):
-            row, head_block, _ = items.place(following)
-            self.loader.ask(items.queries, memory, row, head_block)
+        """Asks for the queries of the share behind the ``index``-th, if there is one, as soon as the other warps of the
+        warpgroup have done with this one's as well."""
+        if wanted:
+            cute.arch.barrier(barrier_id=QUERIES_READ, number_of_threads=SCORING_THREADS)
+            following = index + items.step
+            if (warp == 0) & (following < items.count):
+                row, head_block, _ = items.place(following)
+                self.loader.ask(items.queries, memory, row, head_block)
 
     def await_tile(self, memory, stage, phase) -> None:
         """Waits for a tile."""

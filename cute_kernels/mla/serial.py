@@ -40,13 +40,13 @@ class Serial(Multiplying):
         """The first warpgroup's share; the ring's next stage and phase."""
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
+        self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
             wgmma_tiles.wait()
+            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
             factors = self.weigh(rows, work, memory, stage, block, scale, warp, lane)
             cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-            # All four warps have their last scores.
-            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
             self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane)
             self.publish_rows(factors, memory, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -60,7 +60,6 @@ class Serial(Multiplying):
             rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
             rows.maxima[row] = rows.maxima[row] * scale
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-        self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
         factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
         self.publish_rows(factors, memory, warp, lane)
         self.hand_over_weights()

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import serial
+from cute_kernels.mla import multiply, serial
 from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 
 WARP_THREADS = 32
@@ -279,16 +279,17 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(serial, name, value)
+    monkeypatch.setattr(multiply, "cute", SimpleNamespace(arch=arch))
     monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
     num_blocks = sum(shares)
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
 
-    def multiply(warp: int) -> None:
+    def run_warp(warp: int) -> None:
         machine.local.warp = warp
         run = model.second if warp >= WARPGROUP_WARPS else model.first
         run(Items(shares), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
-    bodies = [functools.partial(multiply, warp) for warp in range(MULTIPLYING_WARPS)]
+    bodies = [functools.partial(run_warp, warp) for warp in range(MULTIPLYING_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, num_blocks)])
     assert all(blocks == list(range(num_blocks)) for blocks in model.sums.values())
     assert not machine.named.get(serial.WEIGHTS_READY)
@@ -309,23 +310,8 @@ def test_neither_barrier_can_be_left_out(monkeypatch, left_out):
 
 
 @pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
-def test_queries_cannot_be_asked_for_earlier(monkeypatch, shares):
+def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
     """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
-    ask, weigh, wait = Model.ask_next_queries, Model.weigh, Model.await_queries
-    items, now = Items(shares), threading.local()
-
-    def with_own_scores(model, rows, work, memory, stage, block, scale, warp, lane):
-        ask(model, block + 1 == work.end, items, work.index, memory, warp)
-        return weigh(model, rows, work, memory, stage, block, scale, warp, lane)
-
-    def with_own_queries(model, memory, phase) -> None:
-        wait(model, memory, phase)
-        now.index = getattr(now, "index", -1) + 1
-        ask(model, shares[now.index] == 0, items, now.index, memory, model.machine.warp)
-
-    monkeypatch.setattr(Model, "weigh", with_own_scores)
-    monkeypatch.setattr(Model, "await_queries", with_own_queries)
-    monkeypatch.setattr(Model, "ask_next_queries", lambda *_: None)
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, shares)
+            play(monkeypatch, seed, shares, multiply.QUERIES_READ)
