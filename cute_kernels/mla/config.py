@@ -31,8 +31,8 @@ TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
 MAX_PREFETCH = 16
-# A word for each of a block's tokens that says where it lies, and one of each gathering warp for its mark.
-ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + GATHER_WARPS) * 4
+# A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
+ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 SERVED_PREFETCH = 4  # blocks
 SERVED_STRETCH = 3  # of crossover

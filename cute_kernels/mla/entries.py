@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
-from cute_kernels.mla.config import BLOCK_TOKENS, ENTRY_BLOCK_BYTES, GATHER_WARPS, GROUP_TOKENS, MlaConfig
+from cute_kernels.mla.config import BLOCK_TOKENS, ENTRY_BLOCK_BYTES, GROUP_TOKENS, MlaConfig
 from cute_kernels.mla.locate import Token, make_locator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -82,7 +82,7 @@ class Entries:
 
     def mark_place(self, memory, number, first_row):
         """The mark of a block, each warp's own."""
-        return self.place(memory, number, BLOCK_TOKENS + first_row // self.rows % GATHER_WARPS)
+        return self.place(memory, number, BLOCK_TOKENS + first_row // GROUP_TOKENS)
 
     @cute.jit
     def request(self, cursor, source, memory, number, first_row, lane):

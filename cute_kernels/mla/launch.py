@@ -156,22 +156,16 @@ def _plan(
     ragged: bool,
 ) -> Plan:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = WorkShape(rows, num_heads, num_tokens, num_sms)
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms, ragged)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
-    return make_plan(config, arch_of(device.index), shape, num_parts, ragged)
+    return make_plan(config, arch_of(device.index), shape, num_parts)
 
 
-def make_plan(
-    config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, num_parts: int, ragged: bool = True
-) -> Plan:
-    """The plan of a launch that cuts each row into ``num_parts``: those of the cluster, if the parts of a row are one.
-
-    ragged: rows may have any number of tokens up to the shape's. Then there is a CTA for every share, which finds its
-    SM when one is free; rows of the same length are taken in turns by as many CTAs as there are SMs.
-    """
+def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, num_parts: int) -> Plan:
+    """The plan of a launch that cuts each row into ``num_parts``: those of the cluster, if the parts of a row are one."""
     function = load(MlaSpec(config), arch)
     few = isinstance(config, FewHeadsConfig)
-    num_ctas = 0 if few else count_ctas(shape, config, num_parts, ragged)
+    num_ctas = 0 if few else count_ctas(shape, config.cluster, num_parts)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")

@@ -33,7 +33,7 @@ HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
 HALF_SUMS = HALF // 2  # of a thread
 MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
 SCORING_THREADS = WARPGROUP_WARPS * WARP_THREADS
-QUERIES_READ = 4  # named barrier of the first warpgroup
+QUERIES_READ = 5  # named barrier of the first warpgroup
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,16 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class WorkShape:
-    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache."""
+    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache.
+
+    ragged: rows may have any number of tokens up to ``num_tokens``, which only the device knows.
+    """
 
     num_rows: int
     num_heads: int
     num_tokens: int
     num_sms: int = NUM_SMS
+    ragged: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -88,11 +92,11 @@ def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
     return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
 
 
-def count_ctas(shape: WorkShape, config: MlaConfig, num_parts: int, ragged: bool) -> int:
-    """CTAs of a launch of the kernel for 64 heads: one for every share, or, where rows have the same length, as many
-    as there are SMs, each for every so many-th share."""
+def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
+    """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where rows have the same length as many as
+    there are SMs, which take the shares in turns, else one for every share, which goes to the SM that is free first."""
     shares = shape.num_ctas(BLOCK_HEADS) * num_parts
-    return shares if ragged else min(shares, shape.num_sms // config.cluster * config.cluster)
+    return shares if shape.ragged else min(shares, shape.num_sms // cluster * cluster)
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:

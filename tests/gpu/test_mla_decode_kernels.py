@@ -85,7 +85,7 @@ def run(
     CTAs at most take shares in turns, also where rows have different lengths."""
     batch, q_len, num_heads = call.q.shape[:3]
     rows = (batch * q_len, num_heads) if isinstance(call, SparseCall) else (batch, q_len * num_heads)
-    plan = make_plan(config, "sm_90a", WorkShape(*rows, 0, num_sms), num_parts, ragged=False)
+    plan = make_plan(config, "sm_90a", WorkShape(*rows, 0, num_sms, ragged=False), num_parts)
     results = []
     for _ in range(2):
         out = torch.full((*call.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device="cuda")

@@ -108,12 +108,10 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
 
 
 def test_rows_of_one_length_are_taken_in_turns():
-    crossing, wide = served_config("sparse", "mla_fp8", crossover=True), served_config("sparse", "mla_fp8")
-    shape = WorkShape(256, 128, 2048)
-    assert count_ctas(shape, crossing, 1, ragged=False) == 132 and count_ctas(shape, crossing, 1, ragged=True) == 512
-    assert count_ctas(WorkShape(256, 128, 2048, 131), crossing, 1, ragged=False) == 130
-    assert count_ctas(WorkShape(256, 128, 2048, 131), wide, 1, ragged=False) == 131
-    assert count_ctas(WorkShape(4, 100, 2048), wide, 3, ragged=False) == 24
+    for num_sms, cluster, num_ctas in ((132, 1, 132), (132, 2, 132), (131, 2, 130), (600, 2, 512)):
+        assert count_ctas(WorkShape(256, 128, 2048, num_sms, ragged=False), cluster, 1) == num_ctas
+        assert count_ctas(WorkShape(256, 128, 2048, num_sms), cluster, 1) == 512
+    assert count_ctas(WorkShape(4, 100, 2048, ragged=False), 1, 3) == 24
 
 
 def test_configurations_fit_and_say_why_not():
