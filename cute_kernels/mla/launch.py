@@ -162,7 +162,7 @@ def _plan(
 
 
 def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, num_parts: int) -> Plan:
-    """The plan of a launch that cuts each row into ``num_parts``: those of the cluster, if the parts of a row are one."""
+    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one."""
     function = load(MlaSpec(config), arch)
     few = isinstance(config, FewHeadsConfig)
     num_ctas = 0 if few else count_ctas(shape, config.cluster, num_parts)
