@@ -30,6 +30,7 @@ MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of lo
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
+SMALL_TILE_COST = 0.02  # of the time of streaming, where four CTAs with small INT4 tiles share an SM
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
@@ -157,8 +158,8 @@ def head_blocks(problem: Problem, config: DecodeConfig) -> int:
 
 
 def split_options(problem: Problem, config: DecodeConfig) -> range:
-    """Numbers of splits worth considering: four CTAs to an SM are for rows that need none."""
-    if config.ctas_per_sm == MOST_CTAS and _kinds(config) == {"int4"} and max(config.head_dims) > 64:
+    """Numbers of splits worth considering: none for what is made for many short rows."""
+    if _is_for_short_rows(config):
         return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
     rows = problem.batch * head_blocks(problem, config)
@@ -235,10 +236,17 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
+    if _is_for_short_rows(config):
+        streaming *= 1 + SMALL_TILE_COST
     if config.units and problem.batch > 1:
         # Lengths may differ, which large parts balance badly.
         streaming += UNEVEN_COST * cta_bytes / sm_rate
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
+
+
+def _is_for_short_rows(config: DecodeConfig) -> bool:
+    """Whether it is four CTAs to an SM with tiles of one block a warp, where INT4 has room for two."""
+    return config.ctas_per_sm == MOST_CTAS and config.blocks_per_slice == 1 and _kinds(config) == {"int4"}
 
 
 def _combine_us(num_splits: int) -> float:
