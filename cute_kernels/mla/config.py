@@ -206,8 +206,9 @@ def served_config(tokens: str, form: str, head_dim: int | None = None, crossover
     head_dim = head_dim or format_of(form).head_dims[0]
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader")
-    # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it.
-    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
+    # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
+    # of a whole block; whole contexts lose half of their rate by it.
+    prefetch = SERVED_PREFETCH if tokens == "sparse" and not crossover else 0
     stretch = SERVED_STRETCH if crossover else WHOLE
     if (tokens, form) == ("paged", "mla_fp8"):
         stretch = STRETCH_WITHOUT_SPILLS
