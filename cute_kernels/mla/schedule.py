@@ -18,6 +18,7 @@ COMBINE_US = 3.2
 COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 MAX_PARTS = 64
+MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -39,7 +40,7 @@ class Rate:
 
 
 WIDE = Rate(BLOCK_HEADS, 3.4, 5.8)
-CROSSING = Rate(BLOCK_HEADS, 2.35, 5.0)
+CROSSING = Rate(BLOCK_HEADS, 2.2, 5.5)
 FEW_HEADS = (
     Rate(8, 1.5, 5.0),
     Rate(16, 1.75, 4.4),
@@ -93,10 +94,13 @@ def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
 
 
 def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
-    """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where rows have the same length as many as
-    there are SMs, which take the shares in turns, else one for every share, which goes to the SM that is free first."""
+    """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where shares are short and have the same
+    length as many as there are SMs, which take them in turns, else one for every share, which goes to the SM that is
+    free first."""
     shares = shape.num_ctas(BLOCK_HEADS) * num_parts
-    return shares if shape.ragged else min(shares, shape.num_sms // cluster * cluster)
+    blocks = -(-shape.num_blocks // num_parts)
+    in_turns = not shape.ragged and blocks <= MAX_TURN_BLOCKS
+    return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
