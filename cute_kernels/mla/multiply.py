@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -87,6 +88,37 @@ class Multiplying:
         self.numbers = of_name(config.layout.dtype)
         self.writer = Writer(self.numbers)
         self.loader = QueryLoader(config)
+
+    # -- shares -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def first(self, items, results, memory, softmax_scale, warp, lane):
+        """The first warpgroup, over all shares of the CTA. warp: 0 to 3."""
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
+            work = items.work(index)
+            self.await_queries(memory, turn)
+            ring = self.first_share(work, items, index, results, memory, softmax_scale, warp, lane, stage, phase)
+            stage, phase = ring
+            turn = turn ^ 1
+
+    @cute.jit
+    def second(self, items, results, memory, softmax_scale, warp, lane):
+        """The second warpgroup, over all shares of the CTA. warp: 0 to 3."""
+        stage, phase = Int32(0), Int32(0)
+        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
+            stage, phase = self.second_share(items.work(index), results, memory, warp, lane, stage, phase)
+
+    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
+        """The first warpgroup's part in a share, whose queries are there; the ring's next stage and phase.
+
+        It asks for the next share's queries when it is done with this one's.
+        """
+        raise NotImplementedError
+
+    def second_share(self, work, results, memory, warp, lane, stage, phase):
+        """The second warpgroup's part in a share; the ring's next stage and phase."""
+        raise NotImplementedError
 
     # -- products -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum
@@ -24,20 +23,7 @@ class Serial(Multiplying):
     """See the module."""
 
     @cute.jit
-    def first(self, items, results, memory, softmax_scale, warp, lane):
-        """The first warpgroup, over all shares of the CTA. warp: 0 to 3."""
-        stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
-            work = items.work(index)
-            self.await_queries(memory, turn)
-            stage, phase = self.first_share(
-                work, items, index, results, memory, softmax_scale, warp, lane, stage, phase
-            )
-            turn = turn ^ 1
-
-    @cute.jit
     def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
-        """The first warpgroup's share; the ring's next stage and phase."""
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
@@ -71,15 +57,7 @@ class Serial(Multiplying):
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second(self, items, results, memory, softmax_scale, warp, lane):
-        """The second warpgroup, over all shares of the CTA. warp: 0 to 3."""
-        stage, phase = Int32(0), Int32(0)
-        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
-            stage, phase = self.second_share(items.work(index), results, memory, warp, lane, stage, phase)
-
-    @cute.jit
     def second_share(self, work, results, memory, warp, lane, stage, phase):
-        """The second warpgroup's share; the ring's next stage and phase."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)

@@ -272,14 +272,14 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
     for name, value in (
         ("cute", SimpleNamespace(arch=arch)),
         ("cutlass", ranges),
-        ("Int32", int),
         ("wgmma_tiles", SimpleNamespace(wait=machine.wait, tile=lambda *_: "weights")),
         ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(serial, name, value)
-    monkeypatch.setattr(multiply, "cute", SimpleNamespace(arch=arch))
+    for name, value in (("cute", SimpleNamespace(arch=arch)), ("cutlass", ranges), ("Int32", int)):
+        monkeypatch.setattr(multiply, name, value)
     monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
     num_blocks = sum(shares)
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
