@@ -1,4 +1,4 @@
-"""The gathering warpgroup: tokens of a cache into tiles of 16-bit numbers that wgmma reads.
+"""The gathering warps: tokens of a cache into tiles of 16-bit numbers that wgmma reads.
 
 A warp fetches 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
 onwards of its token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle
@@ -23,7 +23,6 @@ from cute_kernels.mla.config import (
     FLAG_BYTES,
     GROUP_TOKENS,
     NUM_STAGES,
-    WARP_GROUPS,
     MlaConfig,
 )
 from cute_kernels.mla.dequant import Dequantizer
@@ -70,7 +69,7 @@ def leads(warp, lane) -> Int32:
 
 
 class Dequantizing:
-    """The gathering warpgroup over an FP8 cache."""
+    """The gathering warps over an FP8 cache."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -121,8 +120,8 @@ class Dequantizing:
     # -- where tiles go: another class may send them further ----------------------------------------------------------
 
     def first_row(self, warp):
-        """The first row of a block that a warp (0 to 3) fetches."""
-        return warp * (WARP_GROUPS * GROUP_TOKENS)
+        """The first row of a block that a warp fetches."""
+        return warp * (self.config.warp_groups * GROUP_TOKENS)
 
     def link(self, memory, first_row):
         """What is known of another CTA: nothing."""
@@ -300,7 +299,7 @@ class Crossing(Dequantizing):
 
 
 class Copying:
-    """The gathering warpgroup over a cache of 16-bit numbers: asynchronous copies, which nobody here waits for."""
+    """The gathering warps over a cache of 16-bit numbers: asynchronous copies, which nobody here waits for."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -310,11 +309,12 @@ class Copying:
     @cute.jit
     def run(self, items, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's shares."""
-        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
-        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
+        groups = self.config.warp_groups
+        place = GatherLane.of(warp * (groups * GROUP_TOKENS), lane)
+        entries = cute.make_rmem_tensor(groups, Int32)
         cursor = Cursor.before(items, self.loader, leads(warp, lane))
         cursor.advance()
-        for group in cutlass.range_constexpr(WARP_GROUPS):
+        for group in cutlass.range_constexpr(groups):
             row = place.row + group * GROUP_TOKENS
             entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
@@ -322,13 +322,13 @@ class Copying:
             mark = self.locator.marked(self.locator.mark(cursor.work, cursor.block))
             cursor.advance()
             tokens = []
-            for group in cutlass.range_constexpr(WARP_GROUPS):
+            for group in cutlass.range_constexpr(groups):
                 row = place.row + group * GROUP_TOKENS
                 tokens.append(self.locator.token(source, Int32(entries[group]), mark, row))
                 entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
+            for group in cutlass.range_constexpr(groups):
+                write_flags(memory, stage, warp * groups + group, tokens[group].valid, lane)
                 tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
                 self.copy_group(tokens[group], tile, place)
             numbers.arrive_when_copied((memory.full + stage).toint())
