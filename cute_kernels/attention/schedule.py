@@ -40,6 +40,8 @@ COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycl
 SM_PARTITIONS = 4
 MAX_COPY_WARPS = 4
 SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
+WARPGROUP_HEAD_DIM = 128  # of K and V, where warpgroups multiply
+WARPGROUP_STAGES = 4
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
@@ -280,7 +282,27 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
     borrows = _borrows_registers(problem)
     if borrows:
         counts = (1,)
-    return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts))
+    configs = dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts)
+    return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else list(configs)
+
+
+def _fits_warpgroups(problem: Problem) -> bool:
+    """Whether wgmma multiplies faster than mma.sync: with four blocks of queries of one KV head, of rows in bulk."""
+    forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
+    return (
+        2 * BLOCK_QUERIES < problem.rows <= MAX_BLOCKS_PER_WARP * BLOCK_QUERIES
+        and all(isinstance(form, Int4Format) for form in forms)
+        and max(problem.head_dim, problem.v_head_dim) == min(problem.head_dim, problem.v_head_dim) == WARPGROUP_HEAD_DIM
+        and _fits_four_blocks(problem)
+        and (problem.num_kv_heads == 1 or problem.features.head_major)
+        and problem.aligned
+    )
+
+
+def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with products of warpgroups, and a ring of as many tiles as are worth it."""
+    config = _change(config, warpgroups=True)
+    return _change(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
 
 
 def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:
