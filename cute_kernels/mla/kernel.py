@@ -32,6 +32,7 @@ from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
+from cute_kernels.mla.stepped import Stepped
 from cute_kernels.mla.work import Results, Shape
 
 
@@ -42,7 +43,7 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = Serial(config)
+        self.multiplier = {"plain": Serial, "stepped": Stepped}[config.order](config)
         self.loader = QueryLoader(config)
 
     @cute.jit

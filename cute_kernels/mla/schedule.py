@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, HEAD_DIM, V_HEAD_DIM, MlaConfig, crosses, served_config
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    BLOCK_TOKENS,
+    HEAD_DIM,
+    V_HEAD_DIM,
+    MlaConfig,
+    crosses,
+    multiplies,
+    served_config,
+)
 from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
 from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
 from cute_kernels.sm90 import NUM_SMS
@@ -112,7 +121,8 @@ def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[Mla
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
-        return served_config(tokens, form, head_dim, wide is CROSSING), parts[rate]
+        multiplying = multiplies(tokens, form, shape.num_heads)
+        return served_config(tokens, form, head_dim, wide is CROSSING, multiplying), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 

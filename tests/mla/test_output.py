@@ -77,7 +77,7 @@ def test_softmax_over_blocks(monkeypatch, slack):
     A maximum that may not fall behind is the greatest score."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, softmax)
-    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
+    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: row_max(value))
     generator = np.random.default_rng(2)
     blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8)]
     blocks[0][5], blocks[1][5] = -np.inf, -np.inf
@@ -105,5 +105,5 @@ def test_softmax_over_blocks(monkeypatch, slack):
             assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])
 
 
-def _row_max(value):
+def row_max(value):
     return Float32(np.repeat(np.asarray(value).reshape(8, 4).max(1), 4))

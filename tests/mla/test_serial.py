@@ -251,8 +251,8 @@ class Items:
         return index, 0, 0
 
     def work(self, index: int) -> SimpleNamespace:
-        before = sum(self.shares[:index])
-        return SimpleNamespace(index=index, begin=0, end=self.shares[index], before=before)
+        before, shape = sum(self.shares[:index]), SimpleNamespace(slack=8.0)
+        return SimpleNamespace(begin=0, end=self.shares[index], before=before, shape=shape)
 
 
 def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
