@@ -65,6 +65,12 @@ class MlaConfig:
     crossover: bool = False
     prefetch: int = 0
     stretch: int = WHOLE
+    steps: int = 0
+    handovers: int = 1
+    vote: bool = False
+    lag: int = 0
+    ordered: bool = False
+    stamps: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +80,9 @@ class MlaConfig:
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}"
+        steps = f"_s{self.steps}h{self.handovers}{'v' * self.vote}{'o' * self.ordered}l{self.lag}" if self.steps else ""
+        steps += "_stamps" * self.stamps
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{steps}"
 
     @property
     def layout(self) -> TokenLayout:

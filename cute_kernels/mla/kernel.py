@@ -36,6 +36,7 @@ from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, co
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.serial import Serial
+from cute_kernels.mla.stepped import Stepped
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import Results, Shape, Work
 
@@ -55,7 +56,7 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = Serial(config)
+        self.multiplier = Stepped(config) if config.steps else Serial(config)
 
     @cute.jit
     def sparse(

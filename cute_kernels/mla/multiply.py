@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -106,6 +107,13 @@ class Multiplying:
         wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True)
         wgmma_tiles.commit()
 
+    def add_steps(self, sums, weights, memory, stage, half: int, steps: range) -> None:
+        """As :meth:`add_values`, of the tokens of some steps of 16; not committed."""
+        place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
+        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF, self.numbers.type)
+        wgmma_tiles.begin()
+        wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True, steps=steps)
+
     def weight_fragment(self, packed) -> cute.Tensor:
         """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""
         layout = cute.make_layout(((2, 2, 2), 1, BLOCK_TOKENS // 16))
@@ -116,13 +124,18 @@ class Multiplying:
     @cute.jit
     def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
         """Weights of a block's tokens, packed, from their scores; the factors by which earlier sums shrink."""
-        if const_expr(self.config.tokens == "sparse"):
-            softmax.mask(rows.scores, self.load_flags(memory, stage), lane)
-        else:
-            softmax.mask_end(rows.scores, work, block, warp, lane)
+        self.mask(rows.scores, work, memory, stage, block, warp, lane)
         factors = softmax.raise_maxima(rows.scores, rows.maxima, scale, work.shape.slack)
         softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed, self.numbers.pack)
         return factors
+
+    @cute.jit
+    def mask(self, scores, work, memory, stage, block, warp, lane):
+        """Scores of tokens that do not exist become -inf."""
+        if const_expr(self.config.tokens == "sparse"):
+            softmax.mask(scores, self.load_flags(memory, stage), lane)
+        else:
+            softmax.mask_end(scores, work, block, warp, lane)
 
     def load_flags(self, memory, stage):
         place = memory.flags + stage * FLAG_BYTES
@@ -137,6 +150,12 @@ class Multiplying:
             below, column = wgmma_tiles.sum_place(i)
             place = wgmma_tiles.piece_offset(row, column // 8) + below * wgmma_tiles.ROW_BYTES + lane % 4 * 4
             ptx.store_shared(tile + place, 0, [packed[i // 2]])
+
+    def publish_step(self, packed, tile, warp, lane, step: int) -> None:
+        """Stores a thread's weights of 16 tokens as part of the K-major tile [64 heads, 64 tokens]."""
+        row = warp * 16 + lane % 16
+        place = tile + wgmma_tiles.piece_offset(row, 2 * step + lane // 16)
+        ptx.store_matrix_x4(place, 0, [packed[4 * step + i] for i in range(4)], transpose=False)
 
     @cute.jit
     def publish_rows(self, values, memory, warp, lane):
@@ -153,6 +172,17 @@ class Multiplying:
 
     def row_place(self, memory, warp, lane):
         return memory.row_values + (warp * 16 + lane // 4) * 4
+
+    def stamp(self, results, block, role: int, which: int, warp, lane) -> None:
+        if self.config.stamps:
+            self.store_stamp(results, block, role, which, warp, lane)
+
+    @cute.jit
+    def store_stamp(self, results, block, role: cutlass.Constexpr, which: cutlass.Constexpr, warp, lane):
+        clock = ptx.clock()
+        if (warp == 0) & (lane == 0) & (block < 64):
+            place = results.partials + Int64((cute.arch.block_idx()[0] * 2 + role) * 64 + block) * 32
+            ptx.store_global(place + which * 4, [clock])
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 

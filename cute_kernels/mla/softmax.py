@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from cute_kernels.device import ptx
+from cute_kernels.device import lanes, ptx
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import BLOCK_TOKENS
@@ -19,6 +19,8 @@ LOWEST = -1.0e30  # stands for -inf in running maxima: scaled to powers of 2 it 
 RESCALE_SLACK = 8.0  # powers of 2
 ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
 NUM_SCORES = BLOCK_TOKENS // 2  # of a thread
+STEP_TOKENS = 16  # k of a product
+STEP_SCORES = STEP_TOKENS // 2
 ALL_FLAGS = 0xFF
 
 
@@ -89,6 +91,43 @@ def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
         totals[row] = total
     for i in range(0, NUM_SCORES, 2):
         weights[i // 2] = pack(scores[i], scores[i + 1])
+
+
+@cute.jit
+def raise_and_rescale(scores, maxima, sums, factors, scale, slack, count: cutlass.Constexpr):
+    """As :func:`raise_maxima` and :func:`rescale` together, by one vote of the warp where nothing has to follow.
+
+    factors: rmem fp32 [2], set. Lanes compare their own scores with the maxima of their rows: only if one of them is
+    beyond the slack do the lanes of a row tell each other.
+    """
+    factors.fill(1.0)
+    own = [lanes.in_pairs(ptx.fmax, [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
+    beyond = [(own[row] - maxima[row]) * scale > slack for row in range(2)]
+    if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
+        for row in cutlass.range_constexpr(2):
+            highest = lane_max(own[row], ROW_LANES)
+            before = maxima[row]
+            maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
+            factors[row] = ptx.exp2((before - maximum) * scale)
+            maxima[row] = maximum
+        for i in cutlass.range_constexpr(count):
+            sums[i] = sums[i] * factors[row_of(i)]
+
+
+def exponentiate_step(scores, maxima, scale, weights, pack, step: int) -> None:
+    """:func:`exponentiate` of the ``step``-th 16 tokens, without the totals."""
+    shifts = [-maxima[row] * scale for row in range(2)]
+    for i in range(STEP_SCORES * step, STEP_SCORES * (step + 1)):
+        scores[i] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
+    for i in range(STEP_SCORES * step, STEP_SCORES * (step + 1), 2):
+        weights[i // 2] = pack(scores[i], scores[i + 1])
+
+
+def add_totals(weights, totals, factors) -> None:
+    """totals = totals * factors + the block's weights, fp32 [32]."""
+    for row in range(2):
+        own = [weights[i] for i in range(NUM_SCORES) if row_of(i) == row]
+        totals[row] = ptx.fma(totals[row], factors[row], lanes.in_pairs(lambda a, b: a + b, own))
 
 
 @cute.jit
