@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from cute_kernels.mla import multiply, output, softmax
 from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
 from cute_kernels.mla.numbers16 import Numbers
 from layouts import banks
-from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
+from tests.attention.warp import LANES, Float32, Int32, Registers, bf16_bits, bf16_values, halves
 from tests.mla.test_tiles import place_of
 from tests.mla.warp import MlaWarp
 
@@ -38,7 +40,8 @@ def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
     for warp in range(4):
         scores = accumulators(weights, warp)
         packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
-        multiply.Multiplying(MlaConfig()).publish_weights(packed, Int32(0), Int32(warp), Int32(LANES))
+        for step in range(BLOCK_TOKENS // softmax.STEP_TOKENS):
+            multiply.Multiplying(MlaConfig()).publish_step(packed, Int32(0), Int32(warp), Int32(LANES), step)
     words = machine.shared_memory.view(np.uint16)
     for row, column in np.ndindex(weights.shape):
         assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])
@@ -67,34 +70,43 @@ def test_output_is_staged_by_rows(monkeypatch, head_dim):
 
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(monkeypatch, slack):
-    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does.
+    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does, which the warp
+    raises where one of its lanes has to.
 
     A maximum that may not fall behind is the greatest score."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, softmax)
     monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
+    votes = []
+    vote = lambda lanes: votes.append(bool(lanes.any())) or votes[-1]
+    monkeypatch.setattr(softmax.cute.arch, "vote_any_sync", vote, raising=False)
+    raise_and_rescale = inspect.unwrap(softmax.raise_and_rescale)
     generator = np.random.default_rng(2)
-    blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8)]
+    blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8, 0.1)]
     blocks[0][5], blocks[1][5] = -np.inf, -np.inf
     scale = Float32(0.3)
-    maxima, totals = [Float32(softmax.LOWEST)] * 2, [Float32(0.0)] * 2
-    sums = np.zeros(32), np.zeros(32)
+    maxima, totals, factors = [Registers(2, Float32) for _ in range(3)]
+    maxima.fill(softmax.LOWEST)
+    sums = Registers(4, Float32)  # of the weights, by the rows of accumulators
     for block in blocks:
         scores = accumulators(block.astype(np.float32), 0)
-        factors = softmax.raise_maxima(scores, maxima, scale, slack)
+        raise_and_rescale(scores, maxima, sums, factors, scale, slack, len(sums))
         packed = [None] * (softmax.NUM_SCORES // 2)
-        softmax.exponentiate(scores, maxima, totals, factors, scale, packed, machine.pack_bf16x2)
-        for row in range(2):
-            own = sum(scores[i] for i in range(softmax.NUM_SCORES) if softmax.row_of(i) == row)
-            sums[row][:] = sums[row] * factors[row] + own
-            assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**slack * 1.01
+        for step in range(BLOCK_TOKENS // softmax.STEP_TOKENS):
+            softmax.exponentiate_step(scores, maxima, scale, packed, machine.pack_bf16x2, step)
+        softmax.add_totals(scores, totals, factors)
+        for i in range(softmax.NUM_SCORES):
+            sums[i % 4] = sums[i % 4] + scores[i]
+            assert np.array_equal(bf16_values(halves(packed[i // 2]))[:, i % 2], bf16_values(bf16_bits(scores[i])))
+        assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**slack * 1.01
+    assert votes[0] and not votes[-1]
     every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
     wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
     for row in range(2):
         total = totals[row].reshape(8, 4).sum(1)
         found = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
         assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
-        assert np.allclose(totals[row], sums[row], rtol=1e-5)
+        assert np.allclose(totals[row], sums[2 * row] + sums[2 * row + 1], rtol=1e-5)
         if not slack:
             top = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3))
             assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])

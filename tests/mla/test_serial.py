@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import serial
+from cute_kernels.mla import stepped as serial
 from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 
 WARP_THREADS = 32
@@ -91,7 +91,9 @@ class Machine:
         self.full: dict[int, int] = {}
         self.empty: dict[int, int] = {}
         self.holds: dict[Any, Any] = {}
+        self.issued: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
         self.groups: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
+        self.unfenced: dict[int, set] = {warp: set() for warp in range(MULTIPLYING_WARPS)}
 
     @property
     def warp(self) -> int:
@@ -116,14 +118,29 @@ class Machine:
         self.step(lambda: self.generations.get(barrier_id, 0) > generation)
 
     def readers(self, place: Any) -> list[int]:
-        return [warp for warp, groups in self.groups.items() if any(place in group for group in groups)]
+        return [warp for warp in self.groups if self.reads(warp, place)]
+
+    def reads(self, warp: int, place: Any) -> bool:
+        """Whether a product that a warp has not waited for reads or writes ``place``."""
+        return any(place in group for group in (*self.issued[warp], *self.groups[warp]))
 
     def issue(self, places: set) -> None:
-        self.groups[self.warp].append(places)
+        self.issued[self.warp].append(places)
+
+    def commit(self) -> None:
+        self.groups[self.warp] += self.issued[self.warp]
+        self.issued[self.warp] = []
 
     def wait(self) -> None:
         self.step()
         self.groups[self.warp].clear()
+
+    def fence(self) -> None:
+        """What the warp has stored is visible to products of who hears of it."""
+        self.step()
+        for step in self.unfenced[self.warp]:
+            self.holds[step][1].add(self.warp)
+        self.unfenced[self.warp].clear()
 
     def produce(self, num_blocks: int) -> None:
         """The gathering warpgroup as one: tiles in order, each when it is given back."""
@@ -137,7 +154,7 @@ class Machine:
             self.full[stage] = turn + 1
 
 
-class Model(serial.Serial):
+class Model(serial.Stepped):
     """The order with products and memory of a :class:`Machine`."""
 
     def __init__(self, machine: Machine):
@@ -157,30 +174,44 @@ class Model(serial.Serial):
 
     @property
     def block(self) -> int:
-        """The one that a warp is at: it has added all before."""
-        return len(self.sums[self.machine.warp])
+        """The one that a warp is at: it has added all steps of those before."""
+        return len(self.sums[self.machine.warp]) // serial.STEPS
+
+    def under_way(self, place: Any) -> bool:
+        return self.machine.reads(self.machine.warp, place)
 
     def score(self, scores, memory, stage, phase) -> None:
         self.await_tile(memory, stage, phase)
         assert self.machine.holds[stage] == self.block
         self.machine.issue({stage, "scores"})
+        self.machine.commit()
 
-    def weigh(self, rows: Any, work, memory, stage, block, scale, warp, lane):
-        assert not any("scores" in group for group in self.machine.groups[self.machine.warp]), "scores are not there"
+    def mask(self, scores, work, memory, stage, block, warp, lane) -> None:
+        assert not self.under_way("scores"), "scores are not there"
         assert self.machine.holds[stage] == block == self.block
-        rows.packed = block
-        return [1.0, 1.0]
 
-    def publish_weights(self, packed, tile, warp, lane) -> None:
+    def rescale(self, *_) -> None:
+        assert not self.under_way("sums"), "sums are multiplied while they are added to"
+
+    def weigh_steps(self, rows: Any, scale, steps: range) -> None:
+        for step in steps:
+            assert not self.under_way(("packed", step)), "weights replace those that are read"
+            rows.packed[step] = self.block
+
+    def publish_step(self, packed, tile, warp, lane, step: int) -> None:
         self.machine.step()
-        assert not self.machine.readers("weights"), "weights replace those that are read"
-        block, warps = self.machine.holds.get("weights", (None, set()))
-        self.machine.holds["weights"] = packed, {warp} | (warps if block == packed else set())
+        place = "weights", step
+        assert not self.machine.readers(place), "weights replace those that are read"
+        if self.machine.holds.get(place, (None,))[0] != packed[step]:
+            self.machine.holds[place] = packed[step], set()
+        self.machine.unfenced[self.machine.warp].add(place)
 
     def publish_rows(self, values, memory, warp, lane) -> None:
         self.machine.step()
         assert self.published[warp] == self.loaded[warp], "factors replace those that nobody has read"
         self.published[warp] += 1
+
+    publish_all_rows = publish_rows
 
     def load_rows(self, memory, warp, lane) -> Any:
         self.machine.step()
@@ -188,17 +219,17 @@ class Model(serial.Serial):
         assert self.loaded[warp] == self.published[warp], "factors of another block"
         return [1.0, 1.0]
 
-    def add_values(self, sums, weights, memory, stage, half: int) -> None:
-        machine = self.machine
-        assert machine.holds[stage] == self.block
-        assert not any("sums" in group for group in machine.groups[machine.warp]), "sums are added to twice at a time"
-        if half:
-            assert machine.holds["weights"] == (self.block, set(range(WARPGROUP_WARPS)))
-            machine.issue({stage, "sums", "weights"})
-        else:
-            assert weights == self.block
-            machine.issue({stage, "sums"})
-        self.sums[machine.warp].append(self.block)
+    def add_steps(self, sums, weights, memory, stage, half: int, steps: range) -> None:
+        machine, block = self.machine, self.block
+        assert machine.holds[stage] == block
+        for step in steps:
+            if half:
+                assert machine.holds["weights", step] == (block, set(range(WARPGROUP_WARPS))), "weights are not there"
+                machine.issue({stage, "sums", ("weights", step)})
+            else:
+                assert weights[step] == block
+                machine.issue({stage, "sums", ("packed", step)})
+            self.sums[machine.warp].append((block, step))
 
     def weight_fragment(self, packed) -> Any:
         return packed
@@ -209,17 +240,20 @@ class Model(serial.Serial):
         self.machine.empty[stage] = self.machine.empty.get(stage, 0) + 1
 
 
-for method in ("first", "second"):
-    setattr(Model, method, inspect.unwrap(getattr(serial.Serial, method)))
+for method in ("first", "weigh_and_add", "second"):
+    setattr(Model, method, inspect.unwrap(getattr(serial.Stepped, method)))
 
 
 def no_rows() -> SimpleNamespace:
-    return SimpleNamespace(sums=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
+    return SimpleNamespace(sums=None, scores=None, packed=[None] * serial.STEPS, maxima=[0.0, 0.0], totals=[0.0, 0.0])
 
 
-def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None) -> None:
+CONFIG = MlaConfig(steps=4, handovers=2, vote=True, lag=1, ordered=True)
+
+
+def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None, config=CONFIG) -> None:
     """One CTA from its first to its last block. left_out: a named barrier that nobody waits at."""
-    machine = Machine(seed, MlaConfig())
+    machine = Machine(seed, config)
     model = Model(machine)
 
     def barrier(barrier_id: int, number_of_threads: int) -> None:
@@ -228,20 +262,23 @@ def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None) -
     def barrier_arrive(barrier_id: int, number_of_threads: int) -> None:
         machine.step() if barrier_id == left_out else machine.arrive(barrier_id, number_of_threads)
 
-    arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=lambda *_, **__: None)
+    arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=lambda *_, **__: machine.fence())
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
     for name, value in (
-        ("cute", SimpleNamespace(arch=arch)),
+        ("cute", SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [1.0, 1.0])),
         ("cutlass", ranges),
         ("Int32", int),
-        ("wgmma_tiles", SimpleNamespace(wait=machine.wait, tile=lambda *_: "weights")),
+        ("const_expr", lambda value: value),
+        ("wgmma_tiles", SimpleNamespace(commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")),
         ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(serial, name, value)
-    monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
-    work = SimpleNamespace(begin=0, end=num_blocks)
+    for name in ("rescale", "raise_and_rescale"):
+        monkeypatch.setattr(serial.softmax, name, model.rescale)
+    monkeypatch.setattr(serial.softmax, "add_totals", lambda *_: None)
+    work = SimpleNamespace(begin=0, end=num_blocks, shape=SimpleNamespace(slack=8.0))
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
 
     def multiply(warp: int) -> None:
@@ -251,17 +288,22 @@ def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None) -
 
     bodies = [functools.partial(multiply, warp) for warp in range(MULTIPLYING_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, num_blocks)])
-    assert all(blocks == list(range(num_blocks)) for blocks in model.sums.values())
-    assert not machine.named.get(serial.WEIGHTS_READY)
+    wanted = [(block, step) for block in range(num_blocks) for step in range(serial.STEPS)]
+    assert all(steps == wanted for steps in model.sums.values())
+    assert not any(machine.named.get(barrier_id) for barrier_id in serial.WEIGHTS_READY)
 
 
+VARIANTS = [CONFIG, *(MlaConfig(steps=s, handovers=h, vote=True, lag=l) for s, h, l in ((4,2,0),(4,1,0),(1,1,0),(2,2,0),(2,1,0)))]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 8, 9])
-def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, num_blocks):
+def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, num_blocks, config):
     for seed in range(15):
-        play(monkeypatch, seed, num_blocks)
+        play(monkeypatch, seed, num_blocks, config=config)
 
 
-@pytest.mark.parametrize("left_out", [serial.WEIGHTS_READY, serial.WEIGHTS_FREE])
+@pytest.mark.parametrize("left_out", [*serial.WEIGHTS_READY, serial.WEIGHTS_FREE])
 def test_neither_barrier_can_be_left_out(monkeypatch, left_out):
     """The model finds what the barriers are for."""
     with pytest.raises(AssertionError):
