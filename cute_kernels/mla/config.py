@@ -70,6 +70,7 @@ class MlaConfig:
     vote: bool = False
     lag: int = 0
     ordered: bool = False
+    early: bool = False
     stamps: bool = False
 
     @property
@@ -80,7 +81,7 @@ class MlaConfig:
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        steps = f"_s{self.steps}h{self.handovers}{'v' * self.vote}{'o' * self.ordered}l{self.lag}" if self.steps else ""
+        steps = f"_s{self.steps}h{self.handovers}{'v' * self.vote}{'o' * self.ordered}{'e' * self.early}l{self.lag}" if self.steps else ""
         steps += "_stamps" * self.stamps
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{steps}"
 

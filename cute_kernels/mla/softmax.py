@@ -94,6 +94,34 @@ def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
 
 
 @cute.jit
+def raise_early(scores, maxima, sums, factors, early, scale, slack, count: cutlass.Constexpr):
+    """As :func:`raise_and_rescale`; also makes the weights of the first step, by maxima that most likely stay."""
+    factors.fill(1.0)
+    weigh_into(early, scores, maxima, scale)
+    own = [lanes.in_pairs(ptx.fmax, [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
+    beyond = [(own[row] - maxima[row]) * scale > slack for row in range(2)]
+    if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
+        for row in cutlass.range_constexpr(2):
+            highest = lane_max(own[row], ROW_LANES)
+            before = maxima[row]
+            maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
+            factors[row] = ptx.exp2((before - maximum) * scale)
+            maxima[row] = maximum
+        for i in cutlass.range_constexpr(count):
+            sums[i] = sums[i] * factors[row_of(i)]
+        weigh_into(early, scores, maxima, scale)
+    for i in cutlass.range_constexpr(STEP_SCORES):
+        scores[i] = early[i]
+
+
+def weigh_into(weights, scores, maxima, scale) -> None:
+    """weights = 2**((scores - maximum) * scale) of the first step."""
+    shifts = [-maxima[row] * scale for row in range(2)]
+    for i in range(STEP_SCORES):
+        weights[i] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
+
+
+@cute.jit
 def raise_and_rescale(scores, maxima, sums, factors, scale, slack, count: cutlass.Constexpr):
     """As :func:`raise_maxima` and :func:`rescale` together, by one vote of the warp where nothing has to follow.
 
@@ -114,11 +142,12 @@ def raise_and_rescale(scores, maxima, sums, factors, scale, slack, count: cutlas
             sums[i] = sums[i] * factors[row_of(i)]
 
 
-def exponentiate_step(scores, maxima, scale, weights, pack, step: int) -> None:
-    """:func:`exponentiate` of the ``step``-th 16 tokens, without the totals."""
+def exponentiate_step(scores, maxima, scale, weights, pack, step: int, made: bool = False) -> None:
+    """:func:`exponentiate` of the ``step``-th 16 tokens, without the totals. made: only packs."""
     shifts = [-maxima[row] * scale for row in range(2)]
     for i in range(STEP_SCORES * step, STEP_SCORES * (step + 1)):
-        scores[i] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
+        if not made:
+            scores[i] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
     for i in range(STEP_SCORES * step, STEP_SCORES * (step + 1), 2):
         weights[i // 2] = pack(scores[i], scores[i + 1])
 

@@ -27,6 +27,7 @@ class Stepped(Multiplying):
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
         factors = cute.make_rmem_tensor(2, Float32)
+        early = cute.make_rmem_tensor(softmax.STEP_SCORES, Float32)
         stage, phase = Int32(0), Int32(0)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.stamp(results, block, 0, 0, warp, lane)
@@ -37,7 +38,11 @@ class Stepped(Multiplying):
             wgmma_tiles.wait()
             self.stamp(results, block, 0, 2, warp, lane)
             self.mask(rows.scores, work, memory, stage, block, warp, lane)
-            if const_expr(self.config.vote):
+            if const_expr(self.config.early):
+                softmax.raise_early(
+                    rows.scores, rows.maxima, rows.sums, factors, early, scale, work.shape.slack, HALF_SUMS
+                )
+            elif const_expr(self.config.vote):
                 softmax.raise_and_rescale(
                     rows.scores, rows.maxima, rows.sums, factors, scale, work.shape.slack, HALF_SUMS
                 )
@@ -91,7 +96,7 @@ class Stepped(Multiplying):
 
     def weigh_steps(self, rows, scale, steps: range) -> None:
         for step in steps:
-            softmax.exponentiate_step(rows.scores, rows.maxima, scale, rows.packed, self.numbers.pack, step)
+            softmax.exponentiate_step(rows.scores, rows.maxima, scale, rows.packed, self.numbers.pack, step, self.config.early and step == 0)
 
     def publish_all_rows(self, values, memory, warp, lane) -> None:
         """As :meth:`publish_rows`; every lane stores, as a branch behind products would hold them up."""
