@@ -71,6 +71,7 @@ class MlaConfig:
     lag: int = 0
     ordered: bool = False
     early: bool = False
+    helper: bool = False
     stamps: bool = False
 
     @property
@@ -81,7 +82,7 @@ class MlaConfig:
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        steps = f"_s{self.steps}h{self.handovers}{'v' * self.vote}{'o' * self.ordered}{'e' * self.early}l{self.lag}" if self.steps else ""
+        steps = f"_s{self.steps}h{self.handovers}{'v' * self.vote}{'o' * self.ordered}{'e' * self.early}{'a' * self.helper}l{self.lag}" if self.steps else ""
         steps += "_stamps" * self.stamps
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{steps}"
 
@@ -138,7 +139,7 @@ class MlaConfig:
     @property
     def entry_lead(self) -> int:
         """Blocks ahead of which a gathering warp has the entries: what it prefetches, or will load next."""
-        return max(self.prefetch, 2)
+        return max(self.prefetch, 2) + self.helper
 
     @property
     def entry_blocks(self) -> int:

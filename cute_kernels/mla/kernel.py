@@ -198,7 +198,7 @@ class MlaKernel:
             self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            self.multiplier.second(work, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
+            self.multiplier.second(work, source, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
             self.multiplier.first(work, results, memory, softmax_scale, warp, lane)

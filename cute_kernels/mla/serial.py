@@ -58,7 +58,7 @@ class Serial(Multiplying):
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second(self, work, results, memory, softmax_scale, warp, lane):
+    def second(self, work, source, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums

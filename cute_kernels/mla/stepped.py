@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -11,6 +13,7 @@ from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
+from cute_kernels.mla.gather import make_gatherer
 from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
 
 WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups
@@ -19,6 +22,10 @@ STEPS = BLOCK_TOKENS // softmax.STEP_TOKENS
 
 class Stepped(Multiplying):
     """See the module."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gatherer: Any = make_gatherer(config)
 
     @cute.jit
     def first(self, work, results, memory, softmax_scale, warp, lane):
@@ -109,7 +116,7 @@ class Stepped(Multiplying):
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second(self, work, results, memory, softmax_scale, warp, lane):
+    def second(self, work, source, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
@@ -120,6 +127,9 @@ class Stepped(Multiplying):
             self.stamp(results, block, 1, 0, warp, lane)
             self.await_tile(memory, stage, phase)
             self.stamp(results, block, 1, 1, warp, lane)
+            if const_expr(self.config.helper):
+                first_row = self.gatherer.first_row(warp)
+                self.gatherer.entries.prefetch_ahead(work, source, memory, block, first_row, lane)
             for part in cutlass.range_constexpr(self.config.handovers):
                 cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)
                 if const_expr(part == 0):
