@@ -65,14 +65,6 @@ class MlaConfig:
     crossover: bool = False
     prefetch: int = 0
     stretch: int = WHOLE
-    steps: int = 0
-    handovers: int = 1
-    vote: bool = False
-    lag: int = 0
-    ordered: bool = False
-    early: bool = False
-    helper: bool = False
-    stamps: bool = False
 
     @property
     def name(self) -> str:
@@ -82,9 +74,7 @@ class MlaConfig:
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        steps = f"_s{self.steps}h{self.handovers}{'v' * self.vote}{'o' * self.ordered}{'e' * self.early}{'a' * self.helper}l{self.lag}" if self.steps else ""
-        steps += "_stamps" * self.stamps
-        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{steps}"
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -139,7 +129,7 @@ class MlaConfig:
     @property
     def entry_lead(self) -> int:
         """Blocks ahead of which a gathering warp has the entries: what it prefetches, or will load next."""
-        return max(self.prefetch, 2) + self.helper
+        return max(self.prefetch, 2)
 
     @property
     def entry_blocks(self) -> int:

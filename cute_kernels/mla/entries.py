@@ -39,13 +39,12 @@ class Entries:
     prefetch: int  # blocks, 0 for not at all
     token_bytes: int
     split: bool  # scales lie behind the data of all tokens of a page
-    helped: bool = False  # the second warpgroup asks for tokens
 
     @staticmethod
     def of(config: MlaConfig) -> Entries:
         layout, rows = config.layout, config.warp_groups * GROUP_TOKENS
         ring = config.entry_blocks, config.entry_lead
-        return Entries(make_locator(config.tokens), rows, *ring, config.prefetch, layout.data_bytes, layout.is_split, config.helper)
+        return Entries(make_locator(config.tokens), rows, *ring, config.prefetch, layout.data_bytes, layout.is_split)
 
     @cute.jit
     def start(self, work, source, memory, first_row, lane):
@@ -66,12 +65,6 @@ class Entries:
         """Behind the tile of ``block``: asks for tokens, and for more entries."""
         self.wait()  # for what the last step asked for
         self.request(work, source, memory, block + (self.lead + 1), first_row, lane)
-        if const_expr(not self.helped):
-            self.prefetch_ahead(work, source, memory, block, first_row, lane)
-
-    @cute.jit
-    def prefetch_ahead(self, work, source, memory, block, first_row, lane):
-        """Asks for the tokens of the block that is ``prefetch`` blocks ahead, behind the first one also for those up to it."""
         if const_expr(self.prefetch > 0):
             if block == work.begin:
                 for i in cutlass.range_constexpr(2, self.prefetch):

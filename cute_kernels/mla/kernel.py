@@ -36,7 +36,6 @@ from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, co
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.serial import Serial
-from cute_kernels.mla.stepped import Stepped
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.work import Results, Shape, Work
 
@@ -56,7 +55,7 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = Stepped(config) if config.steps else Serial(config)
+        self.multiplier = Serial(config)
 
     @cute.jit
     def sparse(
@@ -198,7 +197,7 @@ class MlaKernel:
             self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            self.multiplier.second(work, source, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
+            self.multiplier.second(work, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
             self.multiplier.first(work, results, memory, softmax_scale, warp, lane)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -55,10 +54,11 @@ class Rows:
     """What a thread keeps of its two rows: registers that all blocks change."""
 
     sums: Any  # fp32 [128] of the output
-    scores: Any  # fp32 [32]
+    scores: Any  # fp32 [32], weights once they are made
     packed: Any  # weights, pairs of 16-bit numbers [16]
     maxima: Any  # fp32 [2]: of unscaled scores, among all that the row has seen
     totals: Any  # fp32 [2]: of weights
+    factors: Any  # fp32 [2]: by which the last block has shrunk earlier sums
 
     @staticmethod
     def make() -> Rows:
@@ -67,8 +67,7 @@ class Rows:
             wgmma_tiles.make_sums(HALF),
             wgmma_tiles.make_sums(BLOCK_TOKENS),
             cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32),
-            cute.make_rmem_tensor(2, Float32),
-            cute.make_rmem_tensor(2, Float32),
+            *(cute.make_rmem_tensor(2, Float32) for _ in range(3)),
         )
         rows.sums.fill(0.0)
         rows.maxima.fill(softmax.LOWEST)
@@ -99,16 +98,8 @@ class Multiplying:
             wgmma_tiles.multiply(scores, queries, keys, BLOCK_TOKENS, zero=first == 0)
         wgmma_tiles.commit()
 
-    def add_values(self, sums, weights, memory, stage, half: int) -> None:
-        """Issues sums += weights times a half of the values of a tile."""
-        place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
-        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF, self.numbers.type)
-        wgmma_tiles.begin()
-        wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True)
-        wgmma_tiles.commit()
-
-    def add_steps(self, sums, weights, memory, stage, half: int, steps: range) -> None:
-        """As :meth:`add_values`, of the tokens of some steps of 16; not committed."""
+    def add_values(self, sums, weights, memory, stage, half: int, steps: range) -> None:
+        """Issues sums += weights times a half of the values of a tile, of some steps of 16 tokens; to be committed."""
         place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
         values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF, self.numbers.type)
         wgmma_tiles.begin()
@@ -122,20 +113,17 @@ class Multiplying:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def weigh(self, rows: Rows, work, memory, stage, block, scale, warp, lane):
-        """Weights of a block's tokens, packed, from their scores; the factors by which earlier sums shrink."""
-        self.mask(rows.scores, work, memory, stage, block, warp, lane)
-        factors = softmax.raise_maxima(rows.scores, rows.maxima, scale, work.shape.slack)
-        softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed, self.numbers.pack)
-        return factors
-
-    @cute.jit
     def mask(self, scores, work, memory, stage, block, warp, lane):
-        """Scores of tokens that do not exist become -inf."""
+        """Scores of a block's tokens that do not exist become -inf."""
         if const_expr(self.config.tokens == "sparse"):
             softmax.mask(scores, self.load_flags(memory, stage), lane)
         else:
             softmax.mask_end(scores, work, block, warp, lane)
+
+    def pack_step(self, rows: Rows, step: int) -> None:
+        """Packs a thread's weights of the ``step``-th 16 tokens."""
+        for i in softmax.step_scores(step)[::2]:
+            rows.packed[i // 2] = self.numbers.pack(rows.scores[i], rows.scores[i + 1])
 
     def load_flags(self, memory, stage):
         place = memory.flags + stage * FLAG_BYTES
@@ -143,27 +131,20 @@ class Multiplying:
 
     # -- what a warpgroup tells the other -----------------------------------------------------------------------------
 
-    def publish_weights(self, packed, tile, warp, lane) -> None:
-        """Stores a thread's weights as the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
-        row = warp * 16 + lane // 4
-        for i in range(0, softmax.NUM_SCORES, 2):
-            below, column = wgmma_tiles.sum_place(i)
-            place = wgmma_tiles.piece_offset(row, column // 8) + below * wgmma_tiles.ROW_BYTES + lane % 4 * 4
-            ptx.store_shared(tile + place, 0, [packed[i // 2]])
-
-    def publish_step(self, packed, tile, warp, lane, step: int) -> None:
-        """Stores a thread's weights of 16 tokens as part of the K-major tile [64 heads, 64 tokens]."""
+    def publish_weights(self, packed, tile, warp, lane, step: int) -> None:
+        """Stores a thread's weights of 16 tokens in the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
         row = warp * 16 + lane % 16
-        place = tile + wgmma_tiles.piece_offset(row, 2 * step + lane // 16)
-        ptx.store_matrix_x4(place, 0, [packed[4 * step + i] for i in range(4)], transpose=False)
+        place = wgmma_tiles.piece_offset(row, 2 * step + lane // 16)
+        ptx.store_matrix_x4(tile + place, 0, [packed[4 * step + i] for i in range(4)], transpose=False)
 
-    @cute.jit
-    def publish_rows(self, values, memory, warp, lane):
-        """Stores a number for each of a thread's two rows, the same in all four lanes of a row."""
-        if lane % 4 == 0:
-            place = self.row_place(memory, warp, lane)
-            ptx.store_shared(place, 0, [values[0]])
-            ptx.store_shared(place, 32, [values[1]])
+    def publish_rows(self, values, memory, warp, lane) -> None:
+        """Stores a number for each of a thread's two rows, the same in all four lanes of a row.
+
+        All lanes store: products may be under way, which a branch might hold up.
+        """
+        place = self.row_place(memory, warp, lane)
+        ptx.store_shared(place, 0, [values[0]])
+        ptx.store_shared(place, 32, [values[1]])
 
     def load_rows(self, memory, warp, lane) -> list[Float32]:
         """What the other warpgroup has stored for a thread's two rows."""
@@ -172,17 +153,6 @@ class Multiplying:
 
     def row_place(self, memory, warp, lane):
         return memory.row_values + (warp * 16 + lane // 4) * 4
-
-    def stamp(self, results, block, role: int, which: int, warp, lane) -> None:
-        if self.config.stamps:
-            self.store_stamp(results, block, role, which, warp, lane)
-
-    @cute.jit
-    def store_stamp(self, results, block, role: cutlass.Constexpr, which: cutlass.Constexpr, warp, lane):
-        clock = ptx.clock()
-        if (warp == 0) & (lane == 0) & (block < 64):
-            place = results.partials + Int64((cute.arch.block_idx()[0] * 2 + role) * 64 + block) * 32
-            ptx.store_global(place + which * 4, [clock])
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 

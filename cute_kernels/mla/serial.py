@@ -1,14 +1,16 @@
-"""The plain order of a block: scores, softmax, then both halves of the output side by side.
+"""The order of a block: scores, then weights of 16 tokens at a time behind the products of those before.
 
 The first warpgroup has the scores, the softmax and the left half of the output, the second the right half. The division
-is that of FlashMLA's FP8 kernel (DeepSeek 2025).
+is that of FlashMLA's FP8 kernel (DeepSeek 2025). As soon as 16 tokens have weights, the left half's product with their
+values begins, and the next 16 tokens' are made while it runs; the second warpgroup gets the weights in two parts. So
+the tensor cores rest only until the first 16 weights of a row are there.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum
@@ -17,7 +19,10 @@ from cute_kernels.mla import softmax
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
 from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
 
-WEIGHTS_READY, WEIGHTS_FREE = 2, 3  # named barriers of both warpgroups
+WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups; ready: of each part of a block's tokens
+STEPS = BLOCK_TOKENS // softmax.STEP_TOKENS
+PART_STEPS = STEPS // len(WEIGHTS_READY)
+PUBLISHING_LAG = 1  # products that are issued between a part's last one and the fence behind its weights
 
 
 class Serial(Multiplying):
@@ -33,14 +38,10 @@ class Serial(Multiplying):
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
             wgmma_tiles.wait()
-            factors = self.weigh(rows, work, memory, stage, block, scale, warp, lane)
-            cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-            self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane)
-            self.publish_rows(factors, memory, warp, lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.hand_over_weights()
-            softmax.rescale(rows.sums, factors, HALF_SUMS)
-            self.add_values(rows.sums, self.weight_fragment(rows.packed), memory, stage, 0)
+            self.mask(rows.scores, work, memory, stage, block, warp, lane)
+            softmax.begin(rows, scale, work.shape.slack, HALF_SUMS)
+            self.weigh_and_add(rows, work, memory, stage, scale, warp, lane)
+            softmax.add_totals(rows)
             wgmma_tiles.wait()
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
@@ -50,15 +51,38 @@ class Serial(Multiplying):
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
         self.publish_rows(factors, memory, warp, lane)
-        self.hand_over_weights()
+        self.hand_over(0)
         self.writer.write(work, results, rows.sums, factors, memory.queries, warp, lane, 0)
 
-    def hand_over_weights(self) -> None:
-        """Lets the second warpgroup begin with the weights and factors that were published last."""
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+    @cute.jit
+    def weigh_and_add(self, rows, work, memory, stage, scale, warp, lane):
+        """A block's weights, handed over in parts, and the left half's products with its values, which are under way
+        then."""
+        for step in cutlass.range_constexpr(STEPS):
+            if const_expr(step > 0):
+                # Slack is never negative. The compiler would make all weights before the second product, but not in
+                # front of a branch.
+                if work.shape.slack >= 0.0:
+                    softmax.weigh_step(rows.scores, rows.maxima, scale, step)
+            self.pack_step(rows, step)
+            self.add_values(rows.sums, self.weight_fragment(rows.packed), memory, stage, 0, range(step, step + 1))
+            if const_expr(step == 0):
+                cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+                self.publish_rows(rows.factors, memory, warp, lane)
+            self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane, step)
+            part, behind = divmod(step - PUBLISHING_LAG + 1, PART_STEPS)
+            if const_expr(part > 0 and behind == 0):
+                self.hand_over(part - 1)
+        wgmma_tiles.commit()
+        self.hand_over(len(WEIGHTS_READY) - 1)
+
+    def hand_over(self, part: int) -> None:
+        """Lets the second warpgroup begin with what was published last: factors with part 0, weights with each."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second(self, work, source, results, memory, softmax_scale, warp, lane):
+    def second(self, work, results, memory, softmax_scale, warp, lane):
         """The second warpgroup. warp: 0 to 3."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
@@ -66,13 +90,21 @@ class Serial(Multiplying):
         stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase)
-            cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
-            softmax.rescale(sums, self.load_rows(memory, warp, lane), HALF_SUMS)
-            self.add_values(sums, weights, memory, stage, 1)
+            for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
+                self.await_weights(part)
+                if const_expr(part == 0):
+                    softmax.rescale(sums, self.load_rows(memory, warp, lane), HALF_SUMS)
+                steps = range(part * PART_STEPS, (part + 1) * PART_STEPS)
+                self.add_values(sums, weights, memory, stage, 1, steps)
+            wgmma_tiles.commit()
             wgmma_tiles.wait()
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
+        self.await_weights(0)
         factors = self.load_rows(memory, warp, lane)
         self.writer.write(work, results, sums, factors, memory.queries, warp, lane, 1)
+
+    def await_weights(self, part: int) -> None:
+        """Waits for a part of a block's weights, or for the factors of the end."""
+        cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)

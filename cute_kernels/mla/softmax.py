@@ -6,12 +6,14 @@ The maximum is allowed to fall behind by a factor of 2**8 before sums are rescal
 
 from __future__ import annotations
 
+import operator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from cute_kernels.device import lanes, ptx
-from cute_kernels.device.lanes import lane_max
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import BLOCK_TOKENS
 
@@ -59,104 +61,61 @@ def mask_end(scores, work, block, warp, lane):
                     scores[i] = cutlass.select_(sum_place(i)[1] < end, scores[i], -Float32.inf)
 
 
-def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
-    """Lets the running maxima follow; the factors by which earlier sums shrink.
-
-    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 they
-    may fall behind, 0 where the maxima themselves are asked for.
-    """
-    factors = []
-    for row in range(2):
-        own = [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]
-        while len(own) > 1:
-            own = [ptx.fmax(own[i], own[i + 1]) for i in range(0, len(own), 2)]
-        highest = lane_max(own[0], ROW_LANES)
-        before = maxima[row]
-        maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
-        factors.append(ptx.exp2((before - maximum) * scale))
-        maxima[row] = maximum
-    return factors
-
-
-def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
-    """weights = 2**((scores - maximum) * scale), the A operand of the next product, as ``pack`` packs two of them; adds
-    totals."""
-    for row in range(2):
-        shift = -maxima[row] * scale
-        total = totals[row] * factors[row]
-        for i in range(NUM_SCORES):
-            if row_of(i) == row:
-                scores[i] = ptx.exp2(ptx.fma(scores[i], scale, shift))
-                total = total + scores[i]
-        totals[row] = total
-    for i in range(0, NUM_SCORES, 2):
-        weights[i // 2] = pack(scores[i], scores[i + 1])
+def step_scores(step: int) -> range:
+    """Which of a thread's scores are those of the ``step``-th 16 tokens."""
+    return range(STEP_SCORES * step, STEP_SCORES * (step + 1))
 
 
 @cute.jit
-def raise_early(scores, maxima, sums, factors, early, scale, slack, count: cutlass.Constexpr):
-    """As :func:`raise_and_rescale`; also makes the weights of the first step, by maxima that most likely stay."""
-    factors.fill(1.0)
-    weigh_into(early, scores, maxima, scale)
-    own = [lanes.in_pairs(ptx.fmax, [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
-    beyond = [(own[row] - maxima[row]) * scale > slack for row in range(2)]
+def begin(rows, scale, slack, count: cutlass.Constexpr):
+    """Lets the running maxima of a thread's two rows follow its scores, rescales its ``count`` sums, and makes the
+    weights of the first step.
+
+    rows: registers, see :class:`.multiply.Rows`; maxima are of unscaled scores. scale: powers of 2 per unit of score.
+    slack: by how many powers of 2 the maxima may fall behind, 0 where they themselves are asked for.
+
+    Lanes compare their own scores with their rows' maxima: only if one of the warp is beyond the slack do the lanes of
+    a row tell each other. The first weights are made meanwhile, by maxima that most likely stay.
+    """
+    rows.factors.fill(1.0)
+    first = cute.make_rmem_tensor(STEP_SCORES, Float32)
+    exponentiate(first, rows.scores, rows.maxima, scale, 0)
+    own = [in_pairs(ptx.fmax, [rows.scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
+    beyond = [(own[row] - rows.maxima[row]) * scale > slack for row in range(2)]
     if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
         for row in cutlass.range_constexpr(2):
             highest = lane_max(own[row], ROW_LANES)
-            before = maxima[row]
+            before = rows.maxima[row]
             maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
-            factors[row] = ptx.exp2((before - maximum) * scale)
-            maxima[row] = maximum
+            rows.factors[row] = ptx.exp2((before - maximum) * scale)
+            rows.maxima[row] = maximum
         for i in cutlass.range_constexpr(count):
-            sums[i] = sums[i] * factors[row_of(i)]
-        weigh_into(early, scores, maxima, scale)
+            rows.sums[i] = rows.sums[i] * rows.factors[row_of(i)]
+        exponentiate(first, rows.scores, rows.maxima, scale, 0)
     for i in cutlass.range_constexpr(STEP_SCORES):
-        scores[i] = early[i]
+        rows.scores[i] = first[i]
 
 
-def weigh_into(weights, scores, maxima, scale) -> None:
-    """weights = 2**((scores - maximum) * scale) of the first step."""
+def weigh_step(scores, maxima, scale, step: int) -> None:
+    """Scores of the ``step``-th 16 tokens become weights."""
+    weights = [None] * STEP_SCORES
+    exponentiate(weights, scores, maxima, scale, step)
+    for i, weight in zip(step_scores(step), weights, strict=True):
+        scores[i] = weight
+
+
+def exponentiate(weights, scores, maxima, scale, step: int) -> None:
+    """weights = 2**((score - maximum) * scale), of the ``step``-th 16 tokens."""
     shifts = [-maxima[row] * scale for row in range(2)]
-    for i in range(STEP_SCORES):
-        weights[i] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
+    for place, i in enumerate(step_scores(step)):
+        weights[place] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
 
 
-@cute.jit
-def raise_and_rescale(scores, maxima, sums, factors, scale, slack, count: cutlass.Constexpr):
-    """As :func:`raise_maxima` and :func:`rescale` together, by one vote of the warp where nothing has to follow.
-
-    factors: rmem fp32 [2], set. Lanes compare their own scores with the maxima of their rows: only if one of them is
-    beyond the slack do the lanes of a row tell each other.
-    """
-    factors.fill(1.0)
-    own = [lanes.in_pairs(ptx.fmax, [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
-    beyond = [(own[row] - maxima[row]) * scale > slack for row in range(2)]
-    if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
-        for row in cutlass.range_constexpr(2):
-            highest = lane_max(own[row], ROW_LANES)
-            before = maxima[row]
-            maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
-            factors[row] = ptx.exp2((before - maximum) * scale)
-            maxima[row] = maximum
-        for i in cutlass.range_constexpr(count):
-            sums[i] = sums[i] * factors[row_of(i)]
-
-
-def exponentiate_step(scores, maxima, scale, weights, pack, step: int, made: bool = False) -> None:
-    """:func:`exponentiate` of the ``step``-th 16 tokens, without the totals. made: only packs."""
-    shifts = [-maxima[row] * scale for row in range(2)]
-    for i in range(STEP_SCORES * step, STEP_SCORES * (step + 1)):
-        if not made:
-            scores[i] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
-    for i in range(STEP_SCORES * step, STEP_SCORES * (step + 1), 2):
-        weights[i // 2] = pack(scores[i], scores[i + 1])
-
-
-def add_totals(weights, totals, factors) -> None:
-    """totals = totals * factors + the block's weights, fp32 [32]."""
+def add_totals(rows) -> None:
+    """Adds a block's weights, which all scores have become, to the totals."""
     for row in range(2):
-        own = [weights[i] for i in range(NUM_SCORES) if row_of(i) == row]
-        totals[row] = ptx.fma(totals[row], factors[row], lanes.in_pairs(lambda a, b: a + b, own))
+        total = in_pairs(operator.add, [rows.scores[i] for i in range(NUM_SCORES) if row_of(i) == row])
+        rows.totals[row] = ptx.fma(rows.totals[row], rows.factors[row], total)
 
 
 @cute.jit
