@@ -131,11 +131,14 @@ class Multiplying:
 
     # -- what a warpgroup tells the other -----------------------------------------------------------------------------
 
-    def publish_weights(self, packed, tile, warp, lane, step: int) -> None:
-        """Stores a thread's weights of 16 tokens in the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
-        row = warp * 16 + lane % 16
-        place = wgmma_tiles.piece_offset(row, 2 * step + lane // 16)
-        ptx.store_matrix_x4(tile + place, 0, [packed[4 * step + i] for i in range(4)], transpose=False)
+    def weight_place(self, memory, warp, lane):
+        """Where a lane's first piece of weights goes, in the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
+        return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
+
+    def publish_weights(self, packed, place, step: int) -> None:
+        """Stores a thread's weights of 16 tokens, two pieces of a row, whose places the swizzle gives by an xor."""
+        words = [packed[4 * step + i] for i in range(4)]
+        ptx.store_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, words, transpose=False)
 
     def publish_rows(self, values, memory, warp, lane) -> None:
         """Stores a number for each of a thread's two rows, the same in all four lanes of a row.

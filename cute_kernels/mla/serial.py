@@ -32,7 +32,9 @@ class Serial(Multiplying):
     def first(self, work, results, memory, softmax_scale, warp, lane):
         """The first warpgroup. warp: 0 to 3."""
         self.await_queries(memory)
-        scale = softmax_scale * ptx.LOG2_E
+        # What steps need is kept in registers: they are short, and to read and multiply constants takes as long.
+        scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
+        places = ptx.pinned(self.weight_place(memory, warp, lane))
         rows = Rows.make()
         stage, phase = Int32(0), Int32(0)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
@@ -40,7 +42,7 @@ class Serial(Multiplying):
             wgmma_tiles.wait()
             self.mask(rows.scores, work, memory, stage, block, warp, lane)
             softmax.begin(rows, scale, work.shape.slack, HALF_SUMS)
-            self.weigh_and_add(rows, work, memory, stage, scale, warp, lane)
+            self.weigh_and_add(rows, work, memory, places, stage, scale, warp, lane)
             softmax.add_totals(rows)
             wgmma_tiles.wait()
             self.release(memory, stage, lane)
@@ -55,7 +57,7 @@ class Serial(Multiplying):
         self.writer.write(work, results, rows.sums, factors, memory.queries, warp, lane, 0)
 
     @cute.jit
-    def weigh_and_add(self, rows, work, memory, stage, scale, warp, lane):
+    def weigh_and_add(self, rows, work, memory, places, stage, scale, warp, lane):
         """A block's weights, handed over in parts, and the left half's products with its values, which are under way
         then."""
         for step in cutlass.range_constexpr(STEPS):
@@ -69,7 +71,7 @@ class Serial(Multiplying):
             if const_expr(step == 0):
                 cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
                 self.publish_rows(rows.factors, memory, warp, lane)
-            self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane, step)
+            self.publish_weights(rows.packed, places, step)
             part, behind = divmod(step - PUBLISHING_LAG + 1, PART_STEPS)
             if const_expr(part > 0 and behind == 0):
                 self.hand_over(part - 1)
