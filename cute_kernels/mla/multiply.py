@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -132,7 +133,7 @@ class Multiplying:
     # -- what a warpgroup tells the other -----------------------------------------------------------------------------
 
     def weight_place(self, memory, warp, lane):
-        """Where a lane's first piece of weights goes, in the K-major tile [64 heads, 64 tokens] of the other warpgroup."""
+        """Where a lane's first piece of weights goes in the K-major tile [64 heads, 64 tokens]."""
         return memory.weight_pointer.toint() + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
 
     def publish_weights(self, packed, place, step: int) -> None:
@@ -156,6 +157,17 @@ class Multiplying:
 
     def row_place(self, memory, warp, lane):
         return memory.row_values + (warp * 16 + lane // 4) * 4
+
+    def stamp(self, results, block, role: int, which: int, warp, lane) -> None:
+        if self.config.stamps >> (8 * role + which) & 1:
+            self.store_stamp(results, block, role, which, warp, lane)
+
+    @cute.jit
+    def store_stamp(self, results, block, role: cutlass.Constexpr, which: cutlass.Constexpr, warp, lane):
+        clock = ptx.clock()
+        if (warp == 0) & (lane == 0) & (block < 64):
+            place = results.partials + Int64((cute.arch.block_idx()[0] * 2 + role) * 64 + block) * 32
+            ptx.store_global(place + which * 4, [clock])
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
