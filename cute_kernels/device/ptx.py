@@ -163,15 +163,6 @@ def pinned(x, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def clock(*, loc=None, ip=None):
-    return Uint32(
-        llvm.inline_asm(
-            Uint32.mlir_type, [], "mov.u32 $0, %clock;", "=r,~{memory}", has_side_effects=True, loc=loc, ip=ip
-        )
-    )
-
-
-@dsl_user_op
 def absolute(x: Float32, *, loc=None, ip=None) -> Float32:
     """|x|."""
     return _pure(Float32, [Float32(x)], "abs.f32 $0, $1;", "=f,f", loc=loc, ip=ip)

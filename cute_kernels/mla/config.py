@@ -65,11 +65,6 @@ class MlaConfig:
     crossover: bool = False
     prefetch: int = 0
     stretch: int = WHOLE
-    lag: int = 1
-    ordered: bool = True
-    early: bool = True
-    parts: int = 2
-    stamps: int = 0
 
     @property
     def name(self) -> str:
@@ -79,9 +74,6 @@ class MlaConfig:
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        stretch += f"_l{self.lag}o{self.ordered:d}e{self.early:d}p{self.parts}" + (
-            f"_stamps{self.stamps}" if self.stamps else ""
-        )
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}"
 
     @property

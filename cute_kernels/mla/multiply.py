@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -157,17 +156,6 @@ class Multiplying:
 
     def row_place(self, memory, warp, lane):
         return memory.row_values + (warp * 16 + lane // 4) * 4
-
-    def stamp(self, results, block, role: int, which: int, warp, lane) -> None:
-        if self.config.stamps >> (8 * role + which) & 1:
-            self.store_stamp(results, block, role, which, warp, lane)
-
-    @cute.jit
-    def store_stamp(self, results, block, role: cutlass.Constexpr, which: cutlass.Constexpr, warp, lane):
-        clock = ptx.clock()
-        if (warp == 0) & (lane == 0) & (block < 64):
-            place = results.partials + Int64((cute.arch.block_idx()[0] * 2 + role) * 64 + block) * 32
-            ptx.store_global(place + which * 4, [clock])
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplyin
 
 WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups; ready: of each part of a block's tokens
 STEPS = BLOCK_TOKENS // softmax.STEP_TOKENS
+PART_STEPS = STEPS // len(WEIGHTS_READY)
+PUBLISHING_LAG = 1  # products that are issued between a part's last one and the fence behind its weights
 
 
 class Serial(Multiplying):
@@ -36,17 +38,13 @@ class Serial(Multiplying):
         rows = Rows.make()
         stage, phase = Int32(0), Int32(0)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.stamp(results, block, 0, 0, warp, lane)
             self.score(rows.scores, memory, stage, phase)
             wgmma_tiles.wait()
-            self.stamp(results, block, 0, 2, warp, lane)
             self.mask(rows.scores, work, memory, stage, block, warp, lane)
-            softmax.begin(rows, scale, work.shape.slack, HALF_SUMS, self.config.early)
-            self.stamp(results, block, 0, 3, warp, lane)
-            self.weigh_and_add(results, block, rows, work, memory, places, stage, scale, warp, lane)
+            softmax.begin(rows, scale, work.shape.slack, HALF_SUMS)
+            self.weigh_and_add(rows, work, memory, places, stage, scale, warp, lane)
             softmax.add_totals(rows)
             wgmma_tiles.wait()
-            self.stamp(results, block, 0, 7, warp, lane)
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
         for row in cutlass.range_constexpr(2):
@@ -59,32 +57,26 @@ class Serial(Multiplying):
         self.writer.write(work, results, rows.sums, factors, memory.queries, warp, lane, 0)
 
     @cute.jit
-    def weigh_and_add(self, results, block, rows, work, memory, places, stage, scale, warp, lane):
+    def weigh_and_add(self, rows, work, memory, places, stage, scale, warp, lane):
         """A block's weights, handed over in parts, and the left half's products with its values, which are under way
         then."""
         for step in cutlass.range_constexpr(STEPS):
             if const_expr(step > 0):
                 # Slack is never negative. The compiler would make all weights before the second product, but not in
                 # front of a branch.
-                if const_expr(self.config.ordered):
-                    if work.shape.slack >= 0.0:
-                        softmax.weigh_step(rows.scores, rows.maxima, scale, step)
-                else:
+                if work.shape.slack >= 0.0:
                     softmax.weigh_step(rows.scores, rows.maxima, scale, step)
             self.pack_step(rows, step)
             self.add_values(rows.sums, self.weight_fragment(rows.packed), memory, stage, 0, range(step, step + 1))
             if const_expr(step == 0):
-                self.stamp(results, block, 0, 4, warp, lane)
                 cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
                 self.publish_rows(rows.factors, memory, warp, lane)
             self.publish_weights(rows.packed, places, step)
-            part, behind = divmod(step - self.config.lag + 1, (STEPS // self.config.parts))
-            if const_expr(0 < part < self.config.parts and behind == 0):
+            part, behind = divmod(step - PUBLISHING_LAG + 1, PART_STEPS)
+            if const_expr(part > 0 and behind == 0):
                 self.hand_over(part - 1)
         wgmma_tiles.commit()
-        self.stamp(results, block, 0, 5, warp, lane)
-        self.hand_over(self.config.parts - 1)
-        self.stamp(results, block, 0, 6, warp, lane)
+        self.hand_over(len(WEIGHTS_READY) - 1)
 
     def hand_over(self, part: int) -> None:
         """Lets the second warpgroup begin with what was published last: factors with part 0, weights with each."""
@@ -98,19 +90,16 @@ class Serial(Multiplying):
         sums = Rows.make().sums
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
         stage, phase = Int32(0), Int32(0)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase)
-            for part in cutlass.range_constexpr(self.config.parts):
+            for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
                 self.await_weights(part)
                 if const_expr(part == 0):
-                    self.stamp(results, block, 1, 2, warp, lane)
                     softmax.rescale(sums, self.load_rows(memory, warp, lane), HALF_SUMS)
-                steps = range(part * (STEPS // self.config.parts), (part + 1) * (STEPS // self.config.parts))
+                steps = range(part * PART_STEPS, (part + 1) * PART_STEPS)
                 self.add_values(sums, weights, memory, stage, 1, steps)
             wgmma_tiles.commit()
-            self.stamp(results, block, 1, 3, warp, lane)
             wgmma_tiles.wait()
-            self.stamp(results, block, 1, 4, warp, lane)
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)

@@ -67,7 +67,7 @@ def step_scores(step: int) -> range:
 
 
 @cute.jit
-def begin(rows, scale, slack, count: cutlass.Constexpr, early: cutlass.Constexpr):
+def begin(rows, scale, slack, count: cutlass.Constexpr):
     """Lets the running maxima of a thread's two rows follow its scores, rescales its ``count`` sums, and makes the
     weights of the first step.
 
@@ -79,8 +79,7 @@ def begin(rows, scale, slack, count: cutlass.Constexpr, early: cutlass.Constexpr
     """
     rows.factors.fill(1.0)
     first = cute.make_rmem_tensor(STEP_SCORES, Float32)
-    if const_expr(early):
-        exponentiate(first, rows.scores, rows.maxima, scale, 0)
+    exponentiate(first, rows.scores, rows.maxima, scale, 0)
     own = [in_pairs(ptx.fmax, [rows.scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
     beyond = [(own[row] - rows.maxima[row]) * scale > slack for row in range(2)]
     if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
@@ -92,9 +91,6 @@ def begin(rows, scale, slack, count: cutlass.Constexpr, early: cutlass.Constexpr
             rows.maxima[row] = maximum
         for i in cutlass.range_constexpr(count):
             rows.sums[i] = rows.sums[i] * rows.factors[row_of(i)]
-        if const_expr(early):
-            exponentiate(first, rows.scores, rows.maxima, scale, 0)
-    if const_expr(not early):
         exponentiate(first, rows.scores, rows.maxima, scale, 0)
     for i in cutlass.range_constexpr(STEP_SCORES):
         rows.scores[i] = first[i]

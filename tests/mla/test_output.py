@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,11 +39,14 @@ def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
     machine = MlaWarp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, multiply, softmax)
     weights = np.random.default_rng(0).random((64, BLOCK_TOKENS)).astype(np.float32)
+    memory: Any = SimpleNamespace(weight_pointer=SimpleNamespace(toint=lambda: Int32(0)))
     for warp in range(4):
         scores = accumulators(weights, warp)
         packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
+        kernel = multiply.Multiplying(MlaConfig())
+        place = kernel.weight_place(memory, Int32(warp), Int32(LANES))
         for step in range(BLOCK_TOKENS // softmax.STEP_TOKENS):
-            multiply.Multiplying(MlaConfig()).publish_weights(packed, Int32(0), Int32(warp), Int32(LANES), step)
+            kernel.publish_weights(packed, place, step)
     words = machine.shared_memory.view(np.uint16)
     for row, column in np.ndindex(weights.shape):
         assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])

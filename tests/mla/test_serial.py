@@ -197,13 +197,16 @@ class Model(serial.Serial):
         assert not self.under_way(("packed", step)), "weights replace those that are read"
         rows.packed[step] = self.block
 
-    def publish_weights(self, packed, tile, warp, lane, step: int) -> None:
+    def weight_place(self, memory, warp, lane) -> int:
+        return 0
+
+    def publish_weights(self, packed, place, step: int) -> None:
         self.machine.step()
-        place = "weights", step
-        assert not self.machine.readers(place), "weights replace those that are read"
-        if self.machine.holds.get(place, (None,))[0] != packed[step]:
-            self.machine.holds[place] = packed[step], set()
-        self.machine.unfenced[self.machine.warp].add(place)
+        stored = "weights", step
+        assert not self.machine.readers(stored), "weights replace those that are read"
+        if self.machine.holds.get(stored, (None,))[0] != packed[step]:
+            self.machine.holds[stored] = packed[step], set()
+        self.machine.unfenced[self.machine.warp].add(stored)
 
     def publish_rows(self, values, memory, warp, lane) -> None:
         self.machine.step()
@@ -274,6 +277,7 @@ def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None, f
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(serial, name, value)
+    monkeypatch.setattr(serial.ptx, "pinned", lambda value: value)
     for name in ("begin", "rescale"):
         monkeypatch.setattr(serial.softmax, name, model.rescale)
     for name in ("weigh_step", "add_totals"):
