@@ -22,7 +22,6 @@ from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplyin
 WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups; ready: of each part of a block's tokens
 STEPS = BLOCK_TOKENS // softmax.STEP_TOKENS
 PART_STEPS = STEPS // len(WEIGHTS_READY)
-PUBLISHING_LAG = 1  # products that are issued between a part's last one and the fence behind its weights
 
 
 class Serial(Multiplying):
@@ -72,15 +71,13 @@ class Serial(Multiplying):
                 cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
                 self.publish_rows(rows.factors, memory, warp, lane)
             self.publish_weights(rows.packed, places, step)
-            part, behind = divmod(step - PUBLISHING_LAG + 1, PART_STEPS)
-            if const_expr(part > 0 and behind == 0):
+            part, behind = divmod(step + 1, PART_STEPS)
+            if const_expr(behind == 0):
                 self.hand_over(part - 1)
         wgmma_tiles.commit()
-        self.hand_over(len(WEIGHTS_READY) - 1)
 
     def hand_over(self, part: int) -> None:
         """Lets the second warpgroup begin with what was published last: factors with part 0, weights with each."""
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
@@ -108,5 +105,10 @@ class Serial(Multiplying):
         self.writer.write(work, results, sums, factors, memory.queries, warp, lane, 1)
 
     def await_weights(self, part: int) -> None:
-        """Waits for a part of a block's weights, or for the factors of the end."""
+        """Waits for a part of a block's weights, or for the factors of the end.
+
+        The fence that makes stores visible to products is here, where there is time for it: in the first warpgroup it
+        would hold up the next weights.
+        """
         cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)
+        cute.arch.fence_proxy("async.shared", space="cta")

@@ -93,7 +93,7 @@ class Machine:
         self.holds: dict[Any, Any] = {}
         self.issued: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
         self.groups: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
-        self.unfenced: dict[int, set] = {warp: set() for warp in range(MULTIPLYING_WARPS)}
+        self.visible: dict[int, dict] = {warp: {} for warp in range(MULTIPLYING_WARPS)}
 
     @property
     def warp(self) -> int:
@@ -136,11 +136,10 @@ class Machine:
         self.groups[self.warp].clear()
 
     def fence(self) -> None:
-        """What the warp has stored is visible to products of who hears of it."""
+        """What has been stored, as far as the warp has heard of it, is visible to its products."""
         self.step()
-        for step in self.unfenced[self.warp]:
-            self.holds[step][1].add(self.warp)
-        self.unfenced[self.warp].clear()
+        stored = {place: what for place, what in self.holds.items() if isinstance(place, tuple)}
+        self.visible[self.warp] = {place: (block, set(warps)) for place, (block, warps) in stored.items()}
 
     def produce(self, num_blocks: int) -> None:
         """The gathering warpgroup as one: tiles in order, each when it is given back."""
@@ -198,15 +197,15 @@ class Model(serial.Serial):
         rows.packed[step] = self.block
 
     def weight_place(self, memory, warp, lane) -> int:
-        return 0
+        return warp
 
-    def publish_weights(self, packed, place, step: int) -> None:
+    def publish_weights(self, packed, warp, step: int) -> None:
         self.machine.step()
         stored = "weights", step
         assert not self.machine.readers(stored), "weights replace those that are read"
         if self.machine.holds.get(stored, (None,))[0] != packed[step]:
             self.machine.holds[stored] = packed[step], set()
-        self.machine.unfenced[self.machine.warp].add(stored)
+        self.machine.holds[stored][1].add(warp)
 
     def publish_rows(self, values, memory, warp, lane) -> None:
         self.machine.step()
@@ -224,7 +223,9 @@ class Model(serial.Serial):
         assert machine.holds[stage] == block
         for step in steps:
             if half:
-                assert machine.holds["weights", step] == (block, set(range(WARPGROUP_WARPS))), "weights are not there"
+                assert machine.visible[machine.warp].get(("weights", step)) == (block, set(range(WARPGROUP_WARPS))), (
+                    "weights are not there"
+                )
                 machine.issue({stage, "sums", ("weights", step)})
             else:
                 assert weights[step] == block
