@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.lanes import in_pairs
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
@@ -113,12 +115,19 @@ class Multiplying:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def mask(self, scores, work, memory, stage, block, warp, lane):
-        """Scores of a block's tokens that do not exist become -inf."""
+    def mask(self, scores, flags, work, memory, stage, block, warp, lane):
+        """Scores of a block's tokens that do not exist become -inf. flags: what :meth:`common_flags` gives."""
         if const_expr(self.config.tokens == "sparse"):
-            softmax.mask(scores, self.load_flags(memory, stage), lane)
+            if flags != softmax.ALL_FLAGS:
+                softmax.mask(scores, self.load_flags(memory, stage), lane)
         else:
             softmax.mask_end(scores, work, block, warp, lane)
+
+    def common_flags(self, memory, stage):
+        """The flags that all of a block's eights of tokens have, where tokens are chosen."""
+        if self.config.tokens == "sparse":
+            return in_pairs(operator.and_, self.load_flags(memory, stage))
+        return Uint32(0)
 
     def pack_step(self, rows: Rows, step: int) -> None:
         """Packs a thread's weights of the ``step``-th 16 tokens."""

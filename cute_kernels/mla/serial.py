@@ -38,8 +38,9 @@ class Serial(Multiplying):
         stage, phase = Int32(0), Int32(0)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
+            flags = self.common_flags(memory, stage)
             wgmma_tiles.wait()
-            self.mask(rows.scores, work, memory, stage, block, warp, lane)
+            self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
             softmax.begin(rows, scale, work.shape.slack, HALF_SUMS)
             self.weigh_and_add(rows, work, memory, places, stage, scale, warp, lane)
             softmax.add_totals(rows)

@@ -31,18 +31,13 @@ def row_of(index: int) -> int:
     return sum_place(index)[0] // 8
 
 
-@cute.jit
-def mask(scores, flags, lane):
+def mask(scores, flags, lane) -> None:
     """Scores of tokens that do not exist become -inf. flags: a word of 8 bits for every 8 tokens."""
-    everything = flags[0]
-    for i in cutlass.range_constexpr(1, len(flags)):
-        everything = everything & flags[i]
-    if everything != ALL_FLAGS:
-        for i in cutlass.range_constexpr(NUM_SCORES):
-            column = sum_place(i)[1]
-            bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
-            exists = (flags[column // 8] & bit) != 0
-            scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
+    for i in range(NUM_SCORES):
+        column = sum_place(i)[1]
+        bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
+        exists = (flags[column // 8] & bit) != 0
+        scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
 
 
 @cute.jit

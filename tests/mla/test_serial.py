@@ -185,7 +185,11 @@ class Model(serial.Serial):
         self.machine.issue({stage, "scores"})
         self.machine.commit()
 
-    def mask(self, scores, work, memory, stage, block, warp, lane) -> None:
+    def common_flags(self, memory, stage) -> int:
+        assert self.machine.holds[stage] == self.block
+        return 0
+
+    def mask(self, scores, flags, work, memory, stage, block, warp, lane) -> None:
         assert not self.under_way("scores"), "scores are not there"
         assert self.machine.holds[stage] == block == self.block
 
