@@ -30,7 +30,8 @@ LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
 LINEAR_PEER_RATIO = 1.03  # the noise of a run
 LINEAR_MANY_ROWS, LINEAR_TFLOPS = 1024, 820
 MOE_FEW_TOKENS, MOE_FLOOR_RATIO = 128, 1.20
-MOE_MANY_TOKENS, MOE_RIVAL = 2048, "torch grouped bf16"
+MOE_MANY_TOKENS, MOE_MANY_PEER_RATIO = 2048, 1.0
+MOE_PEER_RATIO = 1.03  # of fewer tokens: the noise of a run
 MOE_RATES = {("Mixtral-8x7B", 8192): 620}  # TFLOPS of the first product
 MOE_HOST_MICROSECONDS = 25.0
 LINEAR_LARGE = ((8192, 28672), (57344, 8192))
@@ -93,16 +94,19 @@ def judge(record: Record) -> list[Verdict]:
 
 
 def _judge_moe(row: Record) -> list[Verdict]:
-    """The first product: few tokens against the floor, many by their rate and against the peer, each doing the same
-    work: both gather rows, or neither."""
+    """The first product: few tokens against the floor, many by their rate, all against the fastest peer that does the
+    same work: both gather rows, or neither."""
     tokens, model, first = row["shape"]["tokens"], row["shape"]["model"]["name"], row["first"]
     name, verdicts = f"moe: {row['name']}, first product", []
     if tokens <= MOE_FEW_TOKENS:
         verdicts.append(Verdict(f"{name}: ratio to the floor", first["floor_ratio"], MOE_FLOOR_RATIO, ""))
+    limit = MOE_PEER_RATIO if tokens < MOE_MANY_TOKENS else MOE_MANY_PEER_RATIO
     for what, how in (("first", "rows by index"), ("in_order", "rows in order")):
-        rival = row["peers"].get(MOE_RIVAL, {}).get(f"{what}_us")
-        if tokens >= MOE_MANY_TOKENS and rival and what in row:
-            verdicts.append(Verdict(f"{name}, {how}: time over {MOE_RIVAL}'s", row[what]["us"] / rival, 1.0, ""))
+        times = {peer: us for peer, found in row["peers"].items() if (us := found.get(f"{what}_us"))}
+        if times and what in row:
+            best = min(times, key=times.__getitem__)
+            ratio = row[what]["us"] / times[best]
+            verdicts.append(Verdict(f"{name}, {how}: time over {best}'s", ratio, limit, ""))
     if (model, tokens) in MOE_RATES:
         rate = MOE_RATES[model, tokens]
         verdicts.append(Verdict(f"{name}: rate", first["tflops"], rate, "TFLOPS", at_most=False))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -97,12 +97,16 @@ def pack(weights: Weights) -> PackedWeight:
 
 @dataclass
 class Layer:
-    """One weight as everybody wants it: packed here, prepared by each peer that is here."""
+    """One weight as everybody wants it: packed here, prepared by each peer that is here.
+
+    products: of each peer; by_row: those whose weight is `Weights.by_row`.
+    """
 
     weights: Weights
     packed: PackedWeight
     products: dict[str, Product]
     why_not: dict[str, str]
+    by_row: set[str] = field(default_factory=set)
 
     @staticmethod
     def of(weights: Weights, peers: Iterable[LinearPeer]) -> Layer:
@@ -112,12 +116,23 @@ class Layer:
                 reason = peer.missing()
                 try:
                     if reason is None:
-                        layer.products[peer.name] = peer.prepare(weights)
+                        layer.products[peer.name] = peer.prepare(weights.by_row if peer.by_row else weights)
                 except Exception as error:  # one peer's failure must not lose the others' results
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 if reason is not None:
                     layer.why_not[peer.name] = reason
+                elif peer.by_row:
+                    layer.by_row.add(peer.name)
         return layer
+
+    @cached_property
+    def dense(self) -> torch.Tensor:
+        """W in fp32, of bf16 weights."""
+        return self.weights.dense.float()
+
+    @cached_property
+    def dense_by_row(self) -> torch.Tensor:
+        return self.weights.by_row.dense.float()
 
 
 def run(
@@ -155,11 +170,10 @@ def _run_layer(
     earlier: dict[str, Any] | None,
 ) -> None:
     layer = Layer.of(make_weights(n, k, bits), peers)
-    dense = layer.weights.dense.float()
     for m in rows:
         shape = LinearShape(n, k, m, bits)
         try:
-            row = measure(bench, shape, layer, dense)
+            row = measure(bench, shape, layer)
             found.append(linear_apart.with_peers(row, earlier) if earlier else row)
         except Exception as error:
             what = f"linear: {shape.format} {shape.name}"
@@ -167,19 +181,20 @@ def _run_layer(
         bench.recorder.set("linear", found)
 
 
-def measure(bench: Bench, shape: LinearShape, layer: Layer, dense: torch.Tensor) -> dict[str, Any]:
+def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     """Checks and times one product, ours and the peers' in turn: so they meet the same clocks."""
-    x = torch.randn((shape.m, shape.k), device=dense.device).to(torch.bfloat16)
+    x = torch.randn((shape.m, shape.k), device=layer.packed.device).to(torch.bfloat16)
     out = torch.full((shape.m, shape.n), torch.nan, dtype=x.dtype, device=x.device)  # whatever is not written shows
     own = partial(linear, x, layer.packed, out=out)
     own()
     chosen = torch.linspace(0, shape.m - 1, min(shape.m, CHECKED_ROWS), device=x.device).long()
-    want = x[chosen].float() @ dense.T
+    some = x[chosen].float()
+    want = some @ layer.dense.T
     error = check(out, chosen, want)
     calls: dict[str, Callable[[], object]] = {"": own}
     why_not = dict(layer.why_not)
     for name, product in layer.products.items():
-        reason = _disagreement(product, x, chosen, want)
+        reason = _disagreement(product, x, chosen, some @ layer.dense_by_row.T if name in layer.by_row else want)
         if reason is None:
             calls[name] = partial(product, x)
         else:

@@ -18,30 +18,38 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # x [M, K] -> [M, N]
 
 @dataclass(frozen=True)
 class Weights:
-    """codes: uint8 [N, K] below 2**bits. scales: bf16 [N, K / GROUP_SIZE]. W = (codes - 2**(bits - 1)) * scales."""
+    """codes: uint8 [N, K] below 2**bits. scales: bf16 [N, groups of K]. W = (codes - 2**(bits - 1)) * scales."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     bits: int
 
     @property
+    def by_row(self) -> Weights:
+        """The same codes with one scale for each output feature, that of its first group."""
+        return Weights(self.codes, self.scales[:, :1].contiguous(), self.bits)
+
+    @property
     def dense(self) -> torch.Tensor:
         """W in bf16: each weight rounded once."""
         n, k = self.codes.shape
-        centred = (self.codes.view(n, -1, GROUP_SIZE).to(torch.bfloat16) - (1 << (self.bits - 1))).mul_(
-            self.scales[:, :, None]
-        )
-        return centred.view(n, k)
+        groups = self.codes.view(n, self.scales.shape[1], -1)
+        return (groups.to(torch.bfloat16) - (1 << (self.bits - 1))).mul_(self.scales[:, :, None]).view(n, k)
 
 
 @dataclass(frozen=True)
 class LinearPeer:
-    """`missing` says why the peer is not here (None: it is); `prepare` packs weights once and returns the product."""
+    """`missing` says why the peer is not here (None: it is); `prepare` packs weights once and returns the product.
+
+    by_row: whether it knows only one scale for each output feature. It is then given, and held to, `Weights.by_row`:
+    as many codes and fewer scales than everybody else reads.
+    """
 
     name: str
     bits: tuple[int, ...]
     missing: Callable[[], str | None]
     prepare: Callable[[Weights], Product]
+    by_row: bool = False
 
 
 def _cublas(weights: Weights) -> Product:
@@ -52,13 +60,18 @@ def _cublas(weights: Weights) -> Product:
 # -- vLLM's Marlin and Machete, from its build ------------------------------------------------------------------------
 
 
-@functools.cache
-def _vllm_missing() -> str | None:
-    """Loads vLLM's extension, unpacked under $PEERS_DIR or installed, and says why it cannot."""
+def vllm_roots() -> list[Path]:
+    """Where vLLM's extensions may lie: under $PEERS_DIR, or where it is installed."""
     roots = [Path(os.environ["PEERS_DIR"]) / "vllm"] if "PEERS_DIR" in os.environ else []
     with contextlib.suppress(ImportError):
         roots += [Path(place) for place in importlib.import_module("vllm").__path__]
-    found = [path for root in roots for path in sorted(root.glob("_C*.so"))]
+    return list(dict.fromkeys(roots))
+
+
+@functools.cache
+def vllm_missing() -> str | None:
+    """Loads vLLM's extension for dense layers and says why it cannot."""
+    found = [path for root in vllm_roots() for path in sorted(root.glob("_C*.so"))]
     if not found:
         return "not installed: no vllm package, and no vllm/_C*.so under $PEERS_DIR"
     try:
@@ -71,7 +84,7 @@ def _vllm_missing() -> str | None:
     return f"no operator {', '.join(missing)} in {found[0].name}" if missing else None
 
 
-def _type_id(bits: int) -> int:
+def type_id(bits: int) -> int:
     types = importlib.import_module("vllm.scalar_type").scalar_types
     return {4: types.uint4b8, 8: types.uint8b128}[bits].id
 
@@ -85,22 +98,28 @@ def words_of(weights: Weights) -> torch.Tensor:
     return words
 
 
-def _marlin(weights: Weights) -> Product:
+def marlin_weights(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int32 and scales bf16 [groups, N] in Marlin's order."""
     n, k = weights.codes.shape
-    device = weights.codes.device
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    nothing = torch.empty(0, dtype=torch.int32, device=weights.codes.device)
     packed = torch.ops._C.gptq_marlin_repack(words_of(weights), nothing, k, n, weights.bits, False)
     # Its threads want the scales of 64 neighbouring features in the order of their fragments.
     order = [i + 8 * j for i in range(8) for j in range(8)]
-    scales = weights.scales.T.reshape(-1, 64)[:, order].reshape(-1, n).contiguous()
+    return packed, weights.scales.T.reshape(-1, 64)[:, order].reshape(-1, n).contiguous()
+
+
+def _marlin(weights: Weights) -> Product:
+    n, k = weights.codes.shape
+    device = weights.codes.device
+    packed, scales = marlin_weights(weights)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     workspace = torch.zeros(num_sms, dtype=torch.int32, device=device)
-    call = functools.partial(_by_name, torch.ops._C.marlin_gemm.default)
+    call = functools.partial(by_name, torch.ops._C.marlin_gemm.default)
     given = {
         "b_q_weight": packed,
         "b_scales": scales,
         "workspace": workspace,
-        "b_type_id": _type_id(weights.bits),
+        "b_type_id": type_id(weights.bits),
         "size_n": n,
         "size_k": k,
         "is_k_full": True,
@@ -111,7 +130,7 @@ def _marlin(weights: Weights) -> Product:
     return lambda x: call(a=x, size_m=x.shape[0], **given)
 
 
-def _by_name(operator, **given: object) -> torch.Tensor:
+def by_name(operator, **given: object) -> torch.Tensor:
     """Calls an operator whose schema grew over releases: what is not named here is optional and stays None."""
     return operator(*(given.get(argument.name) for argument in operator._schema.arguments))
 
@@ -119,9 +138,9 @@ def _by_name(operator, **given: object) -> torch.Tensor:
 def _machete(weights: Weights) -> Product:
     operators, dtype = torch.ops._C, torch.bfloat16
     columns = words_of(weights).T.contiguous().T
-    packed = operators.machete_prepack_B(columns, dtype, _type_id(weights.bits), dtype)
-    scales, type_id = weights.scales.T.contiguous(), _type_id(weights.bits)
-    return lambda x: operators.machete_mm(x, packed, type_id, dtype, scales, None, GROUP_SIZE, None, None, None)
+    kind = type_id(weights.bits)
+    packed, scales = operators.machete_prepack_B(columns, dtype, kind, dtype), weights.scales.T.contiguous()
+    return lambda x: operators.machete_mm(x, packed, kind, dtype, scales, None, GROUP_SIZE, None, None, None)
 
 
 # -- QuACK ------------------------------------------------------------------------------------------------------------
@@ -143,10 +162,16 @@ def _quack(weights: Weights) -> Product:
     return lambda x: quack.gemm_w4a16(x, blob, scales, wformat="int4")
 
 
+def _quack_by_row(weights: Weights) -> Product:
+    module = importlib.import_module("bench.quack_by_row")  # which imports QuACK
+    return module.prepare((weights.codes ^ (1 << (weights.bits - 1))).view(torch.int8), weights.scales[:, 0])
+
+
 CUBLAS = "cuBLAS bf16"
 PEERS = (
     LinearPeer(CUBLAS, (4, 8), lambda: None, _cublas),
-    LinearPeer("Marlin", (4, 8), _vllm_missing, _marlin),
-    LinearPeer("Machete", (4, 8), _vllm_missing, _machete),
+    LinearPeer("Marlin", (4, 8), vllm_missing, _marlin),
+    LinearPeer("Machete", (4, 8), vllm_missing, _machete),
     LinearPeer("QuACK", (4,), _quack_missing, _quack),
+    LinearPeer("QuACK by row", (8,), _quack_missing, _quack_by_row, by_row=True),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from bench.linear import FEW_SAMPLES, MANY_FLOPS
-from bench.moe_peers import PEERS, DenseExperts, MoePeer, Routed
+from bench.linear import FEW_SAMPLES, GPU, MANY_FLOPS
+from bench.moe_peers import PEERS, Bind, Calls, DenseExperts, MoePeer, MoeWeights, Routed
 from bench.peers import AGREEMENT, relative_error
 from bench.report import aligned, number
 from bench.suites import Bench, WrongOutput
@@ -19,10 +19,11 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, grouped_spec
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import launch_routing
 from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.moe.tuned import chosen
 from cute_kernels.runtime import KernelSpec
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
@@ -32,7 +33,7 @@ GROUP_SIZE, BITS = 128, 4
 CHECKED_TOKENS = 8
 TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
 HOST_TOKENS = 8
-COMPARED = ("first", "in_order", "layer")  # with peers: the first product of rows by index and of rows in order, all
+COMPARED = Calls._fields  # what is timed beside peers
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -
             for n, k in model.products:
                 k_pad = padded_shape((n, k), GROUP_SIZE)[1]
                 problem = GroupedProblem(count * model.topk, model.experts, n, k, k_pad, BITS, "bf16", GROUP_SIZE)
-                found[grouped_spec(problem)] = None
+                found[spec_of(chosen(problem, GPU).config)] = None
     return list(found)
 
 
@@ -113,20 +114,33 @@ def dense_of(weight: PackedExperts) -> torch.Tensor:
     return dense
 
 
+def make_weights(model: MoeModel, device: torch.device | str = "cuda") -> MoeWeights:
+    packed = [make_experts(model.experts, n, k, i, device) for i, (n, k) in enumerate(model.products)]
+    both = dense_of(packed[0])
+    return MoeWeights(packed[0], packed[1], DenseExperts(both[:, ::2], both[:, 1::2], dense_of(packed[1])))
+
+
 @dataclass
 class Layer:
-    """The weights of a layer as everybody wants them."""
+    """The weights of a layer, and each peer that is here with them as it wants them."""
 
-    gate_up: PackedExperts
-    down: PackedExperts
-    dense: DenseExperts
+    weights: MoeWeights
+    peers: dict[str, Bind]
+    why_not: dict[str, str]
 
     @staticmethod
-    def of(model: MoeModel, device: torch.device | str = "cuda") -> Layer:
-        packed = [make_experts(model.experts, n, k, i, device) for i, (n, k) in enumerate(model.products)]
-        both = dense_of(packed[0])
-        dense = DenseExperts(both[:, ::2], both[:, 1::2], dense_of(packed[1]))
-        return Layer(packed[0], packed[1], dense)
+    def of(weights: MoeWeights, peers: Iterable[MoePeer]) -> Layer:
+        layer = Layer(weights, {}, {})
+        for peer in peers:
+            reason = peer.missing()
+            try:
+                if reason is None:
+                    layer.peers[peer.name] = peer.prepare(weights)
+            except Exception as error:  # one peer's failure must not lose the others' results
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if reason is not None:
+                layer.why_not[peer.name] = reason
+        return layer
 
 
 @dataclass(frozen=True)
@@ -146,14 +160,14 @@ class Inputs:
         return Inputs(x, ids.int(), weights / weights.sum(1, keepdim=True))
 
 
-def reference(layer: Layer, inputs: Inputs, chosen: torch.Tensor) -> torch.Tensor:
+def reference(weights: MoeWeights, inputs: Inputs, chosen: torch.Tensor) -> torch.Tensor:
     """What the layer makes of the ``chosen`` tokens, in fp32 with hidden activations rounded once."""
     rows = []
     for token in chosen.tolist():
         x = inputs.x[token].float()
-        total = torch.zeros(layer.down.shape[0], device=x.device)
+        total = torch.zeros(weights.down.shape[0], device=x.device)
         for expert, share in zip(inputs.ids[token].tolist(), inputs.weights[token], strict=True):
-            gate, up, down = (part[expert].float() for part in layer.dense)
+            gate, up, down = (part[expert].float() for part in weights.dense)
             hidden = torch.nn.functional.silu(gate @ x) * (up @ x)
             total += share * (down @ hidden.to(torch.bfloat16).float())
         rows.append(total)
@@ -176,42 +190,43 @@ def run(
 def _run_model(
     bench: Bench, found: list[dict[str, Any]], model: MoeModel, tokens: Iterable[int], peers: Iterable[MoePeer]
 ) -> None:
-    layer = Layer.of(model)
-    bench.attempt(f"moe: host cost, {model.name}", partial(_host_cost, bench, model, layer))
+    layer = Layer.of(make_weights(model), peers)
+    bench.attempt(f"moe: host cost, {model.name}", partial(_host_cost, bench, model, layer.weights))
     for count in tokens:
         shape = MoeShape(model, count)
 
         def work(shape: MoeShape = shape) -> None:
-            found.append(measure(bench, shape, layer, peers))
+            found.append(measure(bench, shape, layer))
             bench.recorder.set("moe", found)
 
         bench.attempt(f"moe: {shape.name}", work)
     bench.floor.release()
 
 
-def measure(bench: Bench, shape: MoeShape, layer: Layer, peers: Iterable[MoePeer]) -> dict[str, Any]:
+def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:
     """Checks and times a layer and its two products, ours and the peers' in turn."""
-    model, inputs = shape.model, Inputs.of(shape)
+    model, weights = shape.model, layer.weights
+    inputs = Inputs.of(shape, weights.gate_up.device)
     out = torch.full((shape.tokens, model.hidden), torch.nan, dtype=torch.bfloat16, device=inputs.x.device)
-    own = partial(fused_moe, inputs.x, layer.gate_up, layer.down, inputs.ids, inputs.weights, out=out)
+    own = partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights, out=out)
     own()
     chosen = torch.linspace(0, shape.tokens - 1, min(shape.tokens, CHECKED_TOKENS)).long()
-    want = reference(layer, inputs, chosen)
+    want = reference(weights, inputs, chosen)
     error = check(out, chosen, want)
     routed = Routed.of(inputs.x, inputs.ids, inputs.weights, model.experts)
-    calls = _own_calls(layer, inputs, routed, own)
+    calls = _own_calls(weights, inputs, routed, own)
     protocol = bench.protocol
     if shape.flops(0) > MANY_FLOPS:
         protocol = replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
     timed = {what: {"": calls[what]} for what in COMPARED}
-    why_not: dict[str, str] = {}
-    for peer in peers:
-        reason = peer.missing() or _disagreement(peer, layer.dense, routed, chosen, want)
-        if reason is None:
-            for what in COMPARED:
-                timed[what][peer.name] = partial(getattr(peer, what), layer.dense, routed)
+    why_not = dict(layer.why_not)
+    for name, bind in layer.peers.items():
+        theirs, reason = _agreeing(bind, routed, chosen, want)
+        if theirs is None:
+            why_not[name] = reason
         else:
-            why_not[peer.name] = reason
+            for what, call in zip(COMPARED, theirs, strict=True):
+                timed[what][name] = call
     times = {what: time_cold_in_turn(these, bench.flush, protocol) for what, these in timed.items()}
     second = time_cold(calls["second"], bench.flush, protocol)
     graph = time_graph_cold(own, bench.flush, protocol)
@@ -237,17 +252,19 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer, peers: Iterable[MoePeer
 
 
 def _own_calls(
-    layer: Layer, inputs: Inputs, routed: Routed, own: Callable[[], object]
+    weights: MoeWeights, inputs: Inputs, routed: Routed, own: Callable[[], object]
 ) -> Mapping[str, Callable[[], object]]:
     """The layer, its first product as the layer computes it, with rows by index, and of rows in order, its second."""
-    routing = launch_routing(inputs.ids, len(layer.gate_up))
-    hidden = grouped_linear(inputs.x, layer.gate_up, routing.offsets, rows=routing.rows, activation="swiglu")
+    routing = launch_routing(inputs.ids, len(weights.gate_up))
+    hidden = grouped_linear(inputs.x, weights.gate_up, routing.offsets, rows=routing.rows, activation="swiglu")
     first = partial(
-        grouped_linear, inputs.x, layer.gate_up, routing.offsets, rows=routing.rows, activation="swiglu", out=hidden
+        grouped_linear, inputs.x, weights.gate_up, routing.offsets, rows=routing.rows, activation="swiglu", out=hidden
     )
-    in_order = partial(grouped_linear, routed.sorted_x, layer.gate_up, routing.offsets, activation="swiglu", out=hidden)
-    results = grouped_linear(hidden, layer.down, routing.offsets)
-    second = partial(grouped_linear, hidden, layer.down, routing.offsets, out=results)
+    in_order = partial(
+        grouped_linear, routed.sorted_x, weights.gate_up, routing.offsets, activation="swiglu", out=hidden
+    )
+    results = grouped_linear(hidden, weights.down, routing.offsets)
+    second = partial(grouped_linear, hidden, weights.down, routing.offsets, out=results)
     return {"first": first, "in_order": in_order, "second": second, "layer": own}
 
 
@@ -255,10 +272,10 @@ def _product(us: float, floor_us: float, flops: int) -> dict[str, float]:
     return {"us": us, "floor_us": floor_us, "floor_ratio": us / floor_us, "tflops": flops / us * 1e-6}
 
 
-def _host_cost(bench: Bench, model: MoeModel, layer: Layer) -> None:
+def _host_cost(bench: Bench, model: MoeModel, weights: MoeWeights) -> None:
     inputs = Inputs.of(MoeShape(model, HOST_TOKENS))
     out = torch.empty_like(inputs.x)
-    call = partial(fused_moe, inputs.x, layer.gate_up, layer.down, inputs.ids, inputs.weights, out=out)
+    call = partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights, out=out)
     host = dict(bench.recorder.data.get("moe_host_us", {}))
     host[model.name] = round(time_host(call, calls=50).median_us, 2)
     bench.recorder.set("moe_host_us", host)
@@ -272,15 +289,22 @@ def check(out: torch.Tensor, chosen: torch.Tensor, want: torch.Tensor) -> float:
     return error
 
 
-def _disagreement(
-    peer: MoePeer, dense: DenseExperts, routed: Routed, chosen: torch.Tensor, want: torch.Tensor
-) -> str | None:
-    """Why a peer's layer is not timed."""
+def _agreeing(
+    bind: Bind, routed: Routed, chosen: torch.Tensor, want: torch.Tensor
+) -> tuple[Calls, str] | tuple[None, str]:
+    """A peer's calls if its layer is right and both its first products are the same in some order, else why not."""
     try:
-        error = relative_error(peer.layer(dense, routed)[chosen.to(want.device)], want)
+        calls = bind(routed)
+        errors = {
+            "reference": relative_error(calls.layer()[chosen.to(want.device)], want),
+            "product of rows by index": relative_error(*(call().sum(0, dtype=torch.float32) for call in calls[1::-1])),
+        }
     except Exception as failure:
-        return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-    return None if error <= AGREEMENT else f"disagrees with the reference: relative error {error:.2e}"
+        return None, f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    for what, error in errors.items():
+        if not error <= AGREEMENT:
+            return None, f"disagrees with the {what}: relative error {error:.2e}"
+    return calls, ""
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

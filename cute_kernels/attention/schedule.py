@@ -34,6 +34,7 @@ WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
 TARGET_WARPS = 8
+MOST_CTAS = 4  # on an SM
 COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycles each
 SM_PARTITIONS = 4
 MAX_COPY_WARPS = 4
@@ -156,7 +157,9 @@ def head_blocks(problem: Problem, config: DecodeConfig) -> int:
 
 
 def split_options(problem: Problem, config: DecodeConfig) -> range:
-    """Numbers of splits worth considering."""
+    """Numbers of splits worth considering: four CTAs to an SM are for rows that need none."""
+    if config.ctas_per_sm == MOST_CTAS and _kinds(config) == {"int4"} and max(config.head_dims) > 64:
+        return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
     rows = problem.batch * head_blocks(problem, config)
     most = max(1, min(tiles, 2 * problem.num_sms * config.ctas_per_sm // rows))
@@ -258,13 +261,13 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
     blocks, _ = query_blocks(problem)
     with_headers = [has_headers(format_of(name)) for name in names]
     if not any(with_headers):
-        make, counts = bare_config, (1, 2, 4)
+        make, counts = bare_config, (1, 2, MOST_CTAS)
         base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
     else:
         heads = row_heads(problem, names, blocks) if problem.aligned else 0
         contiguous = problem.features.head_major or (heads or 1) == problem.num_kv_heads
         row_copy = "bulk" if heads else "word"
-        make, counts = row_config, (1, 2, 4) if contiguous else (2,)
+        make, counts = row_config, (1, 2, MOST_CTAS) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
     borrows = _borrows_registers(problem)
     if borrows:
@@ -389,10 +392,10 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
         ctas_per_sm = 1
     elif int4 and groups > 1:
         ctas_per_sm = min(ctas_per_sm, 2 if few_roles else 1)
-    elif ctas_per_sm == 4 and not few_roles:
+    elif ctas_per_sm == MOST_CTAS and not few_roles:
         ctas_per_sm = 1 if base.units else 2
     if int4:
-        few_warps = ctas_per_sm == 4 or (ctas_per_sm == 2 and groups > 1)
+        few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and groups > 1)
         warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)
@@ -454,6 +457,10 @@ def _with_ring(base: DecodeConfig, ctas_per_sm: int, num_stages: int) -> DecodeC
     """``base`` with tiles of a useful size and up to ``num_stages`` of them, as the shared memory allows."""
     blocks = 2 if 2 * sum(base.tile_bytes) <= STAGE_BYTES and not _takes_one_block(base) else 1
     config = _change(base, ctas_per_sm=ctas_per_sm, blocks_per_slice=blocks)
+    # Four CTAs with small tiles serve many short rows better than two with large ones.
+    small = ctas_per_sm == MOST_CTAS and not base.units and base.blocks_per_warp == 1
+    if small and _num_stages(config, ctas_per_sm) < 2:
+        config = _change(config, blocks_per_slice=1)
     stages = min(num_stages, _num_stages(config, ctas_per_sm))
     if stages < 2:
         return _with_ring(base, ctas_per_sm // 2, num_stages)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from cute_kernels.linear import schedule as few
 from cute_kernels.linear.config import LinearConfig
@@ -22,8 +23,16 @@ MOST_CUTS = 2  # of one configuration, as models compare cuts better than config
 WITHIN = 1.5  # and how much longer than the best of its kernel one may be expected to take
 
 
+class HasConfig(Protocol):
+    @property
+    def config(self) -> Any: ...
+
+
+S = TypeVar("S", bound=HasConfig)
+
+
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Generic[S]):
     """A schedule, and how tables name it.
 
     Attributes:
@@ -33,7 +42,7 @@ class Candidate:
     """
 
     kernel: str
-    schedule: Schedule | TileSchedule
+    schedule: S
     cut: int
     estimate_us: float
 
@@ -61,7 +70,7 @@ def problem_of(key: str) -> Problem | None:
     return Problem(m, n, k, k_pad, int(bits), dtype, group_size, bool(zero), num_sms=num_sms)
 
 
-def candidates(problem: Problem) -> Iterator[Candidate]:
+def candidates(problem: Problem) -> Iterator[Candidate[Schedule | TileSchedule]]:
     """Every schedule of either kernel that is right for a problem."""
     if problem.m <= MAX_TOKENS and not problem.batch_invariant:
         for config in few.candidate_configs(problem):
@@ -78,24 +87,29 @@ def modelled(problem: Problem) -> Schedule | TileSchedule:
     return few.make_schedule(problem)
 
 
-def worth_measuring(problem: Problem) -> list[Candidate]:
+def worth_measuring(problem: Problem) -> list[Candidate[Schedule | TileSchedule]]:
     """What is taken without a table, first, and of each kernel the schedules that its model expects most of."""
-    found = list(dict.fromkeys(candidates(problem)))
-    first = [one for one in found if one.schedule == modelled(problem)]
+    return shortlist(candidates(problem), modelled(problem))
+
+
+def shortlist(found: Iterable[Candidate[S]], first: S) -> list[Candidate[S]]:
+    """The candidate of the schedule ``first``, then of each kernel those that are expected to be the fastest."""
+    found = list(dict.fromkeys(found))
+    kept = [one for one in found if one.schedule == first]
     for kernel in (FEW, MANY):
         expected = sorted((one for one in found if one.kernel == kernel), key=lambda one: one.estimate_us)
-        cuts = Counter(one.schedule.config for one in first)
+        cuts = Counter(one.schedule.config for one in kept)
         taken = 0
         for one in expected:
             config = one.schedule.config
-            if one in first or cuts[config] == MOST_CUTS or one.estimate_us > WITHIN * expected[0].estimate_us:
+            if one in kept or cuts[config] == MOST_CUTS or one.estimate_us > WITHIN * expected[0].estimate_us:
                 continue
-            first.append(one)
+            kept.append(one)
             cuts[config] += 1
             taken += 1
             if taken == MOST:
                 break
-    return first
+    return kept
 
 
 def chosen(problem: Problem, gpu: str) -> Schedule | TileSchedule:

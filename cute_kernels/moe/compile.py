@@ -10,9 +10,9 @@ from cute_kernels.linear import compile as linear
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.moe import tuned
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.schedule import GroupedProblem, make_schedule
-from cute_kernels.moe.wgmma.schedule import has_many_rows, make_tiles
+from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product of few rows, after x,
@@ -127,6 +127,7 @@ def shipped_specs() -> list[KernelSpec]:
             for n, k in ((2 * inner, hidden), (hidden, inner)):
                 problem = GroupedProblem(tokens * topk, experts, n, k, k, 4, "bf16", 128)
                 specs[grouped_spec(problem)] = None
+    specs |= {spec_of(config): None for config in tuned.shipped_configs()}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
@@ -134,10 +135,13 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
-    """The kernel that a product is served by."""
-    if has_many_rows(problem):
-        return GroupedWgmmaSpec(make_tiles(problem).config)
-    return GroupedSpec(make_schedule(problem).config)
+    """The kernel that a product is served by where no table says otherwise."""
+    return spec_of(tuned.modelled(problem).config)
+
+
+def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec:
+    """The kernel of a configuration."""
+    return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:

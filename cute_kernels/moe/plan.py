@@ -12,8 +12,9 @@ import torch
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule, make_schedule
-from cute_kernels.moe.wgmma.schedule import GroupedTiles, has_many_rows, make_tiles
+from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.moe.tuned import GroupedLayout, chosen
+from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
@@ -104,9 +105,14 @@ def plan_of(
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-    if has_many_rows(problem):
-        return make_tiles_plan(make_tiles(problem), num_experts, device)
-    return make_plan(make_schedule(problem), num_experts, device)
+    return make_product_plan(chosen(problem, torch.cuda.get_device_name(device)), num_experts, device)
+
+
+def make_product_plan(layout: GroupedLayout, num_experts: int, device_index: int) -> ProductPlan:
+    """The plan of a given layout, of few rows an expert or of many."""
+    if isinstance(layout, GroupedTiles):
+        return make_tiles_plan(layout, num_experts, device_index)
+    return make_plan(layout, num_experts, device_index)
 
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:

@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.runtime import native
 from cute_kernels.runtime.cache import ProgressCallback, load_many
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.tuned import TunedTable, own_path
-from cute_kernels.tuning import linear
+from cute_kernels.tuning import experts, linear
 from cute_kernels.tuning.tuner import Step, Timer, tune
 
+Measurable = linear.LinearSubject | experts.ExpertsSubject
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
 QUIET_SECONDS = 1.0  # between two lines where nobody watches
 
@@ -24,12 +26,21 @@ def add_parser(commands) -> argparse.ArgumentParser:
     """Adds the command to what `add_subparsers` made."""
     command = commands.add_parser(
         "tune",
-        help="measure which kernels are fastest on this GPU for linear layers, and use them from then on",
-        description="Measures linear layers and writes a table that later processes consult. What a table has already "
-        "is not measured again, so an interrupted run can be taken up.",
+        help="measure which kernels are fastest on this GPU for linear layers and experts, and use them from then on",
+        description="Measures linear layers and layers of experts, and writes a table that later processes consult. "
+        "What a table has already is not measured again, so an interrupted run can be taken up.",
     )
     command.add_argument("--shape", type=layer, action="append", metavar="NxK", help="out x in features (repeatable)")
-    command.add_argument("--rows", type=rows, default=linear.ROWS, metavar="M,M,...", help="rows of x")
+    command.add_argument(
+        "--experts",
+        type=layer_of_experts,
+        action="append",
+        metavar="ExTxHxI",
+        help="a layer of experts: their number, that of a token, hidden x intermediate size (repeatable)",
+    )
+    command.add_argument(
+        "--rows", type=rows, default=linear.ROWS, metavar="M,M,...", help="rows of x, tokens of a layer"
+    )
     command.add_argument(
         "--format",
         type=weight_format,
@@ -48,6 +59,18 @@ def layer(text: str) -> tuple[int, int]:
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, want out x in features, such as 8192x4096")
     return int(match[1]), int(match[2])
+
+
+def layer_of_experts(text: str) -> tuple[int, int, int, int]:
+    """(experts, topk, hidden, intermediate) of "8x2x4096x14336"."""
+    match = re.fullmatch("[xX]".join(4 * [r"([1-9]\d*)"]), text)
+    sizes = tuple(map(int, match.groups())) if match else (0, 1, 0, 0)
+    if not sizes[1] <= sizes[0] <= MAX_EXPERTS:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, want experts x experts of a token x hidden x intermediate size, such as 8x2x4096x14336, "
+            f"of at most {MAX_EXPERTS} experts"
+        )
+    return sizes  # pyright: ignore[reportReturnType]
 
 
 def rows(text: str) -> tuple[int, ...]:
@@ -88,13 +111,8 @@ def run(
     if reason is not None:
         print(f"{path} {reason}: begun anew")
         table = TunedTable(gpu, native.dsl_version())
-    chosen = linear.subjects(
-        arguments.shape or linear.LAYERS,
-        arguments.rows,
-        arguments.format or [linear.Format()],
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        linear.Weights(f"cuda:{device}"),
-    )
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    chosen = subjects_of(arguments, num_sms, f"cuda:{device}")
     missing = [subject for subject in chosen if arguments.again or subject.key not in table.entries]
     try:
         load_many(dict.fromkeys(spec for subject in missing for spec in subject.specs()), arch, progress=show_kernel)
@@ -104,6 +122,18 @@ def run(
         return INTERRUPTED
     print(f"{path}: {len(table.entries)} problems, measured on {gpu}")
     return 0
+
+
+def subjects_of(arguments: argparse.Namespace, num_sms: int, device: str) -> list[Measurable]:
+    """What is asked for; of both kinds if nothing is."""
+    everything = not (arguments.shape or arguments.experts)
+    formats = arguments.format or [linear.Format()]
+    layers = linear.LAYERS if everything else arguments.shape or ()
+    of_experts = experts.LAYERS if everything else arguments.experts or ()
+    return [
+        *linear.subjects(layers, arguments.rows, formats, num_sms, linear.Weights(device)),
+        *experts.subjects(of_experts, arguments.rows, formats, num_sms, experts.Experts(device)),
+    ]
 
 
 class ShowSteps:

@@ -11,9 +11,10 @@ import torch
 from cute_kernels.linear import plan
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.config import NO_ACTIVATION
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import Candidate, key_of, worth_measuring
 from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, num_groups, padded_shape
+from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.sm90 import NUM_SMS
 from layouts.weights.hopper import tile_k
@@ -52,23 +53,27 @@ class Weights:
         key = problem.n, problem.k, problem.bits, size, problem.zero_point, problem.dtype
         if self._held is None or self._held[0] != key:
             self._held = None  # its memory may be wanted
-            self._held = key, self._make(problem, size)
+            parts = random_parts(problem, (), self.device)
+            self._held = key, PackedWeight(*parts, problem.bits, size, (problem.n, problem.k))
         return self._held[1]
 
-    def _make(self, problem: Problem, size: int | None) -> PackedWeight:
-        shape = problem.n, problem.k
-        tiles, k_pad = padded_shape(shape, size)[0] // TILE_N, problem.k_pad
-        generator = torch.Generator(self.device).manual_seed(0)
-        options = {"generator": generator, "device": self.device}
-        code_shape = tiles, k_pad // tile_k(problem.bits), TILE_BYTES
-        codes = torch.randint(0, 256, code_shape, dtype=torch.uint8, **options)
-        groups = tiles, num_groups(shape, size), TILE_N
-        scale = problem.k**-0.5 / (1 << (problem.bits - 1))
-        scales = (scale * (0.5 + torch.rand(groups, **options))).to(TORCH_DTYPES[problem.dtype])
-        zeros = None
-        if problem.zero_point:
-            zeros = torch.randint(0, 1 << problem.bits, groups, dtype=torch.uint8, **options)
-        return PackedWeight(codes, scales, zeros, problem.bits, size, shape)
+
+def random_parts(
+    problem: Problem, lead: tuple[int, ...], device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and zeros [*lead, ...] of a packed weight that makes results of about unit size."""
+    shape, size = (problem.n, problem.k), problem.group_size or None
+    tiles = padded_shape(shape, size)[0] // TILE_N
+    generator = torch.Generator(device).manual_seed(0)
+    code_shape = *lead, tiles, problem.k_pad // tile_k(problem.bits), TILE_BYTES
+    codes = torch.randint(0, 256, code_shape, dtype=torch.uint8, generator=generator, device=device)
+    groups = *lead, tiles, num_groups(shape, size), TILE_N
+    scale = problem.k**-0.5 / (1 << (problem.bits - 1))
+    scales = (scale * (0.5 + torch.rand(groups, generator=generator, device=device))).to(TORCH_DTYPES[problem.dtype])
+    zeros = None
+    if problem.zero_point:
+        zeros = torch.randint(0, 1 << problem.bits, groups, dtype=torch.uint8, generator=generator, device=device)
+    return codes, scales, zeros
 
 
 @dataclass
@@ -79,7 +84,7 @@ class LinearSubject:
     weights: Weights = field(repr=False)
 
     @cached_property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Candidate[Schedule | TileSchedule]]:
         return worth_measuring(self.problem)
 
     @property
@@ -112,10 +117,10 @@ class LinearSubject:
             out.fill_(torch.nan)
             call()
             first = out.clone() if first is None else first
-            calls.append(call if _agree(out, first) else None)
+            calls.append(call if agree(out, first) else None)
         return calls
 
-    def plan(self, candidate: Candidate, device: int):
+    def plan(self, candidate: Candidate[Schedule | TileSchedule], device: int) -> plan.Plan:
         return plan.make_plan(candidate.schedule, self.problem.m, device)
 
 
@@ -135,7 +140,7 @@ def _run(made, x: torch.Tensor, addresses: tuple[int, ...], n: int, out_kind: in
     made.run(x, addresses, n, NO_ACTIVATION, out_kind)
 
 
-def _agree(found: torch.Tensor, first: torch.Tensor) -> bool:
+def agree(found: torch.Tensor, first: torch.Tensor) -> bool:
     """Whether two results are the same but for rounding; NaN, which out was filled with, is not."""
     difference = (found.float() - first.float()).norm()
     return bool(difference <= AGREEMENT * first.float().norm())

@@ -248,6 +248,20 @@ def test_int4_splits_are_the_measured_best(kv_format, batch, num_splits):
     assert make_schedule(issue_problem(kv_format, batch)).num_splits == num_splits
 
 
+@pytest.mark.parametrize("batch, seq_len", [(2048, 1024), (4096, 512), (1024, 512), (512, 1024), (512, 2048)])
+def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
+    """Measured: 4 to 16 % faster than two CTAs of 8 warps."""
+    schedule = make_schedule(Problem.uniform(batch, seq_len, 8, 1, 128, "int4_g1", "bf16"))
+    config = schedule.config
+    assert (config.ctas_per_sm, config.num_slices, config.blocks_per_slice, schedule.num_splits) == (4, 4, 1, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 32, 64, 128, 256])
+def test_small_tiles_are_not_for_rows_that_are_cut_or_too_few(batch):
+    """Measured at 128 and 256 requests of 8192 tokens: 4 to 40 % slower."""
+    assert make_schedule(Problem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
+
+
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_more_requests_never_get_more_splits(kv_format):
     splits = [make_schedule(issue_problem(kv_format, batch)).num_splits for batch in (1, 4, 16, 64, 128, 256, 512)]

@@ -55,6 +55,27 @@ def test_the_check_notices_what_is_wrong_or_missing():
         linear.check(out, rows, want)
 
 
+def test_a_peer_with_a_scale_for_each_row_is_held_to_its_own_weight(monkeypatch):
+    """It computes another product than ours, and what it would make of ours is wrong."""
+
+    def prepare(weights):
+        assert weights.scales.shape == (64, 1)
+        return lambda x: x @ weights.dense.T
+
+    monkeypatch.setattr(
+        linear, "time_cold_in_turn", lambda calls, *_: {name: Timing(9.0, 9.0, 9.0, 1) for name in calls}
+    )
+    bench = SimpleNamespace(flush=None, protocol=Protocol(), floor=lambda num_bytes: Floor(num_bytes, 5.0, "reader"))
+    peers = [
+        LinearPeer("by row", (8,), lambda: None, prepare, by_row=True),
+        LinearPeer("mistaken", (8,), lambda: None, lambda weights: prepare(weights.by_row)),
+    ]
+    layer = Layer.of(linear.make_weights(64, 256, 8, "cpu"), peers)
+    found = linear.measure(bench, LinearShape(64, 256, 33, 8), layer)  # pyright: ignore[reportArgumentType]
+    assert found["peers"]["by row"] == {"us": 9.0}
+    assert "disagrees" in found["peers"]["mistaken"]["why_not"]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_hold_consecutive_inputs(bits):
     weights = linear.make_weights(64, 128, bits, "cpu")
@@ -101,12 +122,12 @@ def test_a_row_holds_what_was_measured(monkeypatch):
     weights = linear.make_weights(64, 256, 8, "cpu")
     layer = Layer.of(weights, [linear_peers.PEERS[0], LinearPeer("wrong", (8,), lambda: None, wrong)])
     shape = LinearShape(64, 256, 33, 8)
-    found = linear.measure(bench, shape, layer, weights.dense.float())  # pyright: ignore[reportArgumentType]
+    found = linear.measure(bench, shape, layer)  # pyright: ignore[reportArgumentType]
     assert found["us"]["median_us"] == 10.0 and found["floor_ratio"] == 2.0
     assert found["peers"][CUBLAS] == {"us": 10.0 + len(CUBLAS)}
     assert "disagrees" in found["peers"]["wrong"]["why_not"] and found["error"] < linear.TOLERANCE
     assert found["host_us"] is None  # measured for few rows only
-    few = linear.measure(bench, LinearShape(64, 256, 2, 8), layer, weights.dense.float())  # pyright: ignore
+    few = linear.measure(bench, LinearShape(64, 256, 2, 8), layer)  # pyright: ignore
     assert 0 < few["host_us"] < 1e6
     assert found["tflops"] == pytest.approx(2 * 33 * 64 * 256 / 10e-6 * 1e-12)
 

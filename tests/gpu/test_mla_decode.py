@@ -123,7 +123,8 @@ def test_batches(kv_format, batch, q_len):
     )
 
 
-@pytest.mark.parametrize("factor", [1.2345, 1.9999, 3e-3])
+# Mantissas 1.2345, 1.9999 and 1.536; none makes tokens much larger than those that FlashMLA's tolerance was made for.
+@pytest.mark.parametrize("factor", [1.2345, 1.9999 / 2, 3e-3])
 @pytest.mark.parametrize("batch, rounds", [(2, False), (140, True)])
 def test_scales_that_are_no_powers_of_two(batch, rounds, factor):
     """The 64-row kernel rounds a token to bf16 once, as its tensor cores take it; the one for few heads does not."""

@@ -12,15 +12,18 @@ from cute_kernels.linear.config import BF16, SWIGLU
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec
+from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import Weights, addresses_of, launch_routing
 from cute_kernels.moe.plan import make_tiles_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
-from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule
+from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of
 from cute_kernels.moe.wgmma.schedule import layouts
+from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.tuned import Choice, TunedTable
 from tests.linear.cases import known
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +51,8 @@ SHAPES = ((200, 520), (1008, 512))  # N, K of an expert
 LAYER = (8, 256, 192)  # experts, hidden, intermediate
 TOKENS = (1, 5, 33, 200)
 SPARE = 2  # places behind those of the experts
+TUNED_TOKENS = 33
+PAIRS = [(8, None), (None, 16), (32, 8), (None, None)]  # entries of the products' memory-bound kernel, or the other one
 
 
 def problem(places: int, experts: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group=128, zero=False):
@@ -69,7 +74,24 @@ def specs() -> list[KernelSpec]:
     for tokens in TOKENS:
         found += [grouped_spec(problem(2 * tokens, experts, n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
+    for pair in PAIRS:
+        found += [spec_of(one.schedule.config) for one in tuned_products(pair).values()]
     return list(dict.fromkeys(found))
+
+
+def tuned_products(pair: tuple[int | None, int | None]) -> dict[str, GroupedCandidate]:
+    """For each product of LAYER, by its key, a candidate of the given entries, or of the kernel for many rows."""
+    experts, hidden, inner = LAYER
+    found = {}
+    for capacity, (n, k) in zip(pair, ((2 * inner, hidden), (hidden, inner)), strict=True):
+        assert capacity is None or capacity in CAPACITIES
+        product = problem(2 * TUNED_TOKENS, experts, n, k)
+        found[key_of(product)] = next(
+            one
+            for one in candidates(product)
+            if (one.schedule.config.max_tokens if isinstance(one.schedule, GroupedSchedule) else None) == capacity
+        )
+    return found
 
 
 def experts_of(count: int, n: int, k: int, bits=4, group=128, zero=False, dtype=torch.bfloat16) -> PackedExperts:
@@ -185,6 +207,32 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(tokens, out_dtype, id_dtype)
         out = torch.full((tokens, LAYER[1]), math.nan, device=CUDA, dtype=out_dtype)
         fused_moe(x.to(CUDA), gate_up, down, ids.to(CUDA, id_dtype), weights.to(CUDA), out=out)
         assert_near(out, wanted, 6e-3)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_table_may_give_each_product_to_either_kernel(pair, tmp_path, monkeypatch):
+    entries = {key: Choice(*one.name, us=1.0, model_us=1.0) for key, one in tuned_products(pair).items()}
+    TunedTable(torch.cuda.get_device_name(), None, entries).write(tmp_path / "table.json")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "table.json"))
+    gate_up, down = layer()
+    x, (ids, weights) = numbers(TUNED_TOKENS, LAYER[1]), assignments(TUNED_TOKENS)
+    wanted = fused_moe(x, gate_up, down, ids, weights, out_dtype=torch.float32)
+    try:
+        forget()
+        out = torch.full((TUNED_TOKENS, LAYER[1]), math.nan, device=CUDA, dtype=torch.bfloat16)
+        fused_moe(x.to(CUDA), gate_up.to(CUDA), down.to(CUDA), ids.to(CUDA), weights.to(CUDA), out=out)
+        (made,) = ops._plans.values()
+    finally:
+        forget()
+    assert_near(out, wanted, 6e-3)
+    assert (made.gate_up.gathers, made.down.gathers) == tuple(capacity is not None for capacity in pair)
+
+
+def forget() -> None:
+    """What was decided with other tables."""
+    tables.tables.cache_clear()
+    plan.plan_of.cache_clear()
+    ops._plans.clear()
 
 
 @pytest.mark.parametrize("tokens", [5, 200])

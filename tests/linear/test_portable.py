@@ -334,9 +334,17 @@ def test_rows_do_not_depend_on_each_other_if_k_is_in_one_part():
         assert {schedule.splits for schedule in portable_schedules(problem)} == {1}
 
 
+@pytest.mark.parametrize("m", [1, 32, 64])
+def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
+    found = {schedule.config for schedule in portable_schedules(Problem(m, 4096, 4096, 4096, 4, "bf16", 128))}
+    assert {config.m_tiles for config in found if isinstance(config, PortableConfig)} == {1, 2}
+    assert all(config.can_implement() is None for config in found)
+
+
 @pytest.mark.parametrize(
     "fields, reason",
     [
+        ({"row_parts": 2}, "row_parts 2 is not one of 1"),
         ({"bits": 3}, "bits 3 is not one of 4, 8"),
         ({"tokens": 128}, "tokens 128 is not one of 16, 32, 64"),
         ({"unit_k": 128}, "unit_k 128 is not one of 64"),

@@ -71,6 +71,7 @@ class PortableConfig(WgmmaConfig):
             "dtype": ("bf16", "fp16"),
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
+            "row_parts": (1,),
             "m_tiles": (1, 2),
             "warpgroups": (1,),
             "unit_k": (64,),

@@ -60,7 +60,8 @@ def candidate_configs(problem: Problem) -> list[PortableConfig]:
 
 
 def config_of(problem: Problem, tokens: int, m_tiles: int) -> PortableConfig:
-    config = PortableConfig(problem.bits, problem.dtype, problem.group_size, problem.zero_point, tokens, m_tiles)
+    weight = problem.bits, problem.dtype, problem.group_size, problem.zero_point
+    config = PortableConfig(*weight, tokens=tokens, m_tiles=m_tiles)
     return replace(config, num_stages=max(2, min(MAX_STAGES, MOST_SHARED_BYTES // config.stage_bytes)))
 
 

@@ -1,0 +1,115 @@
+"""Which layouts of a grouped product there are to choose from, over both kernels, and what a tuned table chose.
+
+As `cute_kernels.linear.tuned` for linear layers. How rows fall to experts is known on the device only: a problem is its
+number of places, and what is measured for it are rows that fall at random.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
+from cute_kernels.linear.tuned import FEW, MANY, Candidate, shortlist
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US
+from cute_kernels.moe import schedule as few
+from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule, usual_rows
+from cute_kernels.moe.wgmma import schedule as many
+from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
+
+MOST_ENTRIES = 2  # that experts may usually take of the memory-bound kernel, which reads a weight for each of them
+SLICE_US = 0.7  # of exchanging partial results with a further slice of K
+
+GroupedLayout = GroupedSchedule | GroupedTiles
+GroupedCandidate = Candidate[GroupedLayout]
+
+
+def key_of(problem: GroupedProblem) -> str:
+    """A problem as tables name it."""
+    weight = f"w{problem.bits}_{problem.dtype}_g{problem.group_size or 'channel'}{'z' if problem.zero_point else ''}"
+    sizes = f"e{problem.num_experts} n{problem.n} k{problem.k} p{problem.places}"
+    return f"experts {weight} {sizes} sms{problem.num_sms}"
+
+
+def problem_of(key: str) -> GroupedProblem | None:
+    """The problem that a key of `key_of` names, None for other keys."""
+    pattern = r"experts w(4|8)_(bf16|fp16)_g(channel|\d+)(z?) e(\d+) n(\d+) k(\d+) p(\d+) sms(\d+)"
+    match = re.fullmatch(pattern, key)
+    if match is None:
+        return None
+    bits, dtype, group, zero, *sizes = match.groups()
+    experts, n, k, places, num_sms = map(int, sizes)
+    group_size = 0 if group == "channel" else int(group)
+    k_pad = padded_shape((n, k), group_size or None)[1]
+    weight = n, k, k_pad, int(bits), dtype, group_size, bool(zero)
+    return GroupedProblem(places, experts, *weight, num_sms=num_sms)
+
+
+def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
+    """Every layout of either kernel that is worth a thought."""
+    if usual_rows(problem) <= MOST_ENTRIES * CAPACITIES[-1]:
+        for capacity in CAPACITIES:
+            for schedule in few.schedules(problem, capacity):
+                yield Candidate(FEW, schedule, schedule.num_slices, few_rows_us(problem, schedule))
+    for tiles in many.layouts(problem):
+        yield Candidate(MANY, tiles, 1, many.estimate_clocks(problem, tiles) / CLOCKS_PER_US)
+
+
+def few_rows_us(problem: GroupedProblem, schedule: GroupedSchedule) -> float:
+    """Microseconds of the memory-bound kernel: the weights of all entries, each read once, and what slices cost."""
+    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, schedule.config.max_tokens)
+    weight_bytes = schedule.num_blocks * schedule.units * schedule.config.unit_stage_bytes
+    return entries * weight_bytes / MEMORY_BYTES_PER_US + SLICE_US * (schedule.num_slices - 1)
+
+
+def usual_entries(mean: float, capacity: int) -> float:
+    """Entries of up to ``capacity`` rows that an expert takes on average; its rows are Poisson-distributed."""
+    chance, total = math.exp(-mean), 0.0
+    for rows in range(1, math.ceil(mean + 8 * math.sqrt(mean)) + 2):
+        chance *= mean / rows
+        total += chance * -(-rows // capacity)
+    return total
+
+
+def modelled(problem: GroupedProblem) -> GroupedLayout:
+    """What is taken if no table says otherwise."""
+    return many.make_tiles(problem) if many.has_many_rows(problem) else few.make_schedule(problem)
+
+
+def worth_measuring(problem: GroupedProblem) -> list[GroupedCandidate]:
+    """What is taken without a table, first, and of each kernel the layouts that are expected to be fast."""
+    return shortlist(candidates(problem), modelled(problem))
+
+
+def chosen(problem: GroupedProblem, gpu: str) -> GroupedLayout:
+    """What serves a problem on a GPU: what a table says, or else what is expected to be the fastest."""
+    return tuned(problem, gpu) or modelled(problem)
+
+
+def tuned(problem: GroupedProblem, gpu: str) -> GroupedLayout | None:
+    """What a table says is fastest, if it says so and is possible."""
+    choice = choice_of(key_of(problem), gpu)
+    return None if choice is None else find(problem, choice)
+
+
+def find(problem: GroupedProblem, choice: Choice) -> GroupedLayout | None:
+    """The layout that a choice names, None if there is none of that name any more."""
+    name = choice.kernel, choice.config, choice.cut
+    return next((one.schedule for one in candidates(problem) if one.name == name), None)
+
+
+def shipped_configs() -> list[LinearConfig | WgmmaConfig]:
+    """The configurations that shipped tables choose."""
+    found: dict[LinearConfig | WgmmaConfig, None] = {}
+    for table in shipped_tables():
+        for key, choice in table.entries.items():
+            problem = problem_of(key)
+            layout = None if problem is None else find(problem, choice)
+            if layout is not None:
+                found[layout.config] = None
+    return list(found)

@@ -1,0 +1,156 @@
+"""What tuned tables change of grouped products: which layout is taken, never what may be taken."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.linear import tuned as of_linear
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.moe import compile as moe_compile
+from cute_kernels.moe import plan, tuned
+from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
+from cute_kernels.moe.tuned import (
+    GroupedCandidate,
+    candidates,
+    find,
+    key_of,
+    modelled,
+    problem_of,
+    usual_entries,
+    worth_measuring,
+)
+from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.runtime import tuned as tables
+from cute_kernels.runtime.tuned import Choice, TunedTable, own_path
+
+GPU = "NVIDIA H200"
+
+
+def grouped(places: int, experts: int, n: int, k: int, bits=4, dtype="bf16", group_size=128, zero=False):
+    k_pad = padded_shape((n, k), group_size or None)[1]
+    return GroupedProblem(places, experts, n, k, k_pad, bits, dtype, group_size, zero)
+
+
+PROBLEMS = [
+    grouped(2, 8, 28672, 4096),
+    grouped(64, 8, 4096, 14336),
+    grouped(1024, 128, 1536, 2048, 8, "fp16", 64, True),
+    grouped(16384, 256, 7168, 2048),
+    grouped(10, 3, 100, 520, group_size=0),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(tables.VARIABLE, raising=False)
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    tables.tables.cache_clear()
+    plan.plan_of.cache_clear()
+    yield
+    tables.tables.cache_clear()
+    plan.plan_of.cache_clear()
+
+
+def choice(candidate: GroupedCandidate, **changes: Any) -> Choice:
+    kernel, config, cut = candidate.name
+    return Choice(**{"kernel": kernel, "config": config, "cut": cut, "us": 1.0, "model_us": 2.0, **changes})
+
+
+def table(entries: dict[str, Choice]) -> TunedTable:
+    return TunedTable(GPU, None, entries)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
+def test_every_candidate_is_found_by_its_name(problem: GroupedProblem):
+    found = list(candidates(problem))
+    assert len({candidate.name for candidate in found}) == len(found)
+    for candidate in found:
+        assert find(problem, choice(candidate)) == candidate.schedule
+        assert candidate.schedule.config.can_implement() is None
+    assert worth_measuring(problem)[0].schedule == modelled(problem)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
+def test_keys_name_problems(problem: GroupedProblem):
+    assert problem_of(key_of(problem)) == problem
+    assert problem_of("x" + key_of(problem)) is None and of_linear.problem_of(key_of(problem)) is None
+    others = [
+        replace(problem, **{name: getattr(problem, name) + 64}) for name in ("places", "num_experts", "n", "num_sms")
+    ]
+    assert len({key_of(one) for one in (problem, *others)}) == 5
+
+
+def test_what_is_measured_are_a_few_of_either_kernel():
+    for problem in PROBLEMS:
+        found = worth_measuring(problem)
+        assert max(Counter(one.kernel for one in found[1:]).values()) <= of_linear.MOST
+        assert max(Counter(one.schedule.config for one in found).values()) <= of_linear.MOST_CUTS
+    kernels = [{one.kernel for one in worth_measuring(problem)} for problem in PROBLEMS]
+    assert kernels[1] == {of_linear.FEW, of_linear.MANY}
+    assert kernels[3] == {of_linear.MANY}, "64 rows an expert: weights would be read several times"
+
+
+@pytest.mark.parametrize("mean, capacity", [(0.25, 8), (3.0, 8), (20.0, 16)])
+def test_usual_entries_are_those_of_random_rows(mean: float, capacity: int):
+    """Of rows that fall to one of many experts at random."""
+    generator = random.Random(0)
+    experts, trials = 64, 60
+    total = 0
+    for _ in range(trials):
+        counts = Counter(generator.randrange(experts) for _ in range(round(mean * experts)))
+        total += sum(math.ceil(count / capacity) for count in counts.values())
+    assert usual_entries(mean, capacity) == pytest.approx(total / trials / experts, rel=0.05)
+
+
+def test_the_kernels_that_shipped_tables_choose_ship():
+    assert tuned.shipped_configs() == [] == of_linear.shipped_configs()
+    wanted = [worth_measuring(problem)[-1] for problem in PROBLEMS[1:3]]
+    entries = {key_of(problem): choice(one) for problem, one in zip(PROBLEMS[1:3], wanted, strict=True)}
+    gone = {key_of(PROBLEMS[0]): choice(wanted[0], config="gone")}
+    table(entries | gone).write(tables.SHIPPED / tables.file_name(GPU))
+    assert set(tuned.shipped_configs()) == {one.schedule.config for one in wanted}
+    assert of_linear.shipped_configs() == []
+    shipped = moe_compile.shipped_specs()
+    assert all(moe_compile.spec_of(one.schedule.config) in shipped for one in wanted)
+
+
+@pytest.mark.parametrize("changes", [{"config": "gone"}, {"cut": 1000}, {"kernel": "other"}])
+def test_an_entry_that_names_nothing_is_no_entry(changes):
+    problem = PROBLEMS[1]
+    table({key_of(problem): choice(worth_measuring(problem)[-1], **changes)}).write(own_path(GPU))
+    assert tuned.tuned(problem, GPU) is None and tuned.chosen(problem, GPU) == modelled(problem)
+
+
+@pytest.mark.parametrize("kind", [GroupedSchedule, GroupedTiles])
+def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
+    """Either kernel for a product that the model would give to the other one, on the table's GPU only."""
+    few, many = grouped(64, 8, 4096, 14336), grouped(8, 8, 1024, 1024)
+    problem = few if kind is GroupedSchedule else many
+    assert not isinstance(modelled(problem), kind)
+    wanted = next(one for one in worth_measuring(problem) if isinstance(one.schedule, kind))
+    table({key_of(problem): choice(wanted)}).write(own_path(GPU))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(plan, "arch_of", lambda index: "sm_90a")
+    monkeypatch.setattr(plan, "load", lambda spec, arch: spec)
+
+    def made(places: int, gpu: str) -> Any:
+        plan.plan_of.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+        p = problem
+        return plan.plan_of(places, p.num_experts, p.n, p.k, p.k_pad, 4, torch.bfloat16, 128, False, 0)
+
+    assert made(problem.places, GPU).function.config == wanted.schedule.config
+    assert made(problem.places, GPU).gathers == (kind is GroupedSchedule)
+    for places, gpu in ((problem.places, "NVIDIA H100"), (problem.places + 1, GPU)):
+        assert made(places, gpu).function.config == modelled(replace(problem, places=places)).config
