@@ -2,11 +2,14 @@
 
 import cutlass.cute as cute
 
-from cute_kernels.attention.config import DecodeConfig
+from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
+from cute_kernels.device import ptx
 from cute_kernels.sm90 import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
 READY, ATTENDING, COPYING = 1, 2, 3
+FIRST_WARPGROUP = 4  # of as many as there are warpgroups
+WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
 def announce_ready(config: DecodeConfig) -> None:
@@ -32,3 +35,13 @@ def sync_copying(config: DecodeConfig) -> None:
     """All copying warps wait for each other."""
     if config.copiers > 1:
         cute.arch.barrier(barrier_id=COPYING, number_of_threads=config.copiers * WARP_THREADS)
+
+
+def sync_warpgroup(number) -> None:
+    """The warps of one warpgroup wait for each other."""
+    cute.arch.barrier(barrier_id=FIRST_WARPGROUP + number, number_of_threads=WARPGROUP_THREADS)
+
+
+def any_of_warpgroup(number, condition):
+    """As :func:`sync_warpgroup`; 1 if ``condition`` is not 0 in any of the threads, else 0."""
+    return ptx.barrier_any(FIRST_WARPGROUP + number, WARPGROUP_THREADS, condition)

@@ -70,9 +70,10 @@ def compile_decode(config: DecodeConfig, arch: str, *options: str) -> Any:
     from cutlass.cute.runtime import make_fake_stream
 
     from cute_kernels.attention.kernel import DecodeKernel
+    from cute_kernels.attention.warpgroup import WarpgroupKernel
 
     check_config(config)
-    kernel = DecodeKernel(config)
+    kernel = (WarpgroupKernel if config.warpgroups else DecodeKernel)(config)
     return cute.compile(
         kernel.with_features if config.has_features else kernel,
         *fake_arguments(config, cutlass.AddressSpace.gmem),

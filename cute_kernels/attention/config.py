@@ -13,7 +13,7 @@ from cute_kernels.attention.tiles import (
     num_groups,
     tiles_of,
 )
-from cute_kernels.kv_formats import DenseFormat, KvFormat, format_of
+from cute_kernels.kv_formats import DenseFormat, Int4Format, KvFormat, format_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, RESERVED_SHARED_BYTES, WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS
 
@@ -22,6 +22,10 @@ BLOCK_QUERIES = 8  # columns of mma.m16n8: a block of query heads of one KV head
 MERGE_PAD = 4  # words between the query heads of the merge buffer
 MAX_BLOCKS_PER_WARP = 4
 QUERY_VECTOR_BYTES = 4 * MAX_BLOCKS_PER_WARP  # of a lane: one value of each of so many blocks
+WARPGROUP_WARPS = 4
+WGMMA_ROW_BYTES = 128  # 64 elements of a row of a wgmma operand with 128-byte swizzling
+WGMMA_QUERIES = BLOCK_QUERIES * MAX_BLOCKS_PER_WARP  # columns of the products of a warpgroup
+EXCHANGE_BYTES = WARPGROUP_WARPS * WGMMA_QUERIES * 8  # of a warpgroup: two numbers of each warp and query
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 COPYING_REGISTERS, ATTENDING_REGISTERS = 40, 232  # of 12 warps, where the former lend to the latter
 PAIR_BYTES = 8  # a softmax maximum and sum
@@ -46,6 +50,8 @@ class DecodeConfig:
         num_query_blocks: per KV head, warps that take different query heads.
         blocks_per_warp: blocks of 8 query heads that a warp carries; they share what it decodes. 1, 2 or 4: with 4 the
             queries of keys that are codes lie in shared memory, since registers have room for accumulators alone.
+        warpgroups: whether the warps of four neighbouring slices multiply together, by wgmma: see
+            :mod:`cute_kernels.attention.warpgroup`. For four blocks of queries, and INT4 with one group of 128 columns.
         num_slices: warps that share the tokens of a tile.
         blocks_per_slice: blocks of 32 tokens that a warp takes from one tile.
         num_stages: tiles of the ring.
@@ -73,6 +79,7 @@ class DecodeConfig:
     num_heads: int = 1
     num_query_blocks: int = 1
     blocks_per_warp: int = 1
+    warpgroups: bool = False
     num_slices: int = 4
     blocks_per_slice: int = 1
     num_stages: int = 3
@@ -144,7 +151,8 @@ class DecodeConfig:
     @property
     def shares_queries(self) -> bool:
         """Whether the B operands of the queries lie in shared memory, once for the warps that carry the same ones."""
-        return self.blocks_per_warp == MAX_BLOCKS_PER_WARP and not isinstance(self.formats[0], DenseFormat)
+        four_blocks = self.blocks_per_warp == MAX_BLOCKS_PER_WARP
+        return four_blocks and not self.warpgroups and not isinstance(self.formats[0], DenseFormat)
 
     @property
     def role_query_bytes(self) -> int:
@@ -155,7 +163,40 @@ class DecodeConfig:
 
     @property
     def query_bytes(self) -> int:
-        return self.num_roles * self.role_query_bytes
+        """Shared memory beside the ring: queries, and what the warps of a warpgroup exchange."""
+        if not self.warpgroups:
+            return self.num_roles * self.role_query_bytes
+        return self.centre_offset + self.num_slices * WGMMA_QUERIES * 4
+
+    @property
+    def probability_offset(self) -> int:
+        """From the queries of warpgroups, B [32, head_dim], to their probabilities: two of B [32, 128] each."""
+        return WGMMA_QUERIES * 2 * self.head_dim
+
+    @property
+    def probability_bytes(self) -> int:
+        """Of one B operand of a warpgroup's probabilities."""
+        return WGMMA_QUERIES * 2 * WARPGROUP_WARPS * BLOCK_TOKENS
+
+    @property
+    def exchange_offset(self) -> int:
+        """From the queries of warpgroups to what their warps tell each other."""
+        return self.probability_offset + 2 * self.num_merged * self.probability_bytes
+
+    @property
+    def sum_offset(self) -> int:
+        """From the queries of warpgroups to the sum of each of them, fp32."""
+        return self.exchange_offset + self.num_merged * EXCHANGE_BYTES
+
+    @property
+    def centre_offset(self) -> int:
+        """From the queries of warpgroups to what recentring took off each warp's columns, fp32 by query."""
+        return self.sum_offset + WGMMA_QUERIES * 4
+
+    @property
+    def num_merged(self) -> int:
+        """Sums of all of a row's outputs that a CTA merges at the end: of each slice, or of each warpgroup."""
+        return self.num_slices // WARPGROUP_WARPS if self.warpgroups else self.num_slices
 
     @property
     def columns(self) -> int:
@@ -209,8 +250,8 @@ class DecodeConfig:
     @property
     def merge_bytes(self) -> int:
         """Shared memory of the merge of the warps' results, which takes the ring's place at the end."""
-        outputs = self.num_slices * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
-        return outputs + self.num_slices * self.num_rows * PAIR_BYTES
+        outputs = self.num_merged * self.num_rows * (self.v_head_dim + MERGE_PAD) * 4
+        return outputs + self.num_merged * self.num_rows * PAIR_BYTES
 
     @property
     def partial_words(self) -> int:
@@ -236,6 +277,7 @@ class DecodeConfig:
         formats = _joined(self.k_format, self.v_format)
         dims = f"d{self.head_dim}" + (f"v{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         blocks = f"w{self.blocks_per_warp}" if self.blocks_per_warp > 1 else ""
+        blocks += "g" if self.warpgroups else ""
         shape = f"h{self.num_heads}q{self.num_query_blocks}{blocks}s{self.num_slices}b{self.blocks_per_slice}"
         copiers = f"p{self.copy_warps}" if self.copy_warps > 1 else ""
         ring = f"r{self.num_stages}{copiers}c{self.ctas_per_sm}e{self.early_tiles}"
@@ -273,6 +315,8 @@ class DecodeConfig:
         """Why the CTA's shape does not fit an SM."""
         if self.blocks_per_warp not in (1, 2, MAX_BLOCKS_PER_WARP):
             return f"blocks_per_warp {self.blocks_per_warp} is not 1, 2 or 4"
+        if self.warpgroups and (reason := self._cannot_group()) is not None:
+            return reason
         if self.num_stages < 2:
             return "num_stages must be at least 2"
         if self.early_tiles not in (0, 1):
@@ -289,6 +333,18 @@ class DecodeConfig:
             )
         if (self.smem_bytes + RESERVED_SHARED_BYTES) * self.ctas_per_sm > MAX_SHARED_BYTES + RESERVED_SHARED_BYTES:
             return f"{self.ctas_per_sm} CTAs of {self.smem_bytes} bytes exceed the {MAX_SHARED_BYTES} bytes of an SM"
+        return None
+
+    def _cannot_group(self) -> str | None:
+        """Why the warps of four slices cannot multiply together."""
+        if any(not isinstance(form, Int4Format) or form.num_groups > 1 for form in self.formats):
+            return f"warpgroups of {_joined(self.k_format, self.v_format)} caches, not of 'int4_g1'"
+        if self.head_dims != (128, 128):
+            return f"warpgroups of head_dim {self.head_dim}, v_head_dim {self.v_head_dim}, not of 128"
+        if self.blocks_per_warp != MAX_BLOCKS_PER_WARP or self.blocks_per_slice != 1 or self.num_roles != 1:
+            return "warpgroups want 4 blocks of queries, one of tokens, and one role"
+        if self.num_slices % WARPGROUP_WARPS:
+            return f"warpgroups of {self.num_slices} slices, not of a multiple of {WARPGROUP_WARPS}"
         return None
 
 

@@ -32,6 +32,7 @@ class TileCopier:
         operands: what brings K and what brings V.
         arrivals: arrivals that a stage's barrier waits for, besides bytes.
         lane_tokens: tokens of a tile whose bulk copies one lane asks for; they lie in one page.
+        cleared: operands, 0 for K and 1 for V, whose rows that no query sees must be zeros.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -47,6 +48,9 @@ class TileCopier:
         steps = dict.fromkeys(operand.run_tokens for operand in bulk)
         self.bulk = tuple((step, [op for op in bulk if op.run_tokens == step]) for step in steps)
         self.lane_tokens = lane_tokens(config)
+        # What lies behind a request's end may be anything. Probabilities there are 0, but 0 times NaN is NaN; and
+        # warpgroups hide dot products before they scale them: -inf times NaN or a negative scale is not -inf.
+        self.cleared = (0, 1) if config.warpgroups else (1,)
 
     def make_source(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
         """What the kernel takes instead of the caches."""
@@ -180,35 +184,40 @@ class TileCopier:
         if self.words:
             cute.arch.cp_async_wait_group(0)
 
-    @cute.jit
-    def clear_values(self, tiles, stage: Int32, first: Int32, tid: Int32):
-        """Zeroes a stage's rows of V from token ``first`` on, all attending threads together.
+    def clear_rows(self, tiles, stage: Int32, first: Int32, tid: Int32):
+        """Zeroes a stage's rows from token ``first`` on, all attending threads together: see ``cleared``."""
+        for index in self.cleared:
+            self._clear_from(index, tiles, stage, first, tid)
 
-        What lies there may be anything, and its probability is 0: but 0 times NaN is NaN.
-        """
-        values = self.operands[1]
-        address = values.stage_address(tiles.ring, stage)
-        start = address + values.row_start(first)
+    def clear_first_rows(self, tiles, stage: Int32, end: Int32, tid: Int32):
+        """As :meth:`clear_rows`, the rows before token ``end`` (at most the tile's)."""
+        for index in self.cleared:
+            self._clear_before(index, tiles, stage, end, tid)
+
+    @cute.jit
+    def _clear_from(self, index: cutlass.Constexpr, tiles, stage: Int32, first: Int32, tid: Int32):
+        operand = self.operands[index]
+        address = operand.stage_address(tiles.ring, stage)
+        start = address + operand.row_start(first)
         aligned = (start + (VECTOR_BYTES - 1)) & -VECTOR_BYTES
-        if const_expr(values.run_bytes == values.tile_bytes):
+        if const_expr(operand.run_bytes == operand.tile_bytes):
             # Rows with headers begin on any word.
             if start + tid * WORD_BYTES < aligned:
                 ptx.store_shared_zero(start + tid * WORD_BYTES)
         step = self.config.num_threads * VECTOR_BYTES
-        for run in cutlass.range_constexpr(values.tile_bytes // values.run_bytes):
-            stop = address + (run + 1) * values.run_bytes
-            for target in cutlass.range(aligned + run * values.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1):
+        for run in cutlass.range_constexpr(operand.tile_bytes // operand.run_bytes):
+            stop = address + (run + 1) * operand.run_bytes
+            for target in cutlass.range(aligned + run * operand.run_bytes + tid * VECTOR_BYTES, stop, step, unroll=1):
                 ptx.store_shared_zero16(target, 0)
 
     @cute.jit
-    def clear_first_values(self, tiles, stage: Int32, end: Int32, tid: Int32):
-        """Zeroes a stage's rows of V before token ``end`` (at most the tile's), all attending threads together."""
-        values = self.operands[1]
-        address = values.stage_address(tiles.ring, stage)
-        size = values.row_start(cutlass.min(end, self.config.tile_tokens))
+    def _clear_before(self, index: cutlass.Constexpr, tiles, stage: Int32, end: Int32, tid: Int32):
+        operand = self.operands[index]
+        address = operand.stage_address(tiles.ring, stage)
+        size = operand.row_start(cutlass.min(end, self.config.tile_tokens))
         step = self.config.num_threads * WORD_BYTES
-        for run in cutlass.range_constexpr(values.tile_bytes // values.run_bytes):
-            first = address + run * values.run_bytes
+        for run in cutlass.range_constexpr(operand.tile_bytes // operand.run_bytes):
+            first = address + run * operand.run_bytes
             for target in cutlass.range(first + tid * WORD_BYTES, first + size, step, unroll=1):
                 ptx.store_shared_zero(target)
 

@@ -25,6 +25,7 @@ from cute_kernels.attention.config import (
     BLOCK_QUERIES,
     COPYING_REGISTERS,
     QUERY_VECTOR_BYTES,
+    SWIZZLE_ALIGNMENT,
     DecodeConfig,
 )
 from cute_kernels.attention.copies import Pager, TileCopier
@@ -212,8 +213,9 @@ class DecodeKernel:
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(config.pool_bytes, byte_alignment=1024)
         queries = Int32(0)
-        if const_expr(config.shares_queries):
-            queries = smem.allocate(config.query_bytes, byte_alignment=QUERY_VECTOR_BYTES).toint()
+        if const_expr(config.query_bytes > 0):
+            alignment = SWIZZLE_ALIGNMENT if config.warpgroups else QUERY_VECTOR_BYTES
+            queries = smem.allocate(config.query_bytes, byte_alignment=alignment).toint()
         barriers = smem.allocate_array(cutlass.Int64, 2 * config.num_stages)
         # A division would take over 100 cycles on the way to the first copy.
         head_part = (head_block * shape.query_groups_reciprocal) >> RECIPROCAL_BITS
@@ -385,8 +387,7 @@ class DecodeKernel:
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
         keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
         self.key_reader.take_query(keys, query, cta.softmax_scale)
-        if const_expr(config.shares_queries):
-            keys.shared_query = self.share_query(cta, query_vectors(keys))
+        self.place_queries(cta, keys)
         v_scale = cta.given.of_values(work.place.first_head + roles.head)
         values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
         logits = self.logits.open(cta.features, work, roles, keys.t)
@@ -396,13 +397,13 @@ class DecodeKernel:
             cute.arch.mbarrier_wait(full + stage, phase)
             if token + config.tile_tokens > work.length:
                 # The request's last tile: the rows behind its end must not count, whatever they hold.
-                self.copier.clear_values(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+                self.copier.clear_rows(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
                 sync_attending(config)
             if const_expr(config.features.window):
                 hidden = work.hidden_tokens(cta.features.window) - token
                 if hidden > 0:
                     # Rows that no query sees may be anything too, and their pages gone.
-                    self.copier.clear_first_values(tiles, stage, hidden, warp * WARP_THREADS + lane)
+                    self.copier.clear_first_rows(tiles, stage, hidden, warp * WARP_THREADS + lane)
                     sync_attending(config)
             masked = self.logits.is_masked(logits, token, config.tile_tokens)
             first_token = token + roles.slice_index * config.slice_tokens
@@ -417,7 +418,16 @@ class DecodeKernel:
                 cute.arch.mbarrier_arrive(empty + stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
-        self.merger.finish(work, state, cta.results, cta.ring, warp, lane, roles.slice_index)
+        self.finish(cta, work, state)
+
+    def finish(self, cta, work, state):
+        """Hands over what the warp has summed up."""
+        self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, cta.roles.slice_index)
+
+    def place_queries(self, cta, keys):
+        """Puts the queries where the key reader looks for them; they are in registers."""
+        if const_expr(self.config.shares_queries):
+            keys.shared_query = self.share_query(cta, query_vectors(keys))
 
     @cute.jit
     def share_query(self, cta, vectors):

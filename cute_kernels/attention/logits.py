@@ -94,12 +94,12 @@ class Logits:
 
     @cute.jit
     def apply(self, state, s, score_scale: Float32, tokens, masked):
-        """Logits in place of raw scores s [4 rows x columns]; ``tokens``: key position of each row.
+        """Logits in place of raw scores s [rows x columns]; ``tokens``: key position of each row.
 
         Returns the factor that is left to multiply. masked: whether some key of the tile is hidden from some query.
         """
         if const_expr(self.transforms):
-            for j in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(len(tokens)):
                 for column in cutlass.range_constexpr(self.columns):
                     place = self.columns * j + column
                     s[place] = self.transform(state, column, s[place] * score_scale, tokens[j])
@@ -111,7 +111,7 @@ class Logits:
     def hide(self, state, s, tokens):
         """Logits of -inf for the keys that their query does not see."""
         positions = self.positions(state)
-        for j in cutlass.range_constexpr(4):
+        for j in cutlass.range_constexpr(len(tokens)):
             for column in cutlass.range_constexpr(self.columns):
                 if self.is_hidden(state, positions[column], tokens[j]):
                     s[self.columns * j + column] = Float32(-Float32.inf)

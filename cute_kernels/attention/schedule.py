@@ -30,6 +30,7 @@ MORE_CTAS_PER_SM = 3  # at most, than rows alike would have, for the parts of lo
 MORE_CTAS_US = 80.0  # one of them for so much streaming, if all requests are as long as they may be
 MAX_CUT_BATCH = 4096  # every CTA looks at all lengths
 UNEVEN_COST = 0.02  # of the time of one part, where lengths may differ
+SMALL_TILE_COST = 0.02  # of the time of streaming, where four CTAs with small INT4 tiles share an SM
 WAVE_GAP_US = 2.5  # start of a CTA that waits for another one's place
 MAX_WARPS = 16
 BULK_BYTES = 16  # what sizes and addresses of bulk copies are multiples of
@@ -39,6 +40,8 @@ COPIES_PER_WARP = 4  # of a tile, that one copying warp asks for in some 90 cycl
 SM_PARTITIONS = 4
 MAX_COPY_WARPS = 4
 SMALL_PAGE = 32  # tokens; rows of smaller pages are many small copies
+WARPGROUP_HEAD_DIM = 128  # of K and V, where warpgroups multiply
+WARPGROUP_STAGES = 4
 STAGE_BYTES = 50 * 1024  # a tile of K and V may have up to this size if a warp takes two blocks of it
 
 
@@ -157,8 +160,8 @@ def head_blocks(problem: Problem, config: DecodeConfig) -> int:
 
 
 def split_options(problem: Problem, config: DecodeConfig) -> range:
-    """Numbers of splits worth considering: four CTAs to an SM are for rows that need none."""
-    if config.ctas_per_sm == MOST_CTAS and _kinds(config) == {"int4"} and max(config.head_dims) > 64:
+    """Numbers of splits worth considering: none for what is made for many short rows."""
+    if _is_for_short_rows(config):
         return range(1, 2)
     tiles = max(1, -(-problem.max_seq_len // config.tile_tokens))
     rows = problem.batch * head_blocks(problem, config)
@@ -235,10 +238,17 @@ def estimate_us(problem: Problem, config: DecodeConfig, num_splits: int) -> floa
     busiest = per_sm * cta_bytes / (sm_rate * min(1.0, per_sm / config.ctas_per_sm) ** LONELY_EXPONENT)
     # Between the two limits the memory and the busiest SM wait for each other: a soft maximum.
     streaming = ((total_bytes / MEMORY_BYTES_PER_US) ** 4 + busiest**4) ** 0.25
+    if _is_for_short_rows(config):
+        streaming *= 1 + SMALL_TILE_COST
     if config.units and problem.batch > 1:
         # Lengths may differ, which large parts balance badly.
         streaming += UNEVEN_COST * cta_bytes / sm_rate
     return streaming + (waves - 1) * WAVE_GAP_US / config.ctas_per_sm + _combine_us(num_splits)
+
+
+def _is_for_short_rows(config: DecodeConfig) -> bool:
+    """Whether it is four CTAs to an SM with tiles of one block a warp, where INT4 has room for two."""
+    return config.ctas_per_sm == MOST_CTAS and config.blocks_per_slice == 1 and _kinds(config) == {"int4"}
 
 
 def _combine_us(num_splits: int) -> float:
@@ -272,7 +282,27 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
     borrows = _borrows_registers(problem)
     if borrows:
         counts = (1,)
-    return list(dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts))
+    configs = dict.fromkeys(_with_copy_warps(_roomy(make(base, ctas)), borrows) for ctas in counts)
+    return [_with_warpgroups(config) for config in configs] if _fits_warpgroups(problem) else list(configs)
+
+
+def _fits_warpgroups(problem: Problem) -> bool:
+    """Whether wgmma multiplies faster than mma.sync: with four blocks of queries of one KV head, of rows in bulk."""
+    forms = [format_of(kernel_format(name)) for name in (problem.k_format, problem.v_format)]
+    return (
+        2 * BLOCK_QUERIES < problem.rows <= MAX_BLOCKS_PER_WARP * BLOCK_QUERIES
+        and all(isinstance(form, Int4Format) for form in forms)
+        and max(problem.head_dim, problem.v_head_dim) == min(problem.head_dim, problem.v_head_dim) == WARPGROUP_HEAD_DIM
+        and _fits_four_blocks(problem)
+        and (problem.num_kv_heads == 1 or problem.features.head_major)
+        and problem.aligned
+    )
+
+
+def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
+    """``config`` with products of warpgroups, and a ring of as many tiles as are worth it."""
+    config = _change(config, warpgroups=True)
+    return _change(config, num_stages=min(WARPGROUP_STAGES, _num_stages(config, config.ctas_per_sm)))
 
 
 def _with_copy_warps(config: DecodeConfig, borrows: bool) -> DecodeConfig:

@@ -92,6 +92,12 @@ def fma_f16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def max_f16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+    """The larger ones of two packed fp16 pairs; of a number and a NaN the number."""
+    return _pure(Uint32, [Uint32(a), Uint32(b)], "max.f16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def e4m3x2_low_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
     """Bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
     asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }"
@@ -467,6 +473,26 @@ def atomic_add(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
             [Int64(address).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)],
             "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;",
             "=r,l,r,~{memory}",
+            has_side_effects=True,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def barrier_any(barrier: Int32, num_threads: int, condition: Int32, *, loc=None, ip=None) -> Int32:
+    """Named barrier of ``num_threads`` threads that tells all of them whether ``condition`` is not 0 in any: 1 or 0.
+
+    What they have written to shared memory before is seen by all after it.
+    """
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            [Int32(barrier).ir_value(loc=loc, ip=ip), Int32(condition).ir_value(loc=loc, ip=ip)],
+            "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; "
+            f"barrier.cta.red.or.pred q, $1, {num_threads}, p; selp.s32 $0, 1, 0, q; }}",
+            "=r,r,r,~{memory}",
             has_side_effects=True,
             loc=loc,
             ip=ip,

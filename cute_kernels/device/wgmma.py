@@ -83,16 +83,33 @@ def wait_all(sums: Sequence[Float32], *, loc=None, ip=None) -> list[Float32]:
 
 
 @dsl_user_op
+def wait_for(sums: Sequence[Float32], pending: int, *, loc=None, ip=None) -> list[Float32]:
+    """Waits until at most the last ``pending`` groups are running, none of them of ``sums``; these as they are then."""
+    return _through(f"wgmma.wait_group.sync.aligned {pending};", sums, Float32, "f", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
     """Starts D += A B^T with N = 2 * len(sums) columns, 8 to 256; ``sums`` are its D, ``a`` its four registers.
 
     b_low: `descriptor` of B [N, 16], the same in all threads. dtype: "f16" or "bf16".
     """
-    count = len(sums)
+    return _mma(sums, len(sums), a, b_low, dtype, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def first_mma(num_sums: int, a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
+    """As `mma`, of ``num_sums`` sums that start from zero, for which no register has to be set."""
+    return _mma([], num_sums, a, b_low, dtype, loc=loc, ip=ip)
+
+
+def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):
+    """One instruction; without ``sums`` its ``count`` results are the product alone."""
     d = ", ".join(f"${i}" for i in range(count))
     a_registers = ", ".join(f"${count + i}" for i in range(4))
     asm = (
-        f"{{ .reg .b64 b; .reg .pred p; setp.eq.u32 p, 0, 0; mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
+        f"{{ .reg .b64 b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
+        f"mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
         f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{dtype}.{dtype} "
         f"{{{d}}}, {{{a_registers}}}, b, p, 1, 1, 0; }}"
     )
@@ -103,7 +120,7 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
         llvm.StructType.get_literal([f32] * count),  # pyright: ignore[reportAttributeAccessIssue]
         operands,
         asm,
-        ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(count)] + ["~{memory}"]),
+        ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
         has_side_effects=True,
         loc=loc,
         ip=ip,

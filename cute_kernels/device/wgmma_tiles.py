@@ -67,6 +67,12 @@ def make_sums(n: int) -> Any:
     return cute.make_rmem_tensor(tiled.partition_shape_C((WARPGROUP_ROWS, n)), Float32)
 
 
+def part_of_sums(sums, n: int, part: int) -> Any:
+    """The accumulators of columns ``part * n`` to ``(part + 1) * n`` of a wider product: those of a 64 x n product."""
+    shape = mma(n).partition_shape_C((WARPGROUP_ROWS, n))
+    return cute.make_tensor(sums.iterator + part * (n // 2), cute.make_layout(shape))
+
+
 def sum_place(index: int) -> tuple[int, int]:
     """(row - its warp's 16w + lane / 4, column - 2 (lane % 4)) of a thread's ``index``-th accumulator."""
     return 8 * (index >> 1 & 1), 8 * (index >> 2) + (index & 1)

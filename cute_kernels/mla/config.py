@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
@@ -15,11 +15,8 @@ BLOCK_HEADS = 64  # rows of a CTA: M of a warpgroup's MMA
 BLOCK_TOKENS = 64
 GROUP_TOKENS = 8  # that a gathering warp fetches at a time: rows of a swizzle atom
 WARPGROUP_WARPS = 4
-NUM_WARPGROUPS = 3  # scores and left half of the output; right half; gathering
-NUM_THREADS = NUM_WARPGROUPS * WARPGROUP_WARPS * WARP_THREADS
-GATHER_WARPS = WARPGROUP_WARPS
-WARP_GROUPS = BLOCK_TOKENS // GROUP_TOKENS // GATHER_WARPS  # groups of tokens that a gathering warp fetches of a block
-MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS
+MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS  # scores and left half of the output; right half
+GATHER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
 STAGE_PITCH = V_HEAD_DIM + 16  # bytes of half a row of the output where warps stage theirs: no two words on a bank
 STAGE_BYTES = 16 * STAGE_PITCH  # of a warp
@@ -27,17 +24,16 @@ WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
-LAUNCH_REGISTERS = 168  # a thread; what the warpgroups have in the end is at most this in sum as well
-OWN_REGISTERS, CROSSOVER_REGISTERS = (208, 160, 128), (208, 160, 136)
+LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
+OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (208, 160, 72)
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
 MAX_PREFETCH = 16
 ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
 WHOLE = 16  # pieces of a stretch that has all of a lane's
-SERVED_PREFETCH = 4  # blocks
-SERVED_STRETCH = 3  # of crossover
-STRETCH_WITHOUT_SPILLS = 8  # of whole contexts of 656-byte tokens: with more, ptxas keeps a word in local memory
+SERVED_PREFETCH, CROSSOVER_PREFETCH = 2, 4  # blocks
+SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,7 @@ class MlaConfig:
     prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
+    gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
     """
 
     tokens: str = "sparse"
@@ -65,6 +62,7 @@ class MlaConfig:
     crossover: bool = False
     prefetch: int = 0
     stretch: int = WHOLE
+    gather_warps: int = GATHER_WARPS[0]
 
     @property
     def name(self) -> str:
@@ -74,7 +72,8 @@ class MlaConfig:
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}"
+        warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -87,9 +86,20 @@ class MlaConfig:
         return 2 if self.crossover else 1
 
     @property
+    def num_threads(self) -> int:
+        """Of a CTA."""
+        return (MULTIPLYING_WARPS + self.gather_warps) * WARP_THREADS
+
+    @property
+    def value_columns(self) -> int:
+        """N of a product of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas
+        refuses a product whose sums are as many."""
+        return V_HEAD_DIM // 2 if self.gather_warps == GATHER_WARPS[0] else V_HEAD_DIM // 4
+
+    @property
     def warp_groups(self) -> int:
         """Groups of tokens that a gathering warp fetches of a block."""
-        return WARP_GROUPS // self.cluster
+        return BLOCK_TOKENS // GROUP_TOKENS // self.gather_warps // self.cluster
 
     @property
     def empty_arrivals(self) -> int:
@@ -119,12 +129,19 @@ class MlaConfig:
     @property
     def full_arrivals(self) -> int:
         """How many times a barrier of a tile is arrived at when the tile is full."""
-        return GATHER_WARPS * (WARP_THREADS + 1 if self.copies else 1)
+        return self.gather_warps * (WARP_THREADS + 1 if self.copies else 1)
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers of a thread of each warpgroup."""
+        """Registers of a thread: with the scores, with the right half of the output, gathering."""
+        if self.gather_warps != GATHER_WARPS[0]:
+            return EIGHT_WARPS_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
+
+    @property
+    def launch_registers(self) -> int:
+        """Of a thread when a CTA begins."""
+        return LAUNCH_REGISTERS[self.gather_warps]
 
     @property
     def entry_lead(self) -> int:
@@ -154,6 +171,7 @@ class MlaConfig:
             "tokens": TOKENS,
             "form": tuple(FORMATS),
             "fence": FENCES,
+            "gather_warps": GATHER_WARPS,
         }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
@@ -168,6 +186,8 @@ class MlaConfig:
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
             return "crossover is True; tiles that are copied are each CTA's own"
+        if (self.copies or self.crossover) and self.gather_warps != GATHER_WARPS[0]:
+            return f"gather_warps is {self.gather_warps}; tiles that are copied or exchanged want {GATHER_WARPS[0]}"
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
         if self.copies and self.prefetch:
@@ -207,12 +227,13 @@ def served_config(tokens: str, form: str, head_dim: int | None = None, crossover
     head_dim = head_dim or format_of(form).head_dims[0]
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader")
-    # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it.
+    served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
+    # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it; two gathering
+    # warps on a scheduler gain where a CTA decodes all tokens of a block.
+    if crossover:
+        return replace(served, crossover=True, prefetch=CROSSOVER_PREFETCH, stretch=CROSSOVER_STRETCH)
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    stretch = SERVED_STRETCH if crossover else WHOLE
-    if (tokens, form) == ("paged", "mla_fp8"):
-        stretch = STRETCH_WITHOUT_SPILLS
-    return MlaConfig(tokens, form, head_dim, SCALES[form][0], crossover=crossover, prefetch=prefetch, stretch=stretch)
+    return replace(served, prefetch=prefetch, stretch=SERVED_STRETCH, gather_warps=GATHER_WARPS[1])
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (

@@ -1,4 +1,4 @@
-"""The gathering warpgroup: tokens of a cache into tiles of 16-bit numbers that wgmma reads.
+"""The gathering warps: tokens of a cache into tiles of 16-bit numbers that wgmma reads.
 
 A warp fetches 8 tokens at a time, lane l's being token l % 8: the i-th load of a lane takes bytes 64 i + 16 (l / 8)
 onwards of its token's 512 or 448 codes. So the 8 lanes of a phase of a 16-byte store write the 8 rows of a swizzle
@@ -23,7 +23,6 @@ from cute_kernels.mla.config import (
     FLAG_BYTES,
     GROUP_TOKENS,
     NUM_STAGES,
-    WARP_GROUPS,
     MlaConfig,
 )
 from cute_kernels.mla.dequant import Dequantizer
@@ -63,7 +62,7 @@ def write_flags(memory, stage, group, valid, lane):
 
 
 class Dequantizing:
-    """The gathering warpgroup over an FP8 cache."""
+    """The gathering warps over an FP8 cache."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -110,8 +109,8 @@ class Dequantizing:
     # -- where tiles go: another class may send them further ----------------------------------------------------------
 
     def first_row(self, warp):
-        """The first row of a block that a warp (0 to 3) fetches."""
-        return warp * (WARP_GROUPS * GROUP_TOKENS)
+        """The first row of a block that a warp fetches."""
+        return warp * (self.config.warp_groups * GROUP_TOKENS)
 
     def link(self, memory, first_row):
         """What is known of another CTA: nothing."""
@@ -289,7 +288,7 @@ class Crossing(Dequantizing):
 
 
 class Copying:
-    """The gathering warpgroup over a cache of 16-bit numbers: asynchronous copies, which nobody here waits for."""
+    """The gathering warps over a cache of 16-bit numbers: asynchronous copies, which nobody here waits for."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -298,20 +297,21 @@ class Copying:
     @cute.jit
     def run(self, work, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's share."""
-        place = GatherLane.of(warp * (WARP_GROUPS * GROUP_TOKENS), lane)
-        entries = cute.make_rmem_tensor(WARP_GROUPS, Int32)
-        for group in cutlass.range_constexpr(WARP_GROUPS):
+        groups = self.config.warp_groups
+        place = GatherLane.of(warp * (groups * GROUP_TOKENS), lane)
+        entries = cute.make_rmem_tensor(groups, Int32)
+        for group in cutlass.range_constexpr(groups):
             entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
         stage, phase = Int32(0), Int32(1)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             tokens = []
-            for group in cutlass.range_constexpr(WARP_GROUPS):
+            for group in cutlass.range_constexpr(groups):
                 row = place.row + group * GROUP_TOKENS
                 tokens.append(self.locator.locate(work, source, Int32(entries[group]), block, row))
                 entries[group] = self.locator.load_entry(work, source, block + 1, row)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            for group in cutlass.range_constexpr(WARP_GROUPS):
-                write_flags(memory, stage, warp * WARP_GROUPS + group, tokens[group].valid, lane)
+            for group in cutlass.range_constexpr(groups):
+                write_flags(memory, stage, warp * groups + group, tokens[group].valid, lane)
                 tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
                 self.copy_group(tokens[group], tile, place)
             numbers.arrive_when_copied((memory.full + stage).toint())

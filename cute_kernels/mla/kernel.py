@@ -1,9 +1,8 @@
 """MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
-Shape of the work: three warpgroups. The third gathers tokens and makes bf16 tiles of them (:mod:`.gather`), 64 tokens
-each, two in shared memory. The other two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is all the
-registers that two warpgroups have left. :mod:`.serial` is
-their order.
+Shape of the work: three or four warpgroups. Two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is
+all the registers that two warpgroups have left. :mod:`.serial` is their order. The others gather tokens and make bf16
+tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory.
 
 docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 """
@@ -22,10 +21,8 @@ from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
-    LAUNCH_REGISTERS,
     MULTIPLYING_WARPS,
     NUM_STAGES,
-    NUM_THREADS,
     ROW_VALUE_BYTES,
     WARPGROUP_WARPS,
     WEIGHT_BYTES,
@@ -152,7 +149,7 @@ class MlaKernel:
         queries = QuerySource(copy, view)
         self.kernel(queries, source, results, shape, head_blocks, softmax_scale).launch(
             grid=(shape.rows * head_blocks, shape.num_parts, 1),
-            block=(NUM_THREADS, 1, 1),
+            block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
             stream=stream,
@@ -204,7 +201,7 @@ class MlaKernel:
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]
-        if count > LAUNCH_REGISTERS:
+        if count > self.config.launch_registers:
             cute.arch.setmaxregister_increase(count)
         else:
             cute.arch.setmaxregister_decrease(count)

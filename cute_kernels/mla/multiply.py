@@ -103,9 +103,18 @@ class Multiplying:
     def add_values(self, sums, weights, memory, stage, half: int, steps: range) -> None:
         """Issues sums += weights times a half of the values of a tile, of some steps of 16 tokens; to be committed."""
         place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
-        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF, self.numbers.type)
+        width = self.config.value_columns
         wgmma_tiles.begin()
+<<<<<<< HEAD
         wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True, steps=steps)
+=======
+        for part in range(HALF // width):
+            slabs = place + part * (width // wgmma_tiles.SLAB_COLUMNS * SLAB_BYTES)
+            values = wgmma_tiles.transposed_tile(slabs, BLOCK_TOKENS, width, self.numbers.type)
+            own = wgmma_tiles.part_of_sums(sums, width, part)
+            wgmma_tiles.multiply(own, weights, values, width, b_transposed=True)
+        wgmma_tiles.commit()
+>>>>>>> main
 
     def weight_fragment(self, packed) -> cute.Tensor:
         """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""

@@ -2,8 +2,8 @@
 
 Read on in `reference` (what the layers mean), `checks`, `ops`, `launch`; `schedule` and `work` say which part of the
 active experts' weights a CTA takes, `tuned` which kernel and layout serve a product, `kernel` what a grouped product
-does otherwise than `cute_kernels.linear.kernel`, `routing` and `combine` what is before and after; `module` has the layer
-as an nn.Module. Weights are `cute_kernels.linear.experts.PackedExperts`.
+does otherwise than `cute_kernels.linear.kernel`, `routing` and `combine` what is before and after; `module` has the
+layer as an nn.Module. Weights are `cute_kernels.linear.experts.PackedExperts`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from layouts.kv.tile import BLOCK_TOKENS
 INT4 = DecodeConfig("int4_g4", "int4_g4", "bf16", 128, 128, ctas_per_sm=1)
 DENSE = DecodeConfig("bf16", "bf16", "bf16", 128, 128, num_slices=2, ctas_per_sm=1, k_copy="tma", v_copy="tma")
 MIXED = DecodeConfig("int8_channel", "int4_g2", "fp16", 192, 128, num_slices=2, ctas_per_sm=1, k_copy="tma")
+WARPGROUPS = DecodeConfig(
+    "int4_g1", "int4_g1", "bf16", 128, 128, 1, 1, blocks_per_warp=4, warpgroups=True, num_slices=8, ctas_per_sm=1
+)
 SHIPPED = [spec.config for spec in shipped_specs() if isinstance(spec, DecodeSpec)]
 
 
@@ -24,7 +27,7 @@ def change(config: DecodeConfig, **fields) -> DecodeConfig:
     return dataclasses.replace(config, **fields)
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, WARPGROUPS, *SHIPPED], ids=lambda config: config.name)
 def test_what_ships_can_be_implemented(config: DecodeConfig):
     assert config.can_implement() is None
 
@@ -46,6 +49,11 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (change(INT4, k_copy="tma"), r"copy 'tma' is not one of \('bulk', 'word'\) that int4_g4 has"),
         (change(DENSE, v_copy="bulk"), r"copy 'bulk' is not one of \('tma',\) that bf16 has"),
         (change(INT4, num_stages=100), "1 CTAs of .* bytes exceed the 232448 bytes of an SM"),
+        (change(WARPGROUPS, v_format="int4_g2"), "warpgroups of int4_g1_int4_g2 caches, not of 'int4_g1'"),
+        (change(WARPGROUPS, head_dim=64), "warpgroups of head_dim 64, v_head_dim 128, not of 128"),
+        (change(WARPGROUPS, blocks_per_warp=2), "warpgroups want 4 blocks of queries, one of tokens, and one role"),
+        (change(WARPGROUPS, num_query_blocks=2), "warpgroups want 4 blocks of queries, one of tokens, and one role"),
+        (change(WARPGROUPS, num_slices=2), "warpgroups of 2 slices, not of a multiple of 4"),
         (change(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
     ],
 )
@@ -65,13 +73,14 @@ def test_warps_tokens_and_threads_follow_from_the_fields():
     assert config.slice_tokens == 2 * BLOCK_TOKENS and config.tile_tokens == 6 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, *SHIPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [INT4, DENSE, MIXED, WARPGROUPS, *SHIPPED], ids=lambda config: config.name)
 def test_shared_memory_holds_the_ring_the_merge_and_the_barriers(config: DecodeConfig):
     k_bytes, v_bytes = config.tile_bytes
     first_v = config.ring_offsets[1]
     assert first_v >= config.num_stages * k_bytes and config.ring_bytes == first_v + config.num_stages * v_bytes
-    # Every warp's fp32 outputs and (maximum, sum) pairs must fit into the merge buffer.
-    assert config.merge_bytes >= config.num_warps * config.warp_queries * (4 * config.v_head_dim + 8)
+    # Every warp's fp32 outputs and (maximum, sum) pairs must fit into the merge buffer; of a warpgroup, once.
+    num_outputs = config.num_warps // 4 if config.warpgroups else config.num_warps
+    assert config.merge_bytes >= num_outputs * config.warp_queries * (4 * config.v_head_dim + 8)
     assert config.smem_bytes >= max(config.ring_bytes, config.merge_bytes) + 2 * config.num_stages * 8
     resident = config.ctas_per_sm * (config.smem_bytes + RESERVED_SHARED_BYTES)
     assert resident <= MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
@@ -130,3 +139,18 @@ def test_a_configuration_survives_json():
     config = change(INT4, features=Features(window=True, bias="bf16"))
     fields = json.loads(json.dumps(config.to_dict()))
     assert DecodeConfig(**fields | {"features": Features(**fields["features"])}) == config
+
+
+def test_warpgroups_have_places_for_queries_probabilities_and_what_their_warps_say():
+    """Each a multiple of what swizzling permutes, side by side; the merge takes a slice for each warpgroup."""
+    queries, probabilities = 32 * 2 * 128, 32 * 2 * 128
+    assert WARPGROUPS.num_merged == 2 and not WARPGROUPS.shares_queries
+    assert (WARPGROUPS.probability_offset, WARPGROUPS.probability_bytes) == (queries, probabilities)
+    assert WARPGROUPS.exchange_offset == queries + 4 * probabilities
+    assert WARPGROUPS.sum_offset == WARPGROUPS.exchange_offset + 2 * 4 * 32 * 8
+    # A number of each query: of the CTA, and of each warp.
+    assert WARPGROUPS.centre_offset == WARPGROUPS.sum_offset + 32 * 4
+    assert WARPGROUPS.query_bytes == WARPGROUPS.centre_offset + 8 * 32 * 4
+    assert WARPGROUPS.probability_offset % 1024 == WARPGROUPS.exchange_offset % 1024 == 0
+    assert WARPGROUPS.merge_bytes < change(WARPGROUPS, warpgroups=False).merge_bytes
+    assert WARPGROUPS.name != change(WARPGROUPS, warpgroups=False).name

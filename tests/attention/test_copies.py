@@ -52,7 +52,7 @@ def all_chunks(tile: SwizzledTile) -> range:
 
 @every_config
 def test_clearing_zeroes_every_row_behind_the_end_and_no_other(config: DecodeConfig):
-    """What `TileCopier.clear_values` runs over: in each part of the tile from `row_start` to the part's end."""
+    """What `TileCopier.clear_rows` runs over: in each part of the tile from `row_start` to the part's end."""
     from cute_kernels.attention.copies import TileCopier
 
     values = TileCopier(config).operands[1]

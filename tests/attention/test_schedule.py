@@ -185,6 +185,31 @@ def test_queries_of_several_positions_share_what_a_warp_decodes(kv_format, q_len
         assert config.lends_registers == (blocks[1] == 4 or grouped) and config.can_implement() is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "together"),
+    [
+        ({}, True),
+        ({"q_len": 2}, False),
+        ({"q_len": 5}, False),
+        ({"k_format": "int4_g2"}, False),
+        ({"v_format": "int8_tensor"}, False),
+        ({"head_dim": 64}, False),
+        ({"aligned": False}, False),
+        ({"num_q_heads": 64, "num_kv_heads": 8}, False),
+        ({"num_q_heads": 64, "num_kv_heads": 8, "features": Features(queries=True, head_major=True)}, True),
+        ({"features": Features(queries=True, alibi=True)}, False),
+        ({"features": Features(queries=True, window=True, soft_cap=True, sinks=True)}, True),
+    ],
+)
+def test_warpgroups_serve_many_queries_of_one_head_of_int4(changes, together):
+    problem = dataclasses.replace(issue_problem("int4_g1", 32), q_len=4, features=Features(queries=True, causal=True))
+    for config in candidate_configs(dataclasses.replace(problem, **changes)):
+        assert config.warpgroups == together and config.can_implement() is None
+        if together:
+            assert (config.num_roles, config.blocks_per_warp, config.num_warps) == (1, 4, 8)
+            assert config.lends_registers and config.num_stages == 4
+
+
 def test_warps_that_borrow_registers_are_eight_whatever_the_kv_heads():
     for num_kv_heads, heads in ((1, 1), (2, 2), (8, 4)):
         problem = Problem.uniform(32, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g4", "bf16", q_len=4)
@@ -256,9 +281,9 @@ def test_many_short_int4_rows_get_four_ctas_with_small_tiles(batch, seq_len):
     assert (config.ctas_per_sm, config.num_slices, config.blocks_per_slice, schedule.num_splits) == (4, 4, 1, 1)
 
 
-@pytest.mark.parametrize("batch", [1, 32, 64, 128, 256])
-def test_small_tiles_are_not_for_rows_that_are_cut_or_too_few(batch):
-    """Measured at 128 and 256 requests of 8192 tokens: 4 to 40 % slower."""
+@pytest.mark.parametrize("batch", [1, 32, 64, 128, 256, 512])
+def test_small_tiles_are_not_for_long_rows(batch):
+    """Measured at 128 to 512 requests of 8192 tokens: 2 to 40 % slower."""
     assert make_schedule(Problem.uniform(batch, 8192, 8, 1, 128, "int4_g1", "bf16")).config.ctas_per_sm < 4
 
 

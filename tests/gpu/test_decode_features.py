@@ -57,11 +57,28 @@ SCORES: dict[str, dict[str, Any]] = {
         "bias_dims": "ihj",
     },
 }
+# 17 to 32 rows of one KV head and INT4 with one group: warpgroups.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "3 queries": {"q_len": 3},
+    "9 queries of 2 heads": {"q_len": 9, "group": 2},
+    "4 queries, pages of 64": {"q_len": 4, "page_size": 64},
+    "4 queries, pages of 16": {"q_len": 4, "page_size": 16},
+    "4 queries, head-major": {"q_len": 4, "num_kv_heads": 3, "cache_layout": "HND", "max_seq_len": 4000},
+    "4 queries, window of 333": {"q_len": 4, "window": 333},
+    "4 queries, pages of 256, window, soft cap, sinks": {
+        "q_len": 4,
+        "page_size": 256,
+        "window": 700,
+        "soft_cap": 5.0,
+        "sinks": True,
+    },
+}
 CASES = {
     f"{kv_format}, {name}": {"kv_format": kv_format, **options}
     for kv_formats, cases in (
         (("bf16", "int4_g1", "int4_g4", "int8_token_head", "e4m3_tensor"), STORAGE | QUERIES),
         (("bf16", "int4_g4"), SCORES),
+        (("int4_g1",), TOGETHER),
         ((("int8_channel", "int4_g1"), ("bf16", "e4m3_token_head")), {"pages of 64": STORAGE["pages of 64"], "": {}}),
     )
     for kv_format in kv_formats

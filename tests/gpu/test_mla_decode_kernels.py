@@ -39,6 +39,8 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(fence="reader"),
     MlaConfig(prefetch=2, stretch=3),
     MlaConfig(prefetch=7, fence="reader"),
+    MlaConfig(gather_warps=8),
+    MlaConfig(prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
     MlaConfig(crossover=True),
@@ -46,11 +48,13 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(crossover=True, prefetch=4, stretch=3),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, prefetch=4, stretch=3),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
     *FEW_HEADS,
 ]
 PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
+    MlaConfig("paged", stretch=5, gather_warps=8),
     MlaConfig("paged", "mla_bf16", fence="reader"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]

@@ -15,7 +15,9 @@ from cute_kernels.mla.config import MlaConfig
 
 LANES = 32
 CONFIGS = [
-    MlaConfig(prefetch=prefetch, crossover=crossover) for prefetch in (0, 2, 3, 4, 5) for crossover in (False, True)
+    MlaConfig(prefetch=prefetch, crossover=crossover, gather_warps=warps)
+    for prefetch in (0, 2, 3, 4, 5)
+    for crossover, warps in ((False, 4), (True, 4), (False, 8))
 ]
 METHODS = ("prefetch_first", "step", "request")
 

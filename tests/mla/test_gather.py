@@ -19,7 +19,6 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     GATHER_WARPS,
     GROUP_TOKENS,
-    WARP_GROUPS,
     MlaConfig,
 )
 from layouts import banks
@@ -96,9 +95,9 @@ def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: 
     gatherer: Any = gather.make_gatherer(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work, locator = SimpleNamespace(main_blocks=1), locate.SparseLocator()
-    for warp in range(GATHER_WARPS):
-        place = gather.GatherLane.of(warp * WARP_GROUPS * GROUP_TOKENS, LANES)
-        for group in range(WARP_GROUPS):
+    for warp in range(config.gather_warps):
+        place = gather.GatherLane.of(warp * config.warp_groups * GROUP_TOKENS, LANES)
+        for group in range(config.warp_groups):
             entry = Int32(indices[place.row + group * GROUP_TOKENS])
             token = locator.locate(work, source, entry, Int32(0), place.row)
             tile = Int32(group * GROUP_TOKENS * 128)
@@ -127,13 +126,15 @@ def some_indices(seed: int) -> np.ndarray:
     return indices
 
 
+@pytest.mark.parametrize("gather_warps", GATHER_WARPS)
 @pytest.mark.parametrize("scales", ["fp32", "power_of_2"])
-def test_fp8_tile(monkeypatch, scales):
+def test_fp8_tile(monkeypatch, scales, gather_warps):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32")
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(1)
-    fill_tile(monkeypatch, MlaConfig(scales=scales), machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
+    config = MlaConfig(scales=scales, gather_warps=gather_warps)
+    fill_tile(monkeypatch, config, machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
     found = read_tile(machine.shared_memory).astype(np.float64)
@@ -149,12 +150,13 @@ def test_fp8_tile(monkeypatch, scales):
     assert all(place % stride + size <= PAGE_SIZE * 656 for place, size in machine.reads)
 
 
+@pytest.mark.parametrize("gather_warps", GATHER_WARPS)
 @pytest.mark.parametrize(("scales", "exponents"), [("ue8m0", range(-126, 119)), ("power_of_2", range(-14, 8))])
-def test_model1_tile(monkeypatch, scales, exponents):
+def test_model1_tile(monkeypatch, scales, exponents, gather_warps):
     """Latent columns, then RoPE columns, which are part of the value; scales from behind the data of a page."""
     tokens = model1_tokens(NUM_TOKENS, exponents)
     memory, stride = paged(tokens)
-    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales)
+    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales, gather_warps=gather_warps)
     machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
     indices = some_indices(4)
     fill_tile(monkeypatch, config, machine, pages_of(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
@@ -185,7 +187,7 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
     monkeypatch.setattr(gather.cute.arch, "elect_one", nullcontext, raising=False)
     for rank in range(2):
         monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
-        for warp in range(GATHER_WARPS):
+        for warp in range(GATHER_WARPS[0]):
             place = gather.GatherLane.of(gatherer.first_row(warp), LANES)
             token = locate.SparseLocator().locate(
                 SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
@@ -270,8 +272,9 @@ def bounded(limit: int):
 
 @pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_model1", 512)])
 @pytest.mark.parametrize("start", range(0, 128, 16))
-def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start):
-    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4)
+@pytest.mark.parametrize("gather_warps", GATHER_WARPS)
+def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start, gather_warps):
+    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4, gather_warps=gather_warps)
     prefetcher = entries.Entries.of(config)
     monkeypatch.setattr(entries, "cutlass", SimpleNamespace(min=min))
     offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]

@@ -46,7 +46,7 @@ def test_k_major_tile_lies_where_the_gathering_warps_write():
         assert swizzled(2 * offset) == place_of(i % BLOCK_TOKENS, i // BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("columns", [V_HEAD_DIM // 2, V_HEAD_DIM])
+@pytest.mark.parametrize("columns", [V_HEAD_DIM // 4, V_HEAD_DIM // 2, V_HEAD_DIM])
 def test_values_are_the_transpose_of_the_same_bytes(columns):
     offsets = outer_offsets("MN_SW128", (columns, BLOCK_TOKENS), (1, 0))
     for i, offset in enumerate(offsets):
@@ -70,3 +70,18 @@ def test_accumulators_of_scores_are_the_operand_of_the_next_product():
             below, right = wgmma_tiles.sum_place(value)
             assert row == thread // 32 * 16 + thread % 32 // 4 + below
             assert column == 2 * (thread % 4) + right
+
+
+def test_sums_of_a_product_are_those_of_narrower_ones_side_by_side():
+    wide, narrow = V_HEAD_DIM // 2, V_HEAD_DIM // 4
+
+    def body():
+        return [str(wgmma_tiles.mma(n, b_transposed=True).tv_layout_C_tiled) for n in (wide, narrow)]
+
+    whole, part = (algebra.parse(text) for text in traced(body))
+    threads, values = wgmma_tiles.WARPGROUP_THREADS, narrow // 2
+    for thread in range(threads):
+        for value in range(wide // 2):
+            column, row = divmod(whole(thread + threads * value), 64)
+            own, own_row = divmod(part(thread + threads * (value % values)), 64)
+            assert (column, row) == (value // values * narrow + own, own_row)

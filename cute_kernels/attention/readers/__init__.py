@@ -9,13 +9,19 @@ of a block, so that a lane holds the tokens ``(g, j)`` as scores, and ``column``
 query head ``2t + c`` of a block of 8.
 """
 
+from typing import Any
+
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.tiles import has_headers
 from cute_kernels.kv_formats import DenseFormat, Int4Format, KvFormat
 
 
-def make_readers(config: DecodeConfig):
+def make_readers(config: DecodeConfig) -> tuple[Any, Any]:
     """The objects whose methods turn tiles of K and of V of ``config`` into scores and outputs."""
+    if config.warpgroups:
+        from cute_kernels.attention.readers.warpgroup import WarpgroupKeyReader, WarpgroupValueReader
+
+        return WarpgroupKeyReader(config), WarpgroupValueReader(config)
     (make_keys, _), (_, make_values) = (_reader_classes(form) for form in config.formats)
     return make_keys(config), make_values(config)
 

@@ -33,6 +33,12 @@ class State:
     query: Any  # B operands: [block][register]
     query_sums: Any  # [column][group]
     shared_query: Any  # the lane's address of both, where they are shared
+    query_operand: Any  # descriptor of the queries of warpgroups
+    warp: Any  # of the warpgroup
+    warpgroup: Any  # the warp's place in it
+    centres: Any  # shared address of what every output of the warp has too little, by query
+    query_sum_address: Any  # shared address of the queries' sums
+    probability_row: Any  # the lane's row of a probability operand, bytes
     score_scale: Any  # from scores to powers of 2
     accumulators: Any
     shift_sums: Any

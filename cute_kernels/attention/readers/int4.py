@@ -211,11 +211,11 @@ class Int4ValueReader(RowValueReader):
                 total = Float32(0.0)
                 for unit, code in places:
                     value = state.accumulators[self.accumulator(unit, code, column)]
-                    total = ptx.fma(value, Float32(_unit_of(code)), total)
+                    total = ptx.fma(value, Float32(unit_of(code)), total)
                 mean = lane_sum(total, (4, 8, 16)) * (1.0 / (8 * len(places)))
                 for unit, code in places:
                     index = self.accumulator(unit, code, column)
-                    state.accumulators[index] = ptx.fma(mean, Float32(-1.0 / _unit_of(code)), state.accumulators[index])
+                    state.accumulators[index] = ptx.fma(mean, Float32(-1.0 / unit_of(code)), state.accumulators[index])
                 # The shift sums are added up over lanes at the end: one lane takes the amount.
                 index = self._shift_sum(group, column)
                 amount = cutlass.select_(state.g == 0, mean, Float32(0.0))
@@ -234,9 +234,9 @@ class Int4ValueReader(RowValueReader):
         return [lane_sum(state.shift_sums[index], (4, 8, 16)) for index in range(count)]
 
     def output(self, value, unit: int, code: int, column: int, terms):
-        return value * _unit_of(code) + terms[self._shift_sum(self.group_of(unit), column)]
+        return value * unit_of(code) + terms[self._shift_sum(self.group_of(unit), column)]
 
 
-def _unit_of(code: int) -> float:
+def unit_of(code: int) -> float:
     """What an accumulator of 1 stands for, by the place that its nibbles have in their byte."""
     return HIGH_NIBBLE_UNIT if code % 2 else LOW_NIBBLE_UNIT

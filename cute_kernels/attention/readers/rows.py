@@ -165,13 +165,20 @@ class RowValueReader(RowLoads, ValueReader):
     def make_state(self, lane: Int32, head: Int32, slice_index: Int32, given_scale: Int64, keys: State) -> State:
         """Registers that live as long as the warp: lane offsets, accumulators."""
         state = State(lane)
-        strides = self.tile.row_strides()
-        base = self._warp_offset(head, slice_index)
-        row = (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
-        state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * (base + row + self.tile.v_word(state.g))))
-        state.header_offset = keys.header_offset if self.alike else Int32(WORD_BYTES * (base + self._row_g(state)))
+        state.lane_offsets = ptx.pinned(Int32(WORD_BYTES * self._codes_start(state, head, slice_index)))
+        headers = self._warp_offset(head, slice_index) + self._row_g(state)
+        state.header_offset = keys.header_offset if self.alike else Int32(WORD_BYTES * headers)
         state.accumulators = self.make_accumulators()
         return state
+
+    def _codes_start(self, state: State, head: Int32, slice_index: Int32):
+        """Words from a tile's start to the first ones that the lane reads codes of, less the headers."""
+        return self._warp_offset(head, slice_index) + self._row_t(state) + self.tile.v_word(state.g)
+
+    def _row_t(self, state: State):
+        """Words from the block's first row to the even one of the pair of rows that lane t reads."""
+        strides = self.tile.row_strides()
+        return (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
         """The headers of the block's rows: [j][group]."""

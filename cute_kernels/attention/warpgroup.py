@@ -1,0 +1,254 @@
+"""Decode attention of 32 queries of a KV head by warpgroups: products by wgmma, a softmax that four warps share.
+
+What differs from :class:`cute_kernels.attention.kernel.DecodeKernel`, whose loop over tiles this is: the four warps of
+a warpgroup each score their own slice of the tokens, write the probabilities to shared memory, and sum up the values of
+all four slices in a quarter of the columns (:mod:`.readers.warpgroup`). So they have one softmax reference. They write
+probabilities as of the reference they have; the barrier after which these are read also tells whether one of them was
+too large for it. Only then is it raised, and are they written again: after the first tile hardly ever.
+
+Probabilities have two places in turn: a warp that writes tile i + 2's has met the others at the barrier of tile i + 1,
+before which they were done with tile i's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.attention.barriers import any_of_warpgroup, sync_attending, sync_warpgroup
+from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
+from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
+from cute_kernels.attention.readers.warpgroup import ROW_HALVES
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.lanes import lane_max, lane_sum
+from layouts.kv.tile import BLOCK_TOKENS, block_token
+
+MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
+HALF_ROWS = ROW_HALVES // 2  # of a lane in one m64 tile of scores
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A lane's two rows of a tile of 64 scores.
+
+    Attributes:
+        first: of the four that the lane has in two tiles.
+        s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
+        lines: [j] what it takes for that.
+        headers: [j] of the rows of V.
+        sums: register tensor [2, column], of all rows: of probabilities, and of those times shifts of V.
+    """
+
+    first: int
+    s: Any
+    lines: Any
+    headers: Any
+    sums: Any
+
+
+@dataclass(frozen=True)
+class Warpgroup:
+    """A warp's place among those that it multiplies with; run-time values.
+
+    Attributes:
+        number: of the warpgroup.
+        warp: of the warpgroup's.
+        lane: of the warp's.
+        exchange: shared address of what its warps tell each other.
+        probabilities: shared address of two places for a tile's probabilities.
+        turn: register tensor of one number, bytes from there to the place of the next tile's.
+    """
+
+    number: Any
+    warp: Any
+    lane: Any
+    exchange: Any
+    probabilities: Any
+    turn: Any
+
+    def operand(self):
+        """Shared address of the next tile's probabilities."""
+        return self.probabilities + self.turn[0]
+
+
+class WarpgroupKernel(DecodeKernel):
+    """One compiled variant of decode attention for 32 queries of a KV head."""
+
+    def place_queries(self, cta, keys):
+        """Writes the queries' B operand, and finds the warp's place in its warpgroup."""
+        config = self.config
+        self.store_queries(cta, keys)
+        keys.query_operand = wgmma.descriptor(cute.arch.make_warp_uniform(cta.queries))
+        keys.query_sum_address = cta.queries + config.sum_offset
+        keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
+        number = cta.warp // WARPGROUP_WARPS
+        turn = cute.make_rmem_tensor(1, Int32)
+        turn[0] = Int32(0)
+        probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
+        exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
+        keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, turn)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_attending(config)
+
+    @cute.jit
+    def store_queries(self, cta, keys):
+        if cta.roles.slice_index == 0:
+            # All warps have made the same.
+            self.key_reader.store_query(keys, cta.queries)
+
+    @cute.jit
+    def attend(self, state, addresses, block: int, masked, first_token: Int32):
+        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
+        keys, values = state.keys, state.values
+        key_headers = self.key_reader.load_headers(keys, addresses[0])
+        headers = self.value_reader.load_scales(values, addresses[1], 0)
+        started = [self.key_reader.start_scores(keys, addresses[0], half) for half in range(2)]
+        probabilities = wgmma.descriptor(cute.arch.make_warp_uniform(keys.warpgroup.operand()))
+        sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
+        halves = []
+        for half in cutlass.range_constexpr(2):
+            # The second half's dot products are made while the first one has its softmax.
+            dots = wgmma.wait_for(started[half], 1 - half)
+            first = HALF_ROWS * half
+            own = slice(first, first + HALF_ROWS)
+            s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
+            lines = self.place_scores(keys, s, dots, key_headers[own])
+            tokens = [first_token + block_token(self.config.token_bits, keys.g, first + j) for j in range(HALF_ROWS)]
+            self.logits.apply(state.logits, s, keys.score_scale, tokens, masked)
+            rows = Rows(first, s, lines, headers[own], sums)
+            halves.append((rows, self.write_probabilities(state, rows)))
+        self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
+        self.value_reader.multiply(values, addresses[1], probabilities)
+
+    def place_scores(self, keys, s, sums, headers):
+        """Writes what :meth:`logit` makes logits of into s [j][column]; the lines [j] that it takes.
+
+        Where logits are scores and no more, scores are never computed, but their powers straight from dot products.
+        """
+        dots = self.key_reader.rows(sums)
+        lines = self.key_reader.lines(keys, headers)
+        if self.logits.transforms:
+            dots, lines = self.key_reader.scaled(keys, dots, headers), [(Float32(1.0), None)] * HALF_ROWS
+        for j, row in enumerate(dots):
+            for column, value in enumerate(row):
+                s[self.config.columns * j + column] = value
+        return lines
+
+    @cute.jit
+    def share_probabilities(self, state, halves, exceeds):
+        """Gives the warpgroup the warp's probabilities and adds them to its sums; may raise the softmax reference.
+
+        exceeds: whether one of those that are written is too large.
+        """
+        columns, warpgroup = self.config.columns, state.keys.warpgroup
+        cute.arch.fence_proxy("async.shared", space="cta")
+        again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
+        while again != 0:
+            self.raise_shared_maximum(state, halves)
+            exceeds = self.write_probabilities(state, halves[0]) | self.write_probabilities(state, halves[1])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
+        sums = halves[0].sums
+        for column in cutlass.range_constexpr(columns):
+            state.softmax.total[column] = state.softmax.total[column] + sums[column]
+        self.value_reader.add_shifts(state.values, [sums[columns + column] for column in range(columns)])
+        warpgroup.turn[0] = self.config.probability_bytes - warpgroup.turn[0]
+
+    def write_probabilities(self, state, rows):
+        """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16."""
+        columns, sums = self.config.columns, rows.sums
+        totals = self.key_reader.load_query_sums(state.keys)
+        probabilities = [
+            [ptx.exp2(self.logit(rows, totals, j, column, -state.softmax.maximum[column])) for column in range(columns)]
+            for j in range(HALF_ROWS)
+        ]
+        shifts = [self.value_reader.shift(header[0]) for header in rows.headers]
+        address = state.keys.warpgroup.operand()
+        largest = self.value_reader.store_probabilities(state.values, address, rows.first, probabilities, rows.headers)
+        most = Float32(0.0)
+        for column in range(columns):
+            p = [row[column] for row in probabilities]
+            shifted = p[0] * shifts[0] if rows.first == 0 else ptx.fma(p[0], shifts[0], sums[columns + column])
+            sums[columns + column] = ptx.fma(p[1], shifts[1], shifted)
+            sums[column] = p[0] + p[1] if rows.first == 0 else sums[column] + (p[0] + p[1])
+            most = ptx.fmax(most, sums[column])
+        product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
+        return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
+
+    def logit(self, rows, totals, j: int, column: int, start):
+        """``start`` and a logit in powers of two; totals: sums of the queries, by column."""
+        scale, shift = rows.lines[j]
+        if shift is not None:
+            start = ptx.fma(shift, totals[column], start)
+        return ptx.fma(rows.s[self.config.columns * j + column], scale, start)
+
+    def raise_shared_maximum(self, state, halves):
+        """Takes the warpgroup's maxima as reference and rescales what was accumulated under the old ones."""
+        columns, softmax, warpgroup = self.config.columns, state.softmax, state.keys.warpgroup
+        places = [(rows, j) for rows in halves for j in range(HALF_ROWS)]
+        log_scales = [self.value_reader.log_scale(rows.headers, j) for rows, j in places]
+        totals = self.key_reader.load_query_sums(state.keys)
+        maxima = []
+        for column in range(columns):
+            bounds = [
+                self.logit(rows, totals, j, column, log_scale)
+                for (rows, j), log_scale in zip(places, log_scales, strict=True)
+            ]
+            largest = ptx.fmax(ptx.fmax(bounds[0], bounds[1]), ptx.fmax(bounds[2], bounds[3]))
+            maxima.append(lane_max(largest, (4, 8, 16)))
+        factors = []
+        for column, heard in enumerate(self.tell(warpgroup, state.keys.t, maxima, 1)):
+            raised = softmax.maximum[column]
+            for words in heard:
+                raised = ptx.fmax(raised, words[0])
+            factor = ptx.exp2(softmax.maximum[column] - raised)
+            softmax.maximum[column] = raised
+            softmax.total[column] = softmax.total[column] * factor
+            factors.append(factor)
+        self.value_reader.rescale(state.values, factors)
+
+    def tell(self, warpgroup, t, values, count: int):
+        """What all warps say of the lane's columns: [column][warp][count]; ``values`` [column * count], alike in g."""
+        row_bytes = 4 * count
+        rows = [row_bytes * (column // 2 * BLOCK_QUERIES + column % 2) for column in range(self.config.columns)]
+        place = warpgroup.exchange + 2 * row_bytes * t
+        own = place + row_bytes * WGMMA_QUERIES * warpgroup.warp
+        for column, row in enumerate(rows):
+            # Lanes of all g write the same: cheaper than to choose one.
+            ptx.store_shared(own, row, values[count * column : count * (column + 1)])
+        sync_warpgroup(warpgroup.number)
+        return [
+            [
+                [
+                    word.bitcast(Float32)
+                    for word in ptx.load_shared_vector(place, row + row_bytes * WGMMA_QUERIES * warp, count)
+                ]
+                for warp in range(WARPGROUP_WARPS)
+            ]
+            for row in rows
+        ]
+
+    def finish(self, cta, work, state):
+        """Adds up what the warps hold each for their own tokens, then merges warpgroups as others merge slices."""
+        self.join(state)
+        number = state.keys.warpgroup.number
+        self.merger.finish(work, state, cta.results, cta.ring, cta.warp, cta.lane, number)
+
+    def join(self, state):
+        """The warpgroup's sums of P and of P * shift, in lanes of g = 0 alone: those of all g are added up later."""
+        columns, values, softmax = self.config.columns, state.values, state.softmax
+        own = []
+        for column in range(columns):
+            for value in (softmax.total[column], values.shift_sums[column]):
+                own.append(lane_sum(value, (4, 8, 16)))
+        for column, heard in enumerate(self.tell(state.keys.warpgroup, state.keys.t, own, 2)):
+            for index, target in enumerate((softmax.total, values.shift_sums)):
+                total = (heard[0][index] + heard[1][index]) + (heard[2][index] + heard[3][index])
+                target[column] = cutlass.select_(state.keys.g == 0, total, Float32(0.0))
+
+
+assert EXCHANGE_BYTES == WARPGROUP_WARPS * WGMMA_QUERIES * PAIR_BYTES and BLOCK_TOKENS == BLOCK_QUERIES * ROW_HALVES

@@ -1,0 +1,323 @@
+"""A warpgroup of decode attention, four emulated warps that share memory, against attention in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.attention import readers, warpgroup
+from cute_kernels.attention.kernel import LOWEST, WarpState
+from cute_kernels.attention.readers import common, int4, rows
+from cute_kernels.attention.readers import warpgroup as group_readers
+from cute_kernels.attention.schedule import Problem, candidate_configs
+from cute_kernels.attention.tiles import tiles_of
+from cute_kernels.attention.warpgroup import Warpgroup, WarpgroupKernel
+from cute_kernels.kv_formats import Int4Format, format_of
+from layouts import banks
+from layouts.kv.tile import BLOCK_TOKENS, WORD_BYTES, RowTile, block_token
+from tests.attention import warp
+from tests.attention.rig import random_int4_rows
+from tests.attention.warp import COLUMN, LANES, ROW, Access, Float32, Int32, Int64, Lanes, Registers, Warp
+
+CONFIG = dataclasses.replace(
+    candidate_configs(Problem.uniform(8, 8192, 8, 1, 128, "int4_g1", "bf16", q_len=4))[0], warpgroups=True
+)
+SOFTMAX_SCALE = 0.11
+QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
+GROUP = 1  # the second of the CTA: what lies before it must be stepped over
+COLUMNS = [column // 2 * 8 + 2 * COLUMN + column % 2 for column in range(8)]  # query of each lane's column
+
+
+class Machine(Warp):
+    """With stmatrix and wgmma; B is read as the PTX manual has it for rows of 128 bytes with 128-byte swizzling."""
+
+    def store_matrix_x4(self, address: Lanes, offset: int, words: Sequence[Lanes], *, transpose: bool) -> None:
+        places = np.asarray(address, np.int64) + offset
+        self.accesses.append(Access("stmatrix", 16, tuple(places.tolist())))
+        assert not (places % 16).any()
+        chunks = self.shared_memory.view(np.uint16).reshape(-1, 8)
+        for index, word in enumerate(words):
+            matrix = np.empty((8, 8), np.uint16)
+            for half in range(2):
+                matrix[ROW, 2 * COLUMN + half] = warp.halves(word)[:, half]
+            chunks[places[8 * index : 8 * index + 8] // 16] = matrix.T if transpose else matrix
+
+    def max_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
+        pair = [warp.halves(word).view(np.float16) for word in (a, b)]
+        return warp.from_halves(np.fmax(*pair).view(np.uint16))
+
+    def operand(self, address: int) -> np.ndarray:
+        """B [32, 16] at an address within the first row of its box."""
+        row, column = np.arange(QUERIES)[:, None], np.arange(16)[None, :]
+        places = address + 128 * row + 2 * column
+        places = places ^ (places >> 7 & 7) << 4
+        return self.shared_memory.view(np.float16)[places // 2].astype(np.float64)
+
+    def wgmma(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            fence=list,
+            commit=lambda: None,
+            wait_all=list,
+            wait_for=lambda sums, pending: list(sums),
+            descriptor=lambda address: int(np.unique(address).item()),
+            advanced=lambda low, offset: low + offset,
+            mma=self.multiply,
+            first_mma=lambda count, *operands, dtype: self.multiply([Float32(0.0)] * count, *operands, dtype=dtype),
+            STEP_BYTES=32,
+        )
+
+    def multiply(self, sums: Sequence[Lanes], a: Sequence[Lanes], b: int, *, dtype: str) -> list[Lanes]:
+        """One warp's rows of m64n32k16."""
+        left, right = np.zeros((16, 16)), self.operand(b)
+        for register, word in enumerate(a):
+            for half in range(2):
+                place = (ROW + 8 * (register % 2), 8 * (register // 2) + 2 * COLUMN + half)
+                left[place] = warp.elements(word, dtype)[:, half]
+        total = left @ right.T
+        result = []
+        for index, value in enumerate(sums):
+            place = (ROW + 8 * (index % 4 // 2), index // 4 * 8 + 2 * COLUMN + index % 2)
+            result.append(Float32(np.float64(value) + total[place]))
+        return result
+
+
+METHODS = ("attend", "place_scores", "share_probabilities", "write_probabilities", "logit")
+METHODS += ("raise_shared_maximum", "tell", "join")
+
+
+def plain(name: str) -> Any:
+    """A method of the kernel as Python runs it."""
+    method = getattr(WarpgroupKernel, name)
+    return getattr(method, "__wrapped__", method)
+
+
+class Rig:
+    """Four warps, each in a thread, in front of a tile of random rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, scale_exponents=((-6, 1), (-6, 1)), seed: int = 0):
+        form, tiles = format_of("int4_g1"), tiles_of(CONFIG)
+        assert isinstance(form, Int4Format)
+        generator = torch.Generator().manual_seed(seed)
+        self.query_start = -(-sum(CONFIG.tile_bytes) // 1024) * 1024
+        shared = np.random.default_rng(seed).integers(0, 256, self.query_start + CONFIG.query_bytes, dtype=np.uint8)
+        self.values: list[np.ndarray] = []
+        first = GROUP * TOKENS
+        for tile, start, exponents in zip(tiles, (0, CONFIG.tile_bytes[0]), scale_exponents, strict=True):
+            assert isinstance(tile, RowTile)
+            caches = [random_int4_rows(form, HEAD_DIM, exponents, generator) for _ in range(TOKENS // BLOCK_TOKENS)]
+            cache = torch.cat(caches)
+            for token, row in enumerate(cache.view(torch.uint8).numpy()):
+                place = start + WORD_BYTES * tile.token_offset(first + token)
+                shared[place : place + row.size] = row
+            self.values.append(form.dequantize(cache, HEAD_DIM, torch.float64, None).numpy())
+        self.q = torch.randn(QUERIES, HEAD_DIM, generator=generator).bfloat16()
+        memory = self.q.view(torch.uint8).numpy().reshape(-1).copy()
+        self.machine = Machine(shared, memory)
+        self.machine.install(monkeypatch, common, int4, rows, group_readers, warpgroup)
+        monkeypatch.setattr(group_readers, "wgmma", self.machine.wgmma())
+        monkeypatch.setattr(warpgroup, "wgmma", self.machine.wgmma())
+        # Conditions are of a warp, as on the GPU.
+        monkeypatch.setattr(warpgroup, "Int32", lambda value: int(np.any(value)))
+        arch = SimpleNamespace(
+            fence_proxy=lambda *_, **__: None, make_warp_uniform=lambda value: value, sync_warp=lambda: None
+        )
+        monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
+        constexpr = SimpleNamespace(range_constexpr=range, select_=warp.select)
+        monkeypatch.setattr(warpgroup, "cutlass", constexpr)
+        self.barrier, self.votes = threading.Barrier(WARPS), {}
+        monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
+        monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
+        monkeypatch.setattr(group_readers, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
+        made: Any = readers.make_readers(CONFIG)
+        self.keys, self.sums = made
+        self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums)
+        for name in METHODS:
+            setattr(self.kernel, name, plain(name).__get__(self.kernel))
+
+    def vote(self, _, condition: int) -> int:
+        self.votes[threading.get_ident()] = condition
+        self.barrier.wait(20)
+        result = int(any(self.votes.values()))
+        self.barrier.wait(20)
+        return result
+
+    def state(self, index: int) -> WarpState:
+        """What a warp has before its first tile."""
+        place = (Int32(LANES), Int32(0), Int32(WARPS * GROUP + index))
+        keys = self.keys.make_state(*place)
+        keys.query_sum_address = Int32(self.query_start + CONFIG.sum_offset)
+        keys.centres = Int32(self.query_start + CONFIG.centre_offset + 4 * QUERIES * (WARPS * GROUP + index))
+        values = self.sums.make_state(*place, Int64(0), keys)
+        addresses = [Int64((8 * block + ROW) * 2 * HEAD_DIM) for block in range(4)]
+        self.keys.take_query(keys, self.keys.fetch_query(addresses, Int64(0), Int32(LANES)), Float32(SOFTMAX_SCALE))
+        keys.query_operand = self.query_start
+        if index == 0:
+            self.keys.store_query(keys, Int32(self.query_start))
+        turn = Registers(1, Int32)
+        turn[0] = Int32(0)
+        first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
+        exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
+        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn)
+        softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
+        softmax.maximum.fill(LOWEST)
+        return WarpState(keys, values, softmax, None)
+
+    def tokens(self, index: int, j: int) -> np.ndarray:
+        """Of the warpgroup, of each lane."""
+        return BLOCK_TOKENS * index + np.asarray(block_token(CONFIG.token_bits, ROW, j))
+
+    def scores(self, state: WarpState) -> list[list[Lanes]]:
+        headers = self.keys.load_headers(state.keys, Int32(0))
+        return [row for half in range(2) for row in self.half_scores(state, half, headers)]
+
+    def half_scores(self, state: WarpState, half: int, headers: list[Any]) -> list[list[Lanes]]:
+        dots = self.keys.rows(self.keys.start_scores(state.keys, Int32(0), half))
+        return self.keys.scaled(state.keys, dots, headers[2 * half : 2 * half + 2])
+
+    def attend(self, index: int, state: WarpState, bias: np.ndarray) -> None:
+        """One tile; bias: fp64 [queries, tokens] added to the logits."""
+        # Logits are changed as features do; what is only hidden goes the short way.
+        changed = bool(np.isfinite(bias).all() and bias.any())
+
+        def apply(_, s: Registers, scale: Lanes, tokens: list[np.ndarray], masked: bool) -> None:
+            for j, token in enumerate(tokens):
+                for column in range(8):
+                    value = np.asarray(s[8 * j + column], np.float64)
+                    value = value * np.asarray(scale, np.float64) if changed else value
+                    s[8 * j + column] = Float32(value + bias[COLUMNS[column], token])
+
+        kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
+        for name in METHODS:
+            setattr(kernel, name, plain(name).__get__(kernel))
+        addresses = (Int32(0), Int32(CONFIG.tile_bytes[0]))
+        kernel.attend(state, addresses, 0, False, Int32(BLOCK_TOKENS * index))
+
+    def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(outputs, log2 of the sum of exponentials) after as many tiles as there are biases."""
+        states = [self.state(index) for index in range(WARPS)]
+        out, lse = np.full((QUERIES, HEAD_DIM), np.nan), np.full((WARPS, QUERIES), np.nan)
+
+        def work(index: int) -> None:
+            state = states[index]
+            for bias in biases:
+                self.attend(index, state, bias)
+                if recentre:
+                    self.sums.recentre(state.values)
+            self.kernel.join(state)
+            totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
+            for column, first, run in self.sums.outputs(state.values):
+                for i, value in enumerate(run):
+                    out[COLUMNS[column], np.asarray(first) + i] = value / totals[column]
+            for column, total in enumerate(totals):
+                lse[index, COLUMNS[column]] = np.asarray(state.softmax.maximum[column]) + np.log2(total)
+
+        with ThreadPoolExecutor(WARPS) as pool:
+            list(pool.map(work, range(WARPS)))
+        assert (lse == lse[0]).all()
+        return out, lse[0]
+
+    def reference(self, biases: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = self.values
+        logits = self.q.double().numpy() @ keys.T * (SOFTMAX_SCALE * Warp.LOG2_E)
+        logits = np.concatenate([logits + bias for bias in biases], axis=1)
+        largest = logits.max(axis=1, keepdims=True)
+        p = np.exp2(logits - largest)
+        total = p.sum(axis=1)
+        return p @ np.tile(values, (len(biases), 1)) / total[:, None], np.log2(total) + largest[:, 0]
+
+
+def test_scores_are_those_of_the_dequantised_rows(monkeypatch):
+    rig = Rig(monkeypatch, ((-8, 4), (-6, 1)))
+    states = [rig.state(index) for index in range(WARPS)]
+    found = np.full((QUERIES, TOKENS), np.nan)
+    for index, state in enumerate(states):
+        for j, row in enumerate(rig.scores(state)):
+            for column, score in enumerate(row):
+                found[COLUMNS[column], rig.tokens(index, j)] = score * state.keys.score_scale
+    want = rig.q.double().numpy() @ rig.values[0].T * (SOFTMAX_SCALE * Warp.LOG2_E)
+    np.testing.assert_allclose(found, want, atol=2e-5 * np.abs(want).max())
+
+
+ZERO = np.zeros((QUERIES, TOKENS))
+LATER = np.random.default_rng(1).uniform(-3, 3, (QUERIES, TOKENS))
+OUTLIER = np.where(np.arange(TOKENS) == 77, 40.0, 0.0) * (np.arange(QUERIES) % 5 == 1)[:, None] + ZERO
+HIDDEN = np.where(np.arange(TOKENS) > 50 + np.arange(QUERIES)[:, None] // 8, -np.inf, 0.0)
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [[ZERO], [ZERO, LATER, LATER], [LATER, OUTLIER, ZERO], [HIDDEN], [ZERO, HIDDEN]],
+    ids=["one", "three", "raised later", "masked", "masked later"],
+)
+@pytest.mark.parametrize("recentre", [False, True])
+def test_tiles_add_up_to_attention(biases, recentre, monkeypatch):
+    """One reference for four warps, raised by one of them; columns in quarters; shifts and recentred sums."""
+    rig = Rig(monkeypatch, seed=len(biases))
+    out, lse = rig.run(biases, recentre)
+    want, want_lse = rig.reference(biases)
+    assert np.linalg.norm(out - want) < 6e-4 * np.linalg.norm(want)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+
+
+def test_values_whose_scales_are_tiny_do_not_overflow(monkeypatch):
+    """Probabilities times scales stay small however large those are before the reference is raised."""
+    biases = [ZERO - 60.0, ZERO]
+    rig = Rig(monkeypatch, ((-6, 1), (-24, -23)), seed=3)
+    out, lse = rig.run(biases)
+    want, want_lse = rig.reference(biases)
+    assert np.linalg.norm(out - want) < 6e-4 * np.linalg.norm(want)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("start", [0, 1024, 8192, 9216])
+@pytest.mark.parametrize("number", [0, 1])
+def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(start, number):
+    """Shared memory is aligned to 1024 bytes, not to the size of a place."""
+    size, places = CONFIG.probability_bytes, []
+    turn = Registers(1, Int32)
+    turn[0] = Int32(0)
+    first = Int32(start + CONFIG.probability_offset + 2 * size * number)
+    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, turn)
+    for _ in range(4):
+        places.append(int(np.unique(place.operand()).item()))
+        turn[0] = Int32(size) - turn[0]
+    queries = start + CONFIG.probability_offset
+    assert places == 2 * [queries + 2 * size * number, queries + size * (2 * number + 1)]
+    assert CONFIG.exchange_offset == CONFIG.probability_offset + 4 * size
+
+
+def test_keys_that_no_query_sees_are_cleared():
+    """Their headers scale dot products that are hidden by then."""
+    from cute_kernels.attention.copies import TileCopier
+
+    assert TileCopier(CONFIG).cleared == (0, 1)
+    assert TileCopier(dataclasses.replace(CONFIG, warpgroups=False)).cleared == (1,)
+
+
+def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(monkeypatch):
+    rig = Rig(monkeypatch)
+    states = [rig.state(index) for index in range(WARPS)]
+    rig.machine.accesses.clear()
+    seen: list[tuple[int, int]] = []
+    for state in states:
+        rig.scores(state)
+        before = len(rig.machine.accesses)
+        rig.sums.load_codes(state.values, Int32(CONFIG.tile_bytes[0]))
+        seen += [
+            (address, lane // 4 % 2)
+            for access in rig.machine.accesses[before:]
+            for lane, address in enumerate(access.addresses)
+        ]
+    assert len(set(seen)) == len(seen) == TOKENS * HEAD_DIM // 4  # half words
+    for access in rig.machine.accesses:
+        assert banks.report(access.addresses, access.width, access.kind).conflicts == 0
