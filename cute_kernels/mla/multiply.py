@@ -105,16 +105,11 @@ class Multiplying:
         place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
         width = self.config.value_columns
         wgmma_tiles.begin()
-<<<<<<< HEAD
-        wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True, steps=steps)
-=======
         for part in range(HALF // width):
             slabs = place + part * (width // wgmma_tiles.SLAB_COLUMNS * SLAB_BYTES)
             values = wgmma_tiles.transposed_tile(slabs, BLOCK_TOKENS, width, self.numbers.type)
             own = wgmma_tiles.part_of_sums(sums, width, part)
-            wgmma_tiles.multiply(own, weights, values, width, b_transposed=True)
-        wgmma_tiles.commit()
->>>>>>> main
+            wgmma_tiles.multiply(own, weights, values, width, b_transposed=True, steps=steps)
 
     def weight_fragment(self, packed) -> cute.Tensor:
         """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""
