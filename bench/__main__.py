@@ -61,12 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     linear.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     linear.set_defaults(run=_linear)
 
-    moe = commands.add_parser("moe", help="layers of experts beside torch's grouped products and the floor")
+    moe = commands.add_parser("moe", help="layers of experts beside torch's grouped products, Marlin and the floor")
     moe.add_argument("--tokens", nargs="+", type=int, metavar="T")
     moe.add_argument("--quick", action="store_true", help="fewer tokens and floor kernels")
     moe.add_argument("--no-peers", action="store_true")
     moe.add_argument("--samples", type=int, default=15, help="timed calls per figure")
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.set_defaults(run=_moe)
 
     mla = commands.add_parser("mla", help="MLA decode, sparse and dense, beside FlashMLA and the floor; MLA append")
@@ -164,7 +165,8 @@ def _moe(options: argparse.Namespace) -> int:
     from bench import moe, moe_peers
 
     tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
-    moe.run(bench, tokens=tokens, peers=() if options.no_peers else moe_peers.PEERS)
+    peers = () if options.no_peers else [peer for peer in moe_peers.PEERS if peer.name not in options.without]
+    moe.run(bench, tokens=tokens, peers=peers)
     return _finish(bench.recorder, moe.text)
 
 

@@ -425,7 +425,9 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
     elif ctas_per_sm == MOST_CTAS and not few_roles:
         ctas_per_sm = 1 if base.units else 2
     if int4:
-        few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and groups > 1)
+        # Pages' pieces are waited for longer: warps with two blocks of tokens each need fewer tiles in turn.
+        pieces = base.page_tokens > 0 and roles == base.blocks_per_warp == 1
+        few_warps = ctas_per_sm == MOST_CTAS or (ctas_per_sm == 2 and (groups > 1 or pieces))
         warps = TARGET_WARPS // 2 if few_warps else TARGET_WARPS
         config = _change(base, num_slices=max(1, warps // roles))
         return _with_ring(config, ctas_per_sm, 3 if ctas_per_sm == 1 else 2)

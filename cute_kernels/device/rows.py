@@ -168,6 +168,7 @@ class DenseRow:
     num_steps: ClassVar[int] = 0
     has_header: ClassVar[bool] = False
     given_scale: ClassVar[None] = None
+    scale_stride: ClassVar[None] = None
 
     @property
     def elements(self) -> Elements:
@@ -246,6 +247,11 @@ class CodedRow:
     @property
     def given_scale(self) -> str | None:
         return format_of(self.kv_format).given_scale
+
+    @property
+    def scale_stride(self) -> int | None:
+        """Bytes from the given scale of a head's rows to the next head's; None where rows have none, or several."""
+        return {"tensor": 0, "head": 4}.get(self.given_scale or "")
 
     @property
     def has_header(self) -> bool:
@@ -401,7 +407,7 @@ class ByteRow(CodedRow):
             return Elements("fp32", self.head_dim, self.lanes, self.runs).load(
                 scale + Int64(head) * (4 * self.head_dim), lane
             )
-        offset = Int64(head) * 4 if self.given_scale == "head" else Int64(0)
+        offset = Int64(head) * self.scale_stride if self.scale_stride else Int64(0)
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:

@@ -38,7 +38,8 @@ def encode_row(cache_row, values, given):
                 step = steps[s]
                 for i in cutlass.range_constexpr(size):
                     values[s * size + i], steps[s] = cache_row.tame(values[s * size + i], step)
-            awkward = awkward & False
+            # False, which no compiler knows: with the constant it would be an `if`, and predicated like the one above.
+            awkward = awkward & (numbers.active_lanes() == 0)
     return cache_row.encode(values, statistics, steps, given)
 
 

@@ -9,7 +9,6 @@ What cannot be written anywhere (an unmapped page, a position outside the table 
 q is, all the same.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -29,6 +28,7 @@ from cute_kernels.kv_cache.config import (
     AppendConfig,
     rows_per_team,
 )
+from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Where
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -156,12 +156,12 @@ class AppendKernel:
     @cute.kernel
     def kernel(
         self,
-        shares: "Shares",
-        inputs: "Inputs",
-        where: "Where",
+        shares: Shares,
+        inputs: Inputs,
+        where: Where,
         phase_steps: Int64,
-        targets: "Targets",
-        extras: "Extras",
+        targets: Targets,
+        extras: Extras,
         rope_factor: Float32,
     ):
         # In the order of need: what comes before the first loads is few lines of the constant cache, cold in each SM.
@@ -188,11 +188,17 @@ class AppendKernel:
             first = (chunk - before) * rows
             heads = Heads(first=first, count=cutlass.min(rows, num_heads - first))
             team_lane = lane % config.lanes
-            source = self.source_of(inputs, heads, token, is_q, is_v)
+            source = self.source_of(inputs, heads, token, team_lane, is_q, is_v)
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
+            if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
+                if is_v:
+                    self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
+                elif ~is_q:
+                    self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             if const_expr(not config.decode):
                 position = cutlass.select_(where.position_ids != 0, own, position)
@@ -201,7 +207,7 @@ class AppendKernel:
                 cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
             if is_v:
-                self.process_v(raw, source, heads, extras, targets, place)
+                self.process_v(raw, scales, source, heads, extras, targets, place)
             else:
                 cos = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
                 sin = cute.make_rmem_tensor(max(self.rotator.num_angles, 1), Float32)
@@ -210,16 +216,20 @@ class AppendKernel:
                 if is_q:
                     self.process_q(raw, source, cos, sin, heads, extras, targets, place)
                 else:
-                    self.process_k(raw, source, cos, sin, heads, extras, targets, place)
+                    self.process_k(raw, scales, source, cos, sin, heads, extras, targets, place)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
-    def source_of(self, inputs, heads, token, is_q, is_v):
-        """Address of the team's first row."""
+    def source_of(self, inputs, heads, token, lane, is_q, is_v):
+        """Address of the team's first row; for decode that of the lane's part, which else each row's branch adds up."""
         base = cutlass.select_(is_q, inputs.q, cutlass.select_(is_v, inputs.v, inputs.k))
         stride = cutlass.select_(is_q, inputs.q_stride, cutlass.select_(is_v, inputs.v_stride, inputs.k_stride))
         row_bytes = cutlass.select_(is_v, Int32(self.v_elements.row_bytes), Int32(self.k_elements.row_bytes))
-        return base + Int64(token) * stride + Int64(heads.first * row_bytes)
+        source = base + Int64(token) * stride + Int64(heads.first * row_bytes)
+        if not self.config.decode:
+            return source
+        k_bytes, v_bytes = (Int32(elements.piece.num_bytes) for elements in (self.k_elements, self.v_elements))
+        return ptx.pinned(source + Int64(lane * cutlass.select_(is_v, v_bytes, k_bytes)))
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane):
@@ -249,6 +259,18 @@ class AppendKernel:
                 steps[i] = word
         return length, own, _join(slot_words[0], slot_words[1])
 
+    def asks_scales(self, cache_row) -> bool:
+        """Whether given scales are asked for with the rows: a latency that prefill, with many rows to a team, hides."""
+        return self.config.decode and cache_row.scale_stride is not None
+
+    @cute.jit
+    def ask_scales(self, scales, cache_row, scale, head, count):
+        """Asks for the given scales of the next ``count`` rows, at most of those in flight, from ``head`` on."""
+        if const_expr(self.asks_scales(cache_row)):
+            for u in cutlass.range_constexpr(self.config.rows_in_flight):
+                if u < count:
+                    scales[u] = cache_row.load_scale(scale, head + u, None)[0]
+
     @cute.jit
     def fetch(self, raw, source, count, is_q, is_v, lane):
         """Asks for the team's first rows; nothing waits for them yet."""
@@ -266,6 +288,7 @@ class AppendKernel:
     @cute.jit
     def fetch_rows(self, raw, source, elements, ahead, count, lane):
         """Asks for the next ``count`` rows, at most ``ahead``."""
+        lane = Int32(0) if const_expr(self.config.decode) else lane
         for u in cutlass.range_constexpr(ahead):
             if u < count:
                 for i, word in enumerate(elements.piece.load(source, lane, u * elements.row_bytes)):
@@ -371,7 +394,10 @@ class AppendKernel:
                     done = done + 1
                     target = target + elements.row_bytes
             source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+            if const_expr(not self.config.decode):
+                self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
+            elif done < heads.count:
+                self.fetch_rows(raw, source, elements, ahead, heads.count - done, place.lane)
 
     @cute.jit
     def turn_q(self, values, cos, sin, extras, head, place):
@@ -379,17 +405,17 @@ class AppendKernel:
         self.turn(values, cos, sin, extras.q_bias, extras.q_norm, extras, head, place.lane)
 
     @cute.jit
-    def process_k(self, raw, source, cos, sin, heads, extras, targets, place):
+    def process_k(self, raw, scales, source, cos, sin, heads, extras, targets, place):
         """The team's k heads."""
         target = (self.k_row, extras.k_scale, targets.k_cache, targets.k_strides)
 
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
 
-        self.process_rows(raw, source, self.k_elements, heads, target, place, prepare)
+        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_v(self, raw, source, heads, extras, targets, place):
+    def process_v(self, raw, scales, source, heads, extras, targets, place):
         """The team's v heads."""
         target = (self.v_row, extras.v_scale, targets.v_cache, targets.v_strides)
 
@@ -397,10 +423,10 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
 
-        self.process_rows(raw, source, self.v_elements, heads, target, place, prepare)
+        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
-    def process_rows(self, raw, source, elements, heads, target, place, prepare):
+    def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
         """The team's heads of one cache; ``prepare`` does to a row's values what comes before quantisation."""
         cache_row, scale, cache, strides = target
         ahead = self.config.rows_in_flight
@@ -408,14 +434,22 @@ class AppendKernel:
         head, stop = heads.first, heads.first + heads.count
         while head < stop:
             for _ in cutlass.range(cutlass.min(stop - head, ahead), unroll=1):
-                given = load_given(cache_row, scale, head, place.lane)
+                given = [scales[0]]
+                if const_expr(not self.asks_scales(cache_row)):
+                    given = load_given(cache_row, scale, head, place.lane)
                 self.unpack(raw, values, elements, 0)
                 self.advance(raw, ahead)
+                for i in cutlass.range_constexpr(ahead - 1):
+                    scales[i] = scales[i + 1]
                 prepare(values, head)
                 self.write(cache_row, values, given, cache, strides, place, head)
                 head = head + 1
             source = source + ahead * elements.row_bytes
-            self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+            if const_expr(not self.config.decode):
+                self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+            elif head < stop:  # seldom
+                self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+                self.ask_scales(scales, cache_row, scale, head, stop - head)
 
     @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
@@ -485,96 +519,3 @@ def _join(low: Uint32, high: Uint32) -> Int64:
 def _byte_strides(tensor) -> Any:
     """Bytes from one index of each dimension but the last to the next."""
     return tuple(Int64(stride) * (tensor.element_type.width // 8) for stride in tensor.stride[:-1])
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Addresses of q, k and v, bytes from token to token, and sizes; without q it has no heads."""
-
-    q: Int64
-    k: Int64
-    v: Int64
-    q_stride: Int64
-    k_stride: Int64
-    v_stride: Int64
-    num_tokens: Int32
-    num_q_heads: Int32
-    num_kv_heads: Int32
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Addresses of what is written; strides are bytes per token, and per (page, token, head) of the caches."""
-
-    q_out: Int64
-    k_cache: Int64
-    v_cache: Int64
-    q_out_stride: Int64
-    k_strides: Any
-    v_strides: Any
-
-
-@dataclass(frozen=True)
-class Where:
-    """What decides where tokens go; see :meth:`AppendKernel.__call__`."""
-
-    seq_lens: Int64
-    block_table: Int64
-    cu_seqlens: Int64
-    slots: Int64
-    position_ids: Int64
-    num_pages: Int32
-    page_size: Int32
-    page_divisor: Int64
-    batch: Int32
-    max_pages: Int32
-    mode: Int32
-
-
-@dataclass(frozen=True)
-class Extras:
-    """Addresses of what rows are combined with, 0 where there is none."""
-
-    q_bias: Int64
-    k_bias: Int64
-    v_bias: Int64
-    q_norm: Int64
-    k_norm: Int64
-    k_scale: Int64
-    v_scale: Int64
-    norm_eps: Float32
-
-
-@dataclass(frozen=True)
-class Shares:
-    """q heads, and KV heads, of a team; chunks of K's heads, before V's and then q's; by_kind, few: see the launch."""
-
-    q_rows: Int32
-    kv_rows: Int32
-    kv_chunks: Int32
-    by_kind: Any
-    few: Any
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A team's heads of one of q, k and v."""
-
-    first: Int32
-    count: Int32
-
-
-@dataclass(frozen=True)
-class Place:
-    """A team's token and lane, and the page and row where its K and V go.
-
-    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on
-    its way still.
-    """
-
-    token: Int32
-    valid: Any
-    page: Int32
-    num_pages: Int32
-    row: Int32
-    lane: Int32

@@ -317,3 +317,19 @@ def test_common_head_layouts_use_what_ships(kv_format, head_dim, num_kv_heads):
         for max_seq_len in (64, 1024, 8192, 131072):
             problem = Problem.uniform(batch, max_seq_len, 8 * num_kv_heads, num_kv_heads, head_dim, kv_format, q_dtype)
             assert make_schedule(problem).config in shipped
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_paged_int4_rows_go_to_fewer_warps_where_two_ctas_share_an_sm(page_tokens):
+    """As measured; contiguous caches, several queries and several KV heads of a CTA keep their eight warps."""
+    paged = Features(paged=True)
+
+    def of(num_kv_heads=1, q_len=1, **others):
+        problem = Problem.uniform(
+            512, 8192, 8 * num_kv_heads, num_kv_heads, 128, "int4_g1", "bf16", q_len=q_len, **others
+        )
+        return [(c.num_warps, c.blocks_per_slice) for c in candidate_configs(problem) if c.ctas_per_sm == 2]
+
+    assert of(page_tokens=page_tokens, features=paged) == [(4, 2)]
+    assert of() == [(8, 1)]
+    assert of(num_kv_heads=8, page_tokens=page_tokens, features=paged) == [(8, 1)]

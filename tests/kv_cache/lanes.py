@@ -156,6 +156,14 @@ class Gpu:
             for name, value in replaced.items():
                 monkeypatch.setattr(module, name, value, raising=False)
 
+    # -- what keeps the compiler from knowing more than it should ------------------------------------------------------
+
+    def pinned(self, value: Any) -> Any:
+        return value
+
+    def active_lanes(self) -> Lanes:
+        return Uint32(2**32 - 1)
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _places(self, address: Any, offset: int, num_bytes: int) -> np.ndarray:

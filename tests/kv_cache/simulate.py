@@ -24,10 +24,10 @@ def _unwrapped(kind: type, *names: str) -> type:
 
 def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     from cute_kernels.device import rows, write_row
-    from cute_kernels.kv_cache import bulk, kernel, rotate
+    from cute_kernels.kv_cache import bulk, kernel, operands, rotate
 
     gpu = Gpu()
-    gpu.install(monkeypatch, rows, write_row, bulk, kernel, rotate)
+    gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate)
     for module in (kernel, bulk):
         monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
     return gpu
@@ -46,7 +46,7 @@ def simulate_append(
     gpu = _make_gpu(monkeypatch)
     simulated: Any = _unwrapped(
         kernel.AppendKernel,
-        *("kernel", "ask", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
+        *("kernel", "ask", "ask_scales", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
         *("process_q", "process_k", "process_v", "process_rows", "write", "turn", "turn_q", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)

@@ -207,3 +207,15 @@ def test_decode_with_pairs_in_one_lane(kv_format, head_dim, monkeypatch):
     shape = SMALL.with_(kv_format=kv_format, head_dim=head_dim, rope=Rope(head_dim), new=(1,) * 8, num_kv_heads=3)
     assert config_of(make_call(shape)).lanes == head_dim // 8
     check(shape, monkeypatch, 4)
+
+
+@pytest.mark.parametrize(
+    "kv_format",
+    ["int8_head", "e4m3_head", "int8_tensor", "int8_channel", ("e4m3_head", "int8_channel"), ("bf16", "int8_head"),
+     ("int8_tensor", "int4_g1")],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("rows_per_team", [2, 4, 10], ids=["one row", "as many as in flight", "more"])
+def test_every_row_meets_the_given_scale_of_its_head(kv_format, rows_per_team, monkeypatch):
+    """Scales of one number are asked for with the rows; those of 7 heads, no two of which are alike."""
+    check(Shape(kv_format, num_q_heads=3, num_kv_heads=7, rope=Rope(128)), monkeypatch, rows_per_team)

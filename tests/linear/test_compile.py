@@ -60,6 +60,8 @@ WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 0, True, tokens=64, m_tiles=2, unit_k=128, num_stages=4, splits_k=True),
     WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True),
     WgmmaConfig(4, "bf16", 128, True, tokens=32, m_tiles=2, warpgroups=3, unit_k=128, num_stages=6, splits_k=True),
+    WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
+    WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, num_stages=3, splits_k=True, cluster=2),
 ]
 
 

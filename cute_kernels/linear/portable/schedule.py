@@ -1,7 +1,8 @@
 """Which configuration of the portable kernel serves a product, and into how many items it is cut. Plain Python, no GPU.
 
 The GPU may be any, so time is counted in units of 64 inputs of a tile of 128 features, with what an item costs beside
-its units, and full rounds of the CTAs that run at a time are all that is aimed at.
+its units, and full rounds of the CTAs that run at a time are all that is aimed at. The constants are fitted to times of
+an H200 (tests/linear/measured_portable.py).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TOKENS, Portab
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
 
-RESIDENT = 2  # CTAs of an SM, by the shared memory of sm_80
+RESIDENT = 3  # CTAs of an SM, by their registers
 MAX_STAGES = 6
-MOST_SHARED_BYTES = MAX_SHARED_BYTES // RESIDENT  # so that also the smallest GPUs run two CTAs at a time
-UNIT_COST = {1: 0.6, 2: 1.0}  # of a unit, by the tiles of 64 features that share its activations
-ITEM_COST = 6.0  # until the first products, and of storing the results
-COMBINE_COST = 4.0  # to exchange parts of K,
-PART_COST = 2.0  # and for each of them, of 64 tokens
+MOST_SHARED_BYTES = MAX_SHARED_BYTES // 2  # so that also the smallest GPUs run two CTAs at a time
+UNIT_COST = {1: 0.75, 2: 1.0}  # of a unit, by the tiles of 64 features that share its activations,
+ALONE = 0.4  # and which share of it is left where few CTAs run: the rest is what they take from each other
+ITEM_COST = 0.5  # until the first products, and of storing the results
+PART_COST = 0.2  # of each part of K that is added to the last,
+PART_TOKEN_COST = 0.5  # and of the tokens of a tile of 64 features by 64 tokens of it
 
 
 @lru_cache(maxsize=4096)
@@ -46,11 +48,13 @@ def estimate(problem: Problem, schedule: TileSchedule) -> float:
     """What the model expects, in units of a tile."""
     config, resident = schedule.config, RESIDENT * problem.num_sms
     unit = UNIT_COST[config.m_tiles]
-    part = schedule.split_units * unit + ITEM_COST
-    if schedule.splits > 1:
-        part += COMBINE_COST + PART_COST * unit * config.tokens / TOKENS[-1] * (schedule.splits - 1)
+    parts = schedule.num_tiles_cut * schedule.splits
+    busy = 1.0 if schedule.whole else min(1.0, parts / resident)
+    part = schedule.split_units * unit * (ALONE + (1 - ALONE) * busy) + ITEM_COST
+    each = PART_COST + PART_TOKEN_COST * config.m_tiles * config.tokens / TOKENS[-1]
+    part += each * (schedule.splits - 1)
     whole = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_COST)
-    return whole + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+    return whole + -(-parts // resident) * part
 
 
 def candidate_configs(problem: Problem) -> list[PortableConfig]:

@@ -14,6 +14,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
+CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -44,6 +45,8 @@ class WgmmaConfig:
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
         splits_k: whether K may be cut into parts.
+        cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
+            and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
     """
 
     bits: int
@@ -58,6 +61,7 @@ class WgmmaConfig:
     group_steps: int = 2
     num_stages: int = 5
     splits_k: bool = False
+    cluster: int = 1
 
     @property
     def tile_k(self) -> int:
@@ -92,6 +96,11 @@ class WgmmaConfig:
     def thread_sums(self) -> int:
         """fp32 sums of a thread."""
         return self.m_tiles * self.tokens // 2
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows of x of a tile that a CTA stores."""
+        return self.tokens // self.cluster
 
     @property
     def unit_steps(self) -> int:
@@ -144,7 +153,7 @@ class WgmmaConfig:
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a warpgroup stores at a time."""
-        return min(CHUNK_TOKENS, self.tokens)
+        return min(CHUNK_TOKENS, self.own_tokens)
 
     @property
     def staging_pitch(self) -> int:
@@ -155,6 +164,16 @@ class WgmmaConfig:
     def staging_bytes(self) -> int:
         """Staging buffer of a warpgroup."""
         return self.chunk_tokens * self.staging_pitch
+
+    @property
+    def sum_bytes(self) -> int:
+        """A tile's sums in fp32."""
+        return 4 * self.block_rows * self.tokens
+
+    @property
+    def share_bytes(self) -> int:
+        """A warpgroup's sums of the tokens that a CTA stores."""
+        return self.sum_bytes // (self.warpgroups * self.cluster)
 
     @property
     def num_barriers(self) -> int:
@@ -172,7 +191,7 @@ class WgmmaConfig:
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
-        split = "_split" if self.splits_k else ""
+        split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         return f"linear_wgmma_{weight}_{shape}_s{self.group_steps}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,6 +209,7 @@ class WgmmaConfig:
             "warpgroups": tuple(MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
+            "cluster": CLUSTERS,
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -204,6 +224,10 @@ class WgmmaConfig:
             return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
+        if self.cluster > 1 and (self.m_tiles > 1 or self.own_tokens < 2 * MMA_TOKENS or self.row_parts > 1):
+            return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
+        if self.cluster > 1 and self.sum_bytes > self.num_stages * self.x_stage_bytes:
+            return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
@@ -65,14 +65,14 @@ class TileEpilogue:
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
-            for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
                 self.store_packed(operands, shape, store, corner, sums, first, chunk)
         elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
-            for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
                 self.store_gated(operands, shape, store, corner, sums, first, chunk)
         else:
-            for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
                 self.store_any(operands, shape, store, corner, sums, first, chunk)
 
     def wait(self, store: Store):
@@ -122,6 +122,57 @@ class TileEpilogue:
                 sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
 
+    # -- parts of K of a cluster --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def join(self, store: Store, ring, rank, sums):
+        """Makes sums[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
+
+        Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs: a sum
+        is added up by one CTA, in an order that does not depend on who came first. ``ring``: where the activations
+        were, which nobody needs any more. The caller waits for the cluster before it ends: until then others read.
+        """
+        config = self.config
+        math_threads = config.warpgroups * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=config.warpgroups + 1, number_of_threads=math_threads)
+        place = self.shares_place(store, ring)
+        for share in cutlass.range_constexpr(config.cluster):
+            if rank != share:
+                self.leave_share(place, sums, share)
+        self.keep_share(sums, rank)
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        self.add_shares(place, sums, rank)
+        cute.arch.cluster_arrive()
+
+    def shares_place(self, store: Store, ring):
+        """Where a thread leaves its first share: shares of a warpgroup lie one behind the other."""
+        return ring + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
+
+    def leave_share(self, place, sums, share: int):
+        """Puts a share of a thread's sums into this CTA's memory, in the order of the registers."""
+        own = self.config.own_tokens // 2
+        for i in range(own // 4):
+            vector = [sums[share * own + 4 * i + j] for j in range(4)]
+            ptx.store_shared(place, share * self.config.share_bytes + i * VECTOR_STRIDE, vector)
+
+    def keep_share(self, sums, rank):
+        """Moves the CTA's own share to the front."""
+        own = self.config.own_tokens // 2
+        for share in range(1, self.config.cluster):
+            for i in range(own):
+                sums[i] = cutlass.select_(rank == share, sums[share * own + i], sums[i])
+
+    def add_shares(self, place, sums, rank):
+        """Adds what the other CTAs left of the CTA's own share."""
+        own = self.config.own_tokens // 2
+        for step in range(1, self.config.cluster):
+            other = numbers.address_in(place + rank * self.config.share_bytes, (rank + step) % self.config.cluster)
+            words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
+            for i in range(own):
+                sums[i] = sums[i] + words[i // 4][i % 4].bitcast(Float32)
+
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -136,7 +187,7 @@ class TileEpilogue:
 
     def add_to_row(self, sums, first: int, bias):
         """Adds a row's bias to its sums: two of every four."""
-        for i in range(0, self.config.tokens // 2, 4):
+        for i in range(0, self.config.own_tokens // 2, 4):
             for place in (first + i, first + i + 1):
                 sums[place] = sums[place] + bias
 

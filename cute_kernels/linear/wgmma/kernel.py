@@ -123,6 +123,7 @@ class WgmmaKernel:
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
+            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -359,18 +360,24 @@ class WgmmaKernel:
             finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
             self.release(memory, last, teller)
             self.put_sums(sums, finished, channel)
-            if const_expr(config.splits_k):
-                self.epilogue.combine(operands, store, item, sums)
-            if item.split == item.splits - 1:
-                for i in cutlass.range_constexpr(config.m_tiles):
-                    corner = self.corner(shape, item, first_tile + i)
-                    self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+            if const_expr(config.cluster > 1):
+                self.epilogue.join(store, memory.x_address, item.split, sums)
+                corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)
+                self.epilogue.run(operands, shape, store, corner, sums, 0)
+                cute.arch.cluster_wait()  # until nobody reads this CTA's sums any more
+            else:
+                if const_expr(config.splits_k):
+                    self.epilogue.combine(operands, store, item, sums)
+                if item.split == item.splits - 1:
+                    for i in cutlass.range_constexpr(config.m_tiles):
+                        corner = self.corner(shape, item, first_tile + i)
+                        self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
 
-    def corner(self, shape, item, index) -> Corner:
-        """Where the ``index``-th tile of an item's block belongs in the output."""
+    def corner(self, shape, item, index, token=0) -> Corner:
+        """Where the ``index``-th tile of an item's block belongs in the output, from its ``token``-th row of x on."""
         row = (item.block * self.config.block_tiles + index) * TILE_N
         first, end = self.rows_of(shape, item)
-        return Corner(row, first, end, self.bias_place(shape, item, row))
+        return Corner(row, first + token, end, self.bias_place(shape, item, row))
 
     def bias_place(self, shape, item, row):
         """The bias of an item's output feature ``row``."""

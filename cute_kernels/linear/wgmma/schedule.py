@@ -28,23 +28,30 @@ START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
 COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
+JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
+JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
 MAX_SPLITS = 16
 MAX_STAGES = 8
 
-# (tokens, m_tiles, warpgroups, unit_k) of what was the fastest somewhere; the first and the last ship in more formats.
+# (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
+# formats.
 SHAPES = (
-    (256, 1, 2, 64),
-    (128, 1, 2, 128),
-    (64, 1, 2, 128),
-    (32, 1, 2, 128),
-    (32, 2, 2, 128),
-    (32, 2, 3, 128),
-    (16, 1, 2, 128),
-    (16, 2, 3, 128),
-    (16, 2, 2, 128),
+    (256, 1, 2, 64, 1),
+    (256, 1, 2, 64, 2),
+    (128, 1, 2, 128, 1),
+    (128, 1, 2, 128, 2),
+    (64, 1, 2, 128, 1),
+    (64, 1, 2, 128, 2),
+    (32, 1, 2, 128, 1),
+    (32, 1, 2, 128, 2),
+    (32, 2, 2, 128, 1),
+    (32, 2, 3, 128, 1),
+    (16, 1, 2, 128, 1),
+    (16, 2, 3, 128, 1),
+    (16, 2, 2, 128, 1),
 )
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
-NARROW_SHAPES = ((64, 1, 1, 128), (16, 1, 1, 128))
+NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,8 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
+        if self.config.cluster > 1:
+            return 0  # they meet in shared memory
         return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
@@ -126,6 +135,8 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     units = problem.k_pad // config.unit_k
     if -(-units // -(-units // splits)) != splits:
         return None
+    if config.cluster > 1:
+        return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
@@ -134,13 +145,22 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     return replace(schedule, num_ctas=min(problem.num_sms, schedule.num_items))
 
 
+def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
+    """A cluster for each tile; None if they do not all run at once."""
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
+    return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
+
+
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config, resident = schedule.config, schedule.num_ctas
     unit = unit_clocks(problem, schedule)
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + ITEM_CLOCKS
-    if schedule.splits > 1:
+    part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
+    if config.cluster > 1:
+        others = config.cluster - 1
+        part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
+    elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
@@ -165,7 +185,9 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
     configs = []
     shapes = SHAPES + NARROW_SHAPES if problem.batch_invariant else SHAPES
-    for tokens, m_tiles, warpgroups, unit_k in shapes:
+    for tokens, m_tiles, warpgroups, unit_k, cluster in shapes:
+        if cluster > 1 and problem.batch_invariant:
+            continue  # which cuts K
         config = WgmmaConfig(
             bits=problem.bits,
             dtype=problem.dtype,
@@ -176,6 +198,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
             splits_k=True,
+            cluster=cluster,
         )
         config = with_ring(config)
         # A tile half as large would do for the rows there are.

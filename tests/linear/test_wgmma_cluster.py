@@ -1,0 +1,133 @@
+"""CTAs of a cluster that have the parts of K of a tile: whose sums meet where, lane by lane in NumPy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma import epilogue, tiles
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import tile_schedules, with_ring
+from layouts import banks
+from tests.attention import warp as machine
+from tests.linear.warpgroup import WarpgroupWarp
+
+RING = 1024
+CTA_BYTES = 1 << 18  # of a CTA's window of the cluster's shared memory
+
+CONFIGS = [
+    WgmmaConfig(4, "bf16", 128, tokens=256, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(8, "bf16", 128, tokens=64, unit_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, tokens=32, unit_k=128, splits_k=True, cluster=2),
+]
+
+
+class ClusterWarp(WarpgroupWarp):
+    """A warp of a cluster, all of whose memories lie one behind the other; its own begins at ``base``."""
+
+    base = 0
+
+    def store_shared(self, address, offset, values):
+        super().store_shared(address + self.base, offset, values)
+
+    def address_in(self, address, rank):
+        return address + rank * CTA_BYTES
+
+    def load_in_cluster(self, address, num_words):
+        return self.load_shared_vector(address, 0, num_words)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, monkeypatch):
+    config = with_ring(config)
+    assert config.can_implement() is None
+    cluster, warps = config.cluster, config.math_warps
+    gpu = ClusterWarp(np.full(cluster * CTA_BYTES, 0xFF, np.uint8), np.zeros(0, np.uint8))  # NaN where nothing is
+    gpu.install(monkeypatch, epilogue)
+    subject = epilogue.TileEpilogue(config)
+    generator = np.random.default_rng(0)
+    parts = generator.integers(-100, 100, (cluster, warps, config.thread_sums, 32))
+    sums = [[[machine.Float32(value) for value in warp] for warp in cta] for cta in parts]
+    places = [
+        [subject.shares_place(store_of(config, warp), RING) for warp in range(warps)]
+    ] * cluster  # the same in all CTAs
+    for rank in range(cluster):
+        gpu.base = rank * CTA_BYTES
+        for warp in range(warps):
+            for share in range(cluster):
+                if share != rank:
+                    subject.leave_share(places[rank][warp], sums[rank][warp], share)
+            subject.keep_share(sums[rank][warp], rank)
+    own = config.own_tokens // 2
+    for rank in range(cluster):
+        for warp in range(warps):
+            subject.add_shares(places[rank][warp], sums[rank][warp], rank)
+            found = np.stack([np.asarray(value) for value in sums[rank][warp][:own]])
+            assert np.array_equal(found, parts[:, warp, rank * own : (rank + 1) * own].sum(0))
+    written = [place % CTA_BYTES for access in gpu.accesses for place in access.addresses]
+    assert RING <= min(written) and max(written) + 16 <= RING + config.num_stages * config.x_stage_bytes
+    for access in gpu.accesses:
+        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
+
+
+def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
+    group, row_warp = divmod(warp, 4)
+    return epilogue.Store(0, group, row_warp * 32 + machine.LANES, row_warp, machine.LANES)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"tokens": 16, "cluster": 2}, "16 tokens for each CTA"),
+        ({"tokens": 128, "cluster": 3}, "cluster 3 is not one of 1, 2"),
+        ({"tokens": 128, "m_tiles": 2, "cluster": 2}, "one tile a warpgroup"),
+        ({"tokens": 256, "num_stages": 3, "cluster": 2}, "do not fit into the ring"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(options, reason):
+    assert reason in str(WgmmaConfig(4, "bf16", 128, splits_k=True, **options).can_implement())
+
+
+@pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])
+def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
+    """Each CTA has one item, no part of K is empty, and all run at once: nobody waits for who has not begun."""
+    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
+    monkeypatch.setattr(tiles, "cutlass", choose)
+    monkeypatch.setattr(tiles, "Int32", int)
+    problem = Problem(m, n, k, k, 4, "bf16", 128)
+    schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
+    assert schedules
+    for schedule in schedules:
+        cluster = schedule.config.cluster
+        assert schedule.num_ctas == schedule.num_items <= problem.num_sms and schedule.num_ctas % cluster == 0
+        assert (schedule.splits, schedule.whole, schedule.workspace_words) == (cluster, 0, 0)
+        names = ("whole", "splits", "split_units", "units")
+        done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
+        for cta in range(schedule.num_ctas):
+            items = tiles.Items(
+                shape=SimpleNamespace(**{name: getattr(schedule, name) for name in names}),  # pyright: ignore[reportArgumentType]
+                first=cta,
+                stride=schedule.num_ctas,
+                count=schedule.num_items,
+                blocks=schedule.blocks,
+                token_tiles=schedule.token_tiles,
+                band=min(8, schedule.token_tiles),
+            )
+            (index,) = range(items.first, items.count, items.stride)
+            item, first = items.item(index), items.item(cta - cta % cluster)
+            assert (item.split, item.splits) == (cta % cluster, cluster)
+            assert (item.block, item.token_tile) == (first.block, first.token_tile)
+            assert item.begin < item.end
+            done[item.block, item.token_tile, item.begin : item.end] += 1
+        assert (done == 1).all()
+
+
+def test_clusters_cut_k_and_so_are_not_batch_invariant():
+    problem = Problem(128, 4096, 4096, 4096, 4, "bf16", 128, batch_invariant=True)
+    assert all(schedule.config.cluster == 1 for schedule in tile_schedules(problem))
