@@ -46,9 +46,10 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
     MlaConfig(crossover=True),
     MlaConfig(crossover=True, prefetch=4),
-    MlaConfig(crossover=True, stretch=3),
+    MlaConfig(crossover=True, stretch=3, order="stepped"),
+    MlaConfig(order="stepped"),
     MlaConfig(crossover=True, prefetch=4, stretch=3),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3, order="stepped"),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
@@ -59,8 +60,10 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
     MlaConfig("paged", stretch=5, gather_warps=8),
     MlaConfig("paged", "mla_bf16", fence="reader"),
+    MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
+WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
@@ -163,7 +166,7 @@ def test_shares_in_turns(config, num_parts, num_sms, topk):
 
 
 @pytest.mark.parametrize("num_sms", [1, 4])
-@pytest.mark.parametrize("config", PAGED[:2], ids=name)
+@pytest.mark.parametrize("config", WHOLE_CONTEXTS, ids=name)
 def test_whole_contexts_in_turns(config, num_sms):
     lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
     check_paged(config, lengths, q_len=2, num_heads=80, page_size=16, num_sms=num_sms)
