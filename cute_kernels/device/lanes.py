@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -30,6 +31,21 @@ def over_lanes(combine: Callable[[Any, Any], Any], value: Any, offsets: Iterable
 def neighbours(count: int) -> list[int]:
     """The bits in which the numbers of ``count`` neighbouring lanes differ, count a power of two: 1, 2, 4 ..."""
     return [1 << bit for bit in range(count.bit_length() - 1)]
+
+
+def transpose_quad(words: Sequence[Any], lane: Any) -> list[Any]:
+    """Transposes a 4 x 4 matrix of 4 neighbouring lanes: lane t's i-th word becomes lane i's t-th."""
+    words = list(words)
+    for offset in (1, 2):
+        upper = (lane & offset) != 0
+        for low in range(4):
+            if not low & offset:
+                high = low | offset
+                sent = cutlass.select_(upper, words[low], words[high])
+                came = cute.arch.shuffle_sync_bfly(sent, offset)
+                words[low] = cutlass.select_(upper, came, words[low])
+                words[high] = cutlass.select_(upper, words[high], came)
+    return words
 
 
 def lane_max(value: Float32, offsets: Iterable[int]) -> Float32:

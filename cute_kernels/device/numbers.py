@@ -278,6 +278,13 @@ def prefetch_line_if(condition: Int32, address: Int64, *, loc=None, ip=None) -> 
 
 
 @dsl_user_op
+def prefetch_bulk_if(condition: Int32, address: Int64, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """Brings ``num_bytes`` (a multiple of 16; the address too) into L2, if condition is not 0."""
+    asm = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; }"
+    _effect([Int32(condition), Int64(address), Int32(num_bytes)], asm, "r,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def address_in(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
     """Where a place of this CTA's shared memory lies in that of CTA ``rank`` of the cluster."""
     return _pure(Int32, [Int32(address), Int32(rank)], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)

@@ -78,18 +78,19 @@ def sum_place(index: int) -> tuple[int, int]:
     return 8 * (index >> 1 & 1), 8 * (index >> 2) + (index & 1)
 
 
-def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = False) -> None:
+def multiply(sums, a, b, n: int, *, zero: bool = False, b_transposed: bool = False, steps: range | None = None) -> None:
     """Issues sums += A B (or = A B with ``zero``), to be committed and waited for by the caller.
 
     a: K-major tensor [64, k] in shared memory, or a rank-3 fragment of registers (values, 1, k / 16).
     b: [n, k] in shared memory, from :func:`tile` or, with b_transposed, from :func:`transposed_tile`.
+    steps: which 16 of k each; default all.
     """
     in_registers = a.memspace == cute.AddressSpace.rmem
     tiled = mma(n, a_in_registers=in_registers, b_transposed=b_transposed, dtype=b.element_type)
     thread = tiled.get_slice(0)  # operands in shared memory are the warpgroup's, not a thread's
     a_fragment = a if in_registers else tiled.make_fragment_A(thread.partition_A(a))
     b_fragment = tiled.make_fragment_B(thread.partition_B(b))
-    for step in range(cute.size(b_fragment.shape[2])):
+    for step in steps or range(cute.size(b_fragment.shape[2])):
         tiled.set(warpgroup.Field.ACCUMULATE, not (zero and step == 0))
         cute.gemm(tiled, sums, a_fragment[None, None, step], b_fragment[None, None, step], sums)
 

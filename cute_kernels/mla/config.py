@@ -18,8 +18,6 @@ WARPGROUP_WARPS = 4
 MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS  # scores and left half of the output; right half
 GATHER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
-STAGE_PITCH = V_HEAD_DIM + 16  # bytes of half a row of the output where warps stage theirs: no two words on a bank
-STAGE_BYTES = 16 * STAGE_PITCH  # of a warp
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
@@ -29,11 +27,14 @@ OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (20
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
+ORDERS = ("plain", "stepped")
 MAX_PREFETCH = 16
-ENTRY_BLOCK_BYTES = BLOCK_TOKENS * 4  # a word for each of a block's tokens that says where it lies
+# A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
+ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
-SERVED_PREFETCH, CROSSOVER_PREFETCH = 2, 4  # blocks
+SERVED_PREFETCH = 2  # blocks, of chosen tokens
 SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
+STRETCH_WITHOUT_SPILLS = 4  # of whole contexts of 656-byte tokens: with 5, ptxas keeps two words in local memory
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class MlaConfig:
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
+    order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
+        gathering warps.
     """
 
     tokens: str = "sparse"
@@ -63,6 +66,7 @@ class MlaConfig:
     prefetch: int = 0
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
+    order: str = "plain"
 
     @property
     def name(self) -> str:
@@ -73,7 +77,8 @@ class MlaConfig:
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}"
+        order = f"_{self.order}" if self.order != "plain" else ""
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -123,8 +128,8 @@ class MlaConfig:
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory of the queries of 64 heads, whose place the output takes in the end."""
-        return max(BLOCK_HEADS * self.head_dim * 2, MULTIPLYING_WARPS * STAGE_BYTES)
+        """Shared memory of the queries of 64 heads."""
+        return BLOCK_HEADS * self.head_dim * 2
 
     @property
     def full_arrivals(self) -> int:
@@ -171,6 +176,7 @@ class MlaConfig:
             "tokens": TOKENS,
             "form": tuple(FORMATS),
             "fence": FENCES,
+            "order": ORDERS,
             "gather_warps": GATHER_WARPS,
         }
         for name, wanted in choices.items():
@@ -182,6 +188,8 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
+        if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
+            return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
@@ -222,18 +230,29 @@ def crosses(tokens: str, form: str, num_heads: int) -> bool:
     return tokens == "sparse" and form in SCALES and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
 
-def served_config(tokens: str, form: str, head_dim: int | None = None, crossover: bool = False) -> MlaConfig:
-    """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`."""
+def multiplies(tokens: str, form: str, num_heads: int) -> bool:
+    """Whether the tensor cores are what calls with so many heads a row wait for: whole contexts of 16-bit tokens that
+    several CTAs read."""
+    return tokens == "paged" and form not in SCALES and num_heads > BLOCK_HEADS
+
+
+def served_config(
+    tokens: str, form: str, head_dim: int | None = None, crossover: bool = False, multiplying: bool = False
+) -> MlaConfig:
+    """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
+    multiplying: `multiplies`."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if form not in SCALES:
-        return MlaConfig(tokens, form, head_dim, fence="reader")
+        return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[multiplying])
     served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
-    # As measured: chosen tokens of FP8 gain by prefetching, whole contexts lose half of their rate by it; two gathering
-    # warps on a scheduler gain where a CTA decodes all tokens of a block.
+    # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
+    # of a whole block; whole contexts lose half of their rate by it. Two gathering warps on a scheduler gain where one
+    # CTA decodes all tokens of a block.
     if crossover:
-        return replace(served, crossover=True, prefetch=CROSSOVER_PREFETCH, stretch=CROSSOVER_STRETCH)
+        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped")
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    return replace(served, prefetch=prefetch, stretch=SERVED_STRETCH, gather_warps=GATHER_WARPS[1])
+    stretch = STRETCH_WITHOUT_SPILLS if (tokens, form) == ("paged", "mla_fp8") else SERVED_STRETCH
+    return replace(served, prefetch=prefetch, stretch=stretch, gather_warps=GATHER_WARPS[1])
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (
@@ -241,5 +260,6 @@ SHIPPED: tuple[tuple[Any, ...], ...] = (
     *(("sparse", form, None, True) for form in SCALES),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
+    *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),
 )
 """What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""

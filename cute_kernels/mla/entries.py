@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
-from cute_kernels.mla.config import ENTRY_BLOCK_BYTES, GROUP_TOKENS, MlaConfig
+from cute_kernels.mla.config import BLOCK_TOKENS, ENTRY_BLOCK_BYTES, GROUP_TOKENS, MlaConfig
 from cute_kernels.mla.locate import Token, make_locator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -47,44 +47,53 @@ class Entries:
         return Entries(make_locator(config.tokens), rows, *ring, config.prefetch, layout.data_bytes, layout.is_split)
 
     @cute.jit
-    def start(self, work, source, memory, first_row, lane):
+    def start(self, cursor, source, memory, first_row, lane):
         """Has the entries of the first blocks, which are waited for."""
-        for i in cutlass.range_constexpr(self.lead + 1):
-            self.request(work, source, memory, work.begin + i, first_row, lane)
+        for i in cutlass.range(self.lead + 1, unroll=1):
+            self.request(cursor, source, memory, i, first_row, lane)
         self.wait()
 
     @cute.jit
-    def prefetch_first(self, work, source, memory, first_row, lane):
+    def prefetch_first(self, source, memory, first_row, lane):
         """Asks for the tokens of the first two blocks."""
         if const_expr(self.prefetch > 0):
             for i in cutlass.range_constexpr(2):
-                self.ask(work, source, memory, work.begin + i, first_row, lane)
+                self.ask(source, memory, Int32(i), first_row, lane)
 
     @cute.jit
-    def step(self, work, source, memory, block, first_row, lane):
-        """Behind the tile of ``block``: asks for tokens, and for more entries."""
+    def step(self, cursor, source, memory, number, first_row, lane):
+        """Behind the tile of a block: asks for tokens, and for more entries."""
         self.wait()  # for what the last step asked for
-        self.request(work, source, memory, block + (self.lead + 1), first_row, lane)
+        self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
         if const_expr(self.prefetch > 0):
-            if block == work.begin:
+            if number == 0:
                 for i in cutlass.range_constexpr(2, self.prefetch):
-                    self.ask(work, source, memory, work.begin + i, first_row, lane)
-            self.ask(work, source, memory, block + self.prefetch, first_row, lane)
+                    self.ask(source, memory, Int32(i), first_row, lane)
+            self.ask(source, memory, number + self.prefetch, first_row, lane)
 
-    def token(self, work, source, memory, block, row) -> Token:
+    def token(self, source, memory, number, first_row, row) -> Token:
         """Where the token of a row of a block lies, whose entry is there."""
-        entry = ptx.load_shared(self.place(memory, block, row), 0).to(Int32)
-        return self.locator.locate(work, source, entry, block, row)
+        entry = ptx.load_shared(self.place(memory, number, row), 0).to(Int32)
+        mark = ptx.load_shared(self.mark_place(memory, number, first_row), 0).to(Int32)
+        return self.locator.token(source, entry, self.locator.marked(mark), row)
 
-    def place(self, memory, block, row):
-        return memory.entries + (block & (self.ring - 1)) * ENTRY_BLOCK_BYTES + row * 4
+    def place(self, memory, number, row):
+        return memory.entries + (number & (self.ring - 1)) * ENTRY_BLOCK_BYTES + row * 4
+
+    def mark_place(self, memory, number, first_row):
+        """The mark of a block, each warp's own."""
+        return self.place(memory, number, BLOCK_TOKENS + first_row // GROUP_TOKENS)
 
     @cute.jit
-    def request(self, work, source, memory, block, first_row, lane):
-        """Asks for the entries of a block."""
+    def request(self, cursor, source, memory, number, first_row, lane):
+        """Asks for the entries of the next block, the ``number``-th of the CTA."""
+        cursor.advance()
+        work, block = cursor.work, cursor.block
         if lane < self.rows:
             row = first_row + lane
-            self.locator.copy_entry(self.place(memory, block, row), work, source, block, row)
+            self.locator.copy_entry(self.place(memory, number, row), work, source, block, row)
+        if lane == 0:
+            ptx.store_shared(self.mark_place(memory, number, first_row), 0, [self.locator.mark(work, block)])
         cute.arch.cp_async_commit_group()
 
     def wait(self) -> None:
@@ -92,9 +101,9 @@ class Entries:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
 
-    def ask(self, work, source, memory, block, first_row, lane) -> None:
+    def ask(self, source, memory, number, first_row, lane) -> None:
         """Asks for the tokens of a block in L2."""
-        token = self.token(work, source, memory, block, first_row + lane % self.rows)
+        token = self.token(source, memory, number, first_row, first_row + lane % self.rows)
         for offset in self.lines(lane // self.rows):
             numbers.prefetch_line_if(token.valid, token.address + offset)
         if self.split:

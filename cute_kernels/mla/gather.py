@@ -27,7 +27,9 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.dequant import Dequantizer
 from cute_kernels.mla.entries import Entries
+from cute_kernels.mla.items import Cursor
 from cute_kernels.mla.locate import Token, make_locator
+from cute_kernels.mla.queries import QueryLoader
 
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
@@ -61,6 +63,11 @@ def write_flags(memory, stage, group, valid, lane):
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
+def leads(warp, lane) -> Int32:
+    """1 in one thread of the warpgroup."""
+    return cutlass.select_((warp == 0) & (lane == 0), Int32(1), Int32(0))
+
+
 class Dequantizing:
     """The gathering warps over an FP8 cache."""
 
@@ -70,41 +77,45 @@ class Dequantizing:
         self.num_loads = self.layout.code_slabs + ROPE_LOADS
         self.scale_words = self.layout.scale_bytes // 4
         self.entries = Entries.of(config)
+        self.loader = QueryLoader(config)
         self.dequantizer = Dequantizer(config.scales, exponents=self.layout.is_split)
 
     @cute.jit
-    def run(self, work, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's share."""
+    def run(self, items, source, memory, warp, lane):
+        """Fills a tile for every block of the CTA's shares."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
         link = self.link(memory, first_row)
         words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
         scales = cute.make_rmem_tensor(self.scale_words, Uint32)
-        self.entries.start(work, source, memory, first_row, lane)
-        token = self.entries.token(work, source, memory, work.begin, place.row)
+        cursor = Cursor.before(items, self.loader, leads(warp, lane))
+        self.entries.start(cursor, source, memory, first_row, lane)
+        token = self.entries.token(source, memory, Int32(0), first_row, place.row)
         for i in cutlass.range_constexpr(self.num_loads):
             self.load_piece(words, token, place, i)
         self.load_scales(scales, token)
         held = token.valid
-        self.entries.prefetch_first(work, source, memory, first_row, lane)
-        stage, phase = Int32(0), Int32(1)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+        self.entries.prefetch_first(source, memory, first_row, lane)
+        stage, phase, number = Int32(0), Int32(1), Int32(0)
+        while number < cursor.found:
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(self.config.warp_groups):
-                token = self.entries.token(work, source, memory, *self.step(block, group + 1, place))
+                following, row = self.step(number, group + 1, place)
+                token = self.entries.token(source, memory, following, first_row, row)
                 self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
                 tile = self.tile(memory, link, stage, group)
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
-            self.entries.step(work, source, memory, block, first_row, lane)
+            self.entries.step(cursor, source, memory, number, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
+            number = number + 1
         self.finish(memory, stage, phase)
 
-    def step(self, block, groups: int, place):
+    def step(self, number, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
         ahead, group = divmod(groups, self.config.warp_groups)
-        return block + ahead, place.row + group * GROUP_TOKENS
+        return number + ahead, place.row + group * GROUP_TOKENS
 
     # -- where tiles go: another class may send them further ----------------------------------------------------------
 
@@ -293,22 +304,28 @@ class Copying:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
+        self.loader = QueryLoader(config)
 
     @cute.jit
-    def run(self, work, source, memory, warp, lane):
-        """Fills a tile for every block of the CTA's share."""
+    def run(self, items, source, memory, warp, lane):
+        """Fills a tile for every block of the CTA's shares."""
         groups = self.config.warp_groups
         place = GatherLane.of(warp * (groups * GROUP_TOKENS), lane)
         entries = cute.make_rmem_tensor(groups, Int32)
+        cursor = Cursor.before(items, self.loader, leads(warp, lane))
+        cursor.advance()
         for group in cutlass.range_constexpr(groups):
-            entries[group] = self.locator.load_entry(work, source, work.begin, place.row + group * GROUP_TOKENS)
-        stage, phase = Int32(0), Int32(1)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            row = place.row + group * GROUP_TOKENS
+            entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
+        stage, phase, number = Int32(0), Int32(1), Int32(0)
+        while number < cursor.found:
+            mark = self.locator.marked(self.locator.mark(cursor.work, cursor.block))
+            cursor.advance()
             tokens = []
             for group in cutlass.range_constexpr(groups):
                 row = place.row + group * GROUP_TOKENS
-                tokens.append(self.locator.locate(work, source, Int32(entries[group]), block, row))
-                entries[group] = self.locator.load_entry(work, source, block + 1, row)
+                tokens.append(self.locator.token(source, Int32(entries[group]), mark, row))
+                entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
             for group in cutlass.range_constexpr(groups):
                 write_flags(memory, stage, warp * groups + group, tokens[group].valid, lane)
@@ -319,6 +336,7 @@ class Copying:
             if lane == 0:
                 cute.arch.mbarrier_arrive(memory.full + stage)
             stage, phase = advance(stage, phase, NUM_STAGES)
+            number = number + 1
 
     def copy_group(self, token: Token, tile, place: GatherLane) -> None:
         """Asks for 8 rows of the tile, 64 bytes of a lane's apart; zeros for tokens that do not exist."""

@@ -9,15 +9,12 @@ docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
@@ -29,20 +26,14 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.gather import make_gatherer
-from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, count_blocks, make_locator
+from cute_kernels.mla.items import Counts, Items
+from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
-from cute_kernels.mla.numbers16 import of_name
+from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
-from cute_kernels.mla.work import Results, Shape, Work
-
-
-@dataclass(frozen=True)
-class QuerySource:
-    """The queries of a launch by a tensor map."""
-
-    copy: Any
-    view: Any  # coordinates [heads, columns, rows]
+from cute_kernels.mla.stepped import Stepped
+from cute_kernels.mla.work import Results, Shape
 
 
 class MlaKernel:
@@ -52,7 +43,8 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = Serial(config)
+        self.multiplier = {"plain": Serial, "stepped": Stepped}[config.order](config)
+        self.loader = QueryLoader(config)
 
     @cute.jit
     def sparse(
@@ -65,6 +57,7 @@ class MlaKernel:
         partials: Int64,
         softmax_scale: Float32,
         num_parts: Int32,
+        num_ctas: Int32,
         cache: Int64,
         page_stride: Int64,
         token_stride: Int32,
@@ -83,7 +76,7 @@ class MlaKernel:
         extra_topk_length: Int64,
         stream,
     ):
-        """Launches over (queries x blocks of 64 heads, parts).
+        """Launches over (queries x blocks of 64 heads, parts), taken in turns by ``num_ctas`` CTAs.
 
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
@@ -102,7 +95,7 @@ class MlaKernel:
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
         extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
         results = Results(out, lse, max_logits, sinks, partials)
-        self.launch(q, SparseSource(main, extra), results, shape, softmax_scale, stream)
+        self.launch(q, SparseSource(main, extra), results, shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
     def paged(
@@ -115,6 +108,7 @@ class MlaKernel:
         partials: Int64,
         softmax_scale: Float32,
         num_parts: Int32,
+        num_ctas: Int32,
         cache: Int64,
         page_stride: Int64,
         token_stride: Int32,
@@ -127,7 +121,7 @@ class MlaKernel:
         causal: Int32,
         stream,
     ):
-        """Launches over (requests x blocks of 64 of their queries' heads, parts).
+        """Launches over (requests x blocks of 64 of their queries' heads, parts), taken in turns by ``num_ctas`` CTAs.
 
         As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
@@ -139,50 +133,38 @@ class MlaKernel:
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
-        self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, softmax_scale, stream)
+        self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
-    def launch(self, q, source, results, shape, softmax_scale, stream):
+    def launch(self, q, source, results, shape, num_ctas, softmax_scale, stream):
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
-        copy, view = self.query_map(q, shape)
-        queries = QuerySource(copy, view)
-        self.kernel(queries, source, results, shape, head_blocks, softmax_scale).launch(
-            grid=(shape.rows * head_blocks, shape.num_parts, 1),
+        queries = self.loader.source(q, shape)
+        counts = Counts.of(shape, head_blocks)
+        self.kernel(queries, source, results, shape, counts, softmax_scale).launch(
+            grid=(num_ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
 
-    def query_map(self, q, shape):
-        """A tensor map of the queries, 64 heads and 64 columns a box, and its coordinates [heads, columns, rows]."""
-        width = self.config.head_dim
-        layout = cute.make_layout((shape.num_heads, width, shape.rows), stride=(width, 1, shape.num_heads * width))
-        box = (BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS)
-        place = wgmma_tiles.tile_layout(*box, of_name(self.config.layout.dtype).type)
-        view = cute.make_tensor(q.iterator, layout)
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, box)
-
     @cute.kernel
-    def kernel(self, queries, source, results, shape, head_blocks: Int32, softmax_scale: Float32):
-        index, part, _ = cute.arch.block_idx()
+    def kernel(self, queries, source, results, shape, counts, softmax_scale: Float32):
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
         cute.arch.griddepcontrol_launch_dependents()
-        row = index // head_blocks
-        first_head = (index - row * head_blocks) * BLOCK_HEADS
+        items = Items(shape, source, queries, self.locator, counts, cta, num_ctas)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
-            self.copy_queries(queries, memory, row, index - row * head_blocks)
-        length, extra_length = self.locator.lengths(source, row // shape.request_rows)
-        main_blocks, num_blocks = count_blocks(length, extra_length)
-        begin, end = Work.share(num_blocks, shape.num_parts, part)
-        work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
+            row, head_block, _ = items.place(cta)
+            self.loader.ask(queries, memory, row, head_block)
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
@@ -191,13 +173,13 @@ class MlaKernel:
             cute.arch.sync_threads()
         if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
-            self.gatherer.run(work, source, memory, warp - MULTIPLYING_WARPS, lane)
+            self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            self.multiplier.second(work, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
+            self.multiplier.second(items, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
-            self.multiplier.first(work, results, memory, softmax_scale, warp, lane)
+            self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]
@@ -235,22 +217,3 @@ class MlaKernel:
             cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)
         cute.arch.mbarrier_init(memory.queries_full, 1)
         cute.arch.mbarrier_init_fence()
-
-    @cute.jit
-    def copy_queries(self, queries, memory, row, head_block):
-        """Asks for the CTA's heads in swizzled shared memory; heads that do not exist become 0. One warp."""
-        box = (BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS)
-        width = self.config.head_dim
-        tile = wgmma_tiles.tile(memory.query_pointer, BLOCK_HEADS, width, of_name(self.config.layout.dtype).type)
-        target, source = cpasync.tma_partition(
-            queries.copy,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(cute.flat_divide(tile, box)[None, None, 0, None], 0, 2),
-            cute.group_modes(cute.local_tile(queries.view, box, (None, None, None)), 0, 2),
-        )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, BLOCK_HEADS * width * 2)
-        for slab in cutlass.range_constexpr(width // wgmma_tiles.SLAB_COLUMNS):
-            place = target[None, slab]
-            cute.copy(queries.copy, source[None, head_block, slab, row], place, tma_bar_ptr=memory.queries_full)

@@ -12,7 +12,7 @@ import torch
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import WorkShape, choose
+from cute_kernels.mla.schedule import WorkShape, choose, count_ctas
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from layouts.kv.mla import MlaModel1
@@ -29,12 +29,14 @@ class Plan:
     """What of a launch stays the same from call to call.
 
     Attributes:
+        num_ctas: of the launch.
         part_words: fp32 words of all partial results, 0 if rows are not cut.
     """
 
     function: Callable[..., Any]
     combine: Callable[..., Any] | None
     num_parts: int
+    num_ctas: int
     part_words: int
 
     def run(
@@ -48,7 +50,7 @@ class Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) on the current stream of q's device, which is the current one.
 
-        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind num_parts.
+        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind num_ctas.
         """
         shape = q.shape[:3]
         if out is None:
@@ -58,7 +60,7 @@ class Plan:
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
         addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
-        self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, *tokens)
+        self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, self.num_ctas, *tokens)
         if self.combine is not None:
             self.combine(out, *addresses, self.num_parts)
         return out, lse
@@ -80,7 +82,7 @@ def dense(
     if q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             return dense(problem, q, cache, block_table, seq_lens, softmax_scale, out)
-    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem))
+    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem), True)
     pages = (*_pages(problem.cache, cache), problem.cache.num_pages)
     table = block_table.data_ptr(), problem.table_stride, problem.max_pages, seq_lens.data_ptr(), int(problem.causal)
     return plan.run(q, softmax_scale, (*pages, *table), out)
@@ -116,6 +118,7 @@ def sparse(
         problem.batch * problem.q_len,
         problem.num_heads,
         topk,
+        problem.has_length or problem.has_extra_length,
     )
     main = _chosen(problem.cache, cache, indices, problem.topk, topk_length)
     extra = NO_CACHE
@@ -143,25 +146,34 @@ def _chosen(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    tokens: str, cache: CacheShape, head_dim: int, device: torch.device, rows: int, num_heads: int, num_tokens: int
+    tokens: str,
+    cache: CacheShape,
+    head_dim: int,
+    device: torch.device,
+    rows: int,
+    num_heads: int,
+    num_tokens: int,
+    ragged: bool,
 ) -> Plan:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = WorkShape(rows, num_heads, num_tokens, num_sms)
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms, ragged)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
-    return make_plan(config, arch_of(device.index), rows * num_heads, num_parts)
+    return make_plan(config, arch_of(device.index), shape, num_parts)
 
 
-def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, num_query_rows: int, num_parts: int) -> Plan:
-    """The plan of a launch over so many (query, head) pairs, each cut into ``num_parts``: those of the cluster, if the
-    parts of a row are one."""
+def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, num_parts: int) -> Plan:
+    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one."""
     function = load(MlaSpec(config), arch)
-    cluster = config.cluster if isinstance(config, FewHeadsConfig) else 1
+    few = isinstance(config, FewHeadsConfig)
+    num_ctas = 0 if few else count_ctas(shape, config.cluster, num_parts)
+    cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
     if num_parts == cluster:
-        return Plan(function, None, num_parts, 0)
-    words = num_query_rows * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
-    return Plan(function, load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch), num_parts, words)
+        return Plan(function, None, num_parts, num_ctas, 0)
+    words = shape.num_rows * shape.num_heads * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
+    combine = load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch)
+    return Plan(function, combine, num_parts, num_ctas, words)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

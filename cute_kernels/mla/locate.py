@@ -167,9 +167,20 @@ class SparseLocator(Locator):
         exists = cutlass.select_((block < work.end) & (place < length), Int32(1), Int32(0))
         return base + (Int64(work.row) * topk + place) * 4, exists
 
+    def mark(self, work, block):
+        """What has to be known of a block to find its tokens: whether they are those of the extra cache."""
+        return cutlass.select_(block >= work.main_blocks, Int32(1), Int32(0))
+
+    def marked(self, mark):
+        """A mark as :meth:`token` takes it."""
+        return mark != 0
+
     def locate(self, work, source, entry, block, position) -> Token:
         """The token of an entry."""
-        in_extra = block >= work.main_blocks
+        return self.token(source, entry, block >= work.main_blocks, position)
+
+    def token(self, source, entry, in_extra, position) -> Token:
+        """The token of an entry of a block with that mark."""
 
         def of(name: str, part: str | None = None):
             path = f"{part}.{name}" if part else name
@@ -198,8 +209,20 @@ class PagedLocator(Locator):
         index, _ = source.pages.page_size.divide(Uint32(place))
         return source.table + (Int64(work.row) * source.table_stride + Int64(index)) * 4, exists
 
+    def mark(self, work, block):
+        """What has to be known of a block to find its tokens: its number."""
+        return block
+
+    def marked(self, mark):
+        """A mark as :meth:`token` takes it."""
+        return mark
+
     def locate(self, work, source, entry, block, position) -> Token:
-        """The token of an entry; of a page that does not exist it counts, but as zeros."""
+        """The token of an entry."""
+        return self.token(source, entry, block, position)
+
+    def token(self, source, entry, block, position) -> Token:
+        """The token of an entry of a block; of a page that does not exist it counts, but as zeros."""
         place = Uint32(block * BLOCK_TOKENS + position)
         _, offset = source.pages.page_size.divide(place)
         valid = (entry >= 0) & (entry < source.num_pages)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.mla import softmax
@@ -19,17 +20,21 @@ from cute_kernels.mla.config import (
     FLAG_BYTES,
     MULTIPLYING_WARPS,
     V_HEAD_DIM,
+    WARPGROUP_WARPS,
     MlaConfig,
 )
 from cute_kernels.mla.gather import SLAB_BYTES
 from cute_kernels.mla.layout import HALF_SLABS
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.output import Writer
+from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.sm90 import WARP_THREADS
 
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
 HALF_SUMS = HALF // 2  # of a thread
 MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
+SCORING_THREADS = WARPGROUP_WARPS * WARP_THREADS
+QUERIES_READ = 5  # named barrier of the first warpgroup
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Memory:
     entries: Any  # of FP8 caches: indices or page numbers of the next blocks, int32 [blocks, 64]
     full: Any
     empty: Any
-    queries_full: Any  # a barrier of one phase
+    queries_full: Any
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,38 @@ class Multiplying:
         self.config = config
         self.numbers = of_name(config.layout.dtype)
         self.writer = Writer(self.numbers)
+        self.loader = QueryLoader(config)
+
+    # -- shares -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def first(self, items, results, memory, softmax_scale, warp, lane):
+        """The first warpgroup, over all shares of the CTA. warp: 0 to 3."""
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
+            work = items.work(index)
+            self.await_queries(memory, turn)
+            ring = self.first_share(work, items, index, results, memory, softmax_scale, warp, lane, stage, phase)
+            stage, phase = ring
+            turn = turn ^ 1
+
+    @cute.jit
+    def second(self, items, results, memory, softmax_scale, warp, lane):
+        """The second warpgroup, over all shares of the CTA. warp: 0 to 3."""
+        stage, phase = Int32(0), Int32(0)
+        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
+            stage, phase = self.second_share(items.work(index), results, memory, warp, lane, stage, phase)
+
+    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
+        """The first warpgroup's part in a share, whose queries are there; the ring's next stage and phase.
+
+        It asks for the next share's queries when it is done with this one's.
+        """
+        raise NotImplementedError
+
+    def second_share(self, work, results, memory, warp, lane, stage, phase):
+        """The second warpgroup's part in a share; the ring's next stage and phase."""
+        raise NotImplementedError
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -160,9 +197,20 @@ class Multiplying:
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
-    def await_queries(self, memory) -> None:
-        """Waits for the CTA's queries."""
-        cute.arch.mbarrier_wait(memory.queries_full, 0)
+    def await_queries(self, memory, phase) -> None:
+        """Waits for a share's queries."""
+        cute.arch.mbarrier_wait(memory.queries_full, phase)
+
+    @cute.jit
+    def ask_next_queries(self, wanted, items, index, memory, warp):
+        """Asks for the queries of the share behind the ``index``-th, if there is one, as soon as the other warps of the
+        warpgroup have done with this one's as well."""
+        if wanted:
+            cute.arch.barrier(barrier_id=QUERIES_READ, number_of_threads=SCORING_THREADS)
+            following = index + items.step
+            if (warp == 0) & (following < items.count):
+                row, head_block, _ = items.place(following)
+                self.loader.ask(items.queries, memory, row, head_block)
 
     def await_tile(self, memory, stage, phase) -> None:
         """Waits for a tile."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from cute_kernels.device import ptx
+from cute_kernels.device.lanes import transpose_quad
 from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.mla.config import STAGE_BYTES, STAGE_PITCH, V_HEAD_DIM
+from cute_kernels.mla.config import V_HEAD_DIM
 from cute_kernels.mla.numbers16 import Numbers
 from cute_kernels.mla.softmax import row_of
 from cute_kernels.mla.work import partial_stats, partial_values
 
 HALF = V_HEAD_DIM // 2
 WARP_ROWS = 16
+PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
 class Writer:
@@ -66,35 +70,35 @@ class Writer:
         return cute.arch.shuffle_sync(factor, cute.arch.lane_idx() & 28)
 
     @cute.jit
-    def write(self, work, results, sums, factors, staging, warp, lane, half: cutlass.Constexpr):
-        """Writes a warpgroup's half of the columns; ``staging``: shared memory that nobody needs any more."""
+    def write(self, work, results, sums, factors, warp, lane, half: cutlass.Constexpr):
+        """Writes a warpgroup's half of the columns."""
         if work.shape.num_parts > 1:
             if work.begin < work.end:
                 self.write_partial(work, results, sums, warp, lane, half)
         else:
-            area = staging + (half * 4 + warp) * STAGE_BYTES
-            self.stage(sums, factors, area, lane)
-            cute.arch.sync_warp()
-            self.store(work, results, area, warp, lane, half)
-
-    def stage(self, sums, factors, area, lane) -> None:
-        place = area + lane // 4 * STAGE_PITCH + lane % 4 * 4
-        for i in range(0, HALF // 2, 2):
-            below, column = sum_place(i)
-            factor = factors[row_of(i)]
-            word = self.numbers.pack(sums[i] * factor, sums[i + 1] * factor)
-            ptx.store_shared(place, below * STAGE_PITCH + column * 2, [word])
+            self.store(work, results, sums, factors, warp, lane, half)
 
     @cute.jit
-    def store(self, work, results, area, warp, lane, half: cutlass.Constexpr):
-        """A row of the warp at a time: 512 bytes by 32 lanes."""
-        base = results.out + (half * HALF * 2 + lane * 16)
-        count = cutlass.min(work.shape.num_heads - work.first_head - warp * WARP_ROWS, Int32(WARP_ROWS))
-        for row in cutlass.range_constexpr(WARP_ROWS):
-            if row < count:
-                words = ptx.load_shared_vector(area + lane * 16, row * STAGE_PITCH, 4)
-                place = base + Int64(work.query_row(warp * WARP_ROWS + row)) * (V_HEAD_DIM * 2)
-                ptx.store_global(place, words)
+    def store(self, work, results, sums, factors, warp, lane, half: cutlass.Constexpr):
+        """Results from registers alone, since shared memory is the next share's already: four lanes of a row trade
+        words until each has 16 bytes side by side, and write 64 bytes together."""
+        for below in cutlass.range_constexpr(2):
+            head = warp * WARP_ROWS + lane // 4 + 8 * below
+            place = self.place(results, work.query_row(head), lane, half)
+            pieces = self.pieces(sums, factors[below], below, lane)
+            if work.first_head + head < work.shape.num_heads:
+                for i in cutlass.range_constexpr(len(pieces)):
+                    ptx.store_global(place + PIECE_PITCH * i, pieces[i])
+
+    def place(self, results, query_row, lane, half: int):
+        """Address of the first of a lane's pieces of a row."""
+        return results.out + (half * HALF * 2 + lane % 4 * 16) + Int64(query_row) * (V_HEAD_DIM * 2)
+
+    def pieces(self, sums, factor, below: int, lane) -> list[list[Any]]:
+        """A row's results as a lane writes them: 8 columns side by side, every fourth 8 of the half."""
+        pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
+        words = [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in pairs]
+        return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
 
     @cute.jit
     def write_partial(self, work, results, sums, warp, lane, half: cutlass.Constexpr):

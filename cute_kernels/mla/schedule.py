@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, HEAD_DIM, V_HEAD_DIM, MlaConfig, crosses, served_config
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    BLOCK_TOKENS,
+    HEAD_DIM,
+    V_HEAD_DIM,
+    MlaConfig,
+    crosses,
+    multiplies,
+    served_config,
+)
 from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
 from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
 from cute_kernels.sm90 import NUM_SMS
@@ -18,6 +27,7 @@ COMBINE_US = 3.2
 COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 MAX_PARTS = 64
+MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -39,7 +49,7 @@ class Rate:
 
 
 WIDE = Rate(BLOCK_HEADS, 3.4, 5.8)
-CROSSING = Rate(BLOCK_HEADS, 2.35, 5.0)
+CROSSING = Rate(BLOCK_HEADS, 2.2, 5.5)
 FEW_HEADS = (
     Rate(8, 1.5, 5.0),
     Rate(16, 1.75, 4.4),
@@ -50,12 +60,16 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class WorkShape:
-    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache."""
+    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache.
+
+    ragged: rows may have any number of tokens up to ``num_tokens``, which only the device knows.
+    """
 
     num_rows: int
     num_heads: int
     num_tokens: int
     num_sms: int = NUM_SMS
+    ragged: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -88,6 +102,16 @@ def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
     return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
 
 
+def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
+    """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where shares are short and have the same
+    length as many as there are SMs, which take them in turns, else one for every share, which goes to the SM that is
+    free first."""
+    shares = shape.num_ctas(BLOCK_HEADS) * num_parts
+    blocks = -(-shape.num_blocks // num_parts)
+    in_turns = not shape.ragged and blocks <= MAX_TURN_BLOCKS
+    return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
+
+
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
     wide = CROSSING if crosses(tokens, form, shape.num_heads) else WIDE
@@ -97,7 +121,8 @@ def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[Mla
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
-        return served_config(tokens, form, head_dim, wide is CROSSING), parts[rate]
+        multiplying = multiplies(tokens, form, shape.num_heads)
+        return served_config(tokens, form, head_dim, wide is CROSSING, multiplying), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 

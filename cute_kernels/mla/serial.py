@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_sum
@@ -24,15 +23,14 @@ class Serial(Multiplying):
     """See the module."""
 
     @cute.jit
-    def first(self, work, results, memory, softmax_scale, warp, lane):
-        """The first warpgroup. warp: 0 to 3."""
-        self.await_queries(memory)
+    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
-        stage, phase = Int32(0), Int32(0)
+        self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
             wgmma_tiles.wait()
+            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
             factors = self.weigh(rows, work, memory, stage, block, scale, warp, lane)
             cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane)
@@ -51,19 +49,18 @@ class Serial(Multiplying):
         factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
         self.publish_rows(factors, memory, warp, lane)
         self.hand_over_weights()
-        self.writer.write(work, results, rows.sums, factors, memory.queries, warp, lane, 0)
+        self.writer.write(work, results, rows.sums, factors, warp, lane, 0)
+        return stage, phase
 
     def hand_over_weights(self) -> None:
         """Lets the second warpgroup begin with the weights and factors that were published last."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second(self, work, results, memory, softmax_scale, warp, lane):
-        """The second warpgroup. warp: 0 to 3."""
+    def second_share(self, work, results, memory, warp, lane, stage, phase):
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
-        stage, phase = Int32(0), Int32(0)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase)
             cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
@@ -75,4 +72,5 @@ class Serial(Multiplying):
             stage, phase = advance(stage, phase, NUM_STAGES)
         cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
         factors = self.load_rows(memory, warp, lane)
-        self.writer.write(work, results, sums, factors, memory.queries, warp, lane, 1)
+        self.writer.write(work, results, sums, factors, warp, lane, 1)
+        return stage, phase

@@ -56,7 +56,11 @@ class Work:
     @staticmethod
     def share(num_blocks, num_parts, part):
         """[begin, end) of a part: whole blocks, as equal as can be, empty ones last."""
-        size = (num_blocks + num_parts - 1) // num_parts
+        return Work.cut(num_blocks, (num_blocks + num_parts - 1) // num_parts, part)
+
+    @staticmethod
+    def cut(num_blocks, size, part):
+        """[begin, end) of a part of so many blocks, if there are."""
         begin = cutlass.min(part * size, num_blocks)
         return begin, cutlass.min(begin + size, num_blocks)
 

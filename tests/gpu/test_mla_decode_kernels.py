@@ -5,7 +5,6 @@ Judged as the public calls are, see :mod:`.test_mla_decode`; outputs are poisone
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from cute_kernels.mla.config import CombineConfig, MlaConfig
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
+from cute_kernels.mla.schedule import WorkShape
+from cute_kernels.sm90 import NUM_SMS
 from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
 
@@ -45,19 +46,24 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
     MlaConfig(crossover=True),
     MlaConfig(crossover=True, prefetch=4),
+    MlaConfig(crossover=True, stretch=3, order="stepped"),
+    MlaConfig(order="stepped"),
     MlaConfig(crossover=True, prefetch=4, stretch=3),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, prefetch=4, stretch=3),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3, order="stepped"),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
     *FEW_HEADS,
 ]
+WIDE = [config for config in SPARSE if isinstance(config, MlaConfig)]
 PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
     MlaConfig("paged", stretch=5, gather_warps=8),
     MlaConfig("paged", "mla_bf16", fence="reader"),
+    MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
+WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
@@ -81,9 +87,13 @@ def run(
     tokens: tuple[int, ...],
     num_parts: int,
     sinks=None,
+    num_sms: int = NUM_SMS,
 ):
-    """(out, lse) of a kernel over ``tokens``, what it takes behind num_parts; twice, with equal bits."""
-    plan = make_plan(config, "sm_90a", math.prod(call.q.shape[:3]), num_parts)
+    """(out, lse) of a kernel over ``tokens``, what it takes behind num_ctas; twice, with equal bits. num_sms: so many
+    CTAs at most take shares in turns, also where rows have different lengths."""
+    batch, q_len, num_heads = call.q.shape[:3]
+    rows = (batch * q_len, num_heads) if isinstance(call, SparseCall) else (batch, q_len * num_heads)
+    plan = make_plan(config, "sm_90a", WorkShape(*rows, 0, num_sms, ragged=False), num_parts)
     results = []
     for _ in range(2):
         out = torch.full((*call.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -92,14 +102,16 @@ def run(
     return results[0]
 
 
-def check_sparse(config: MlaConfig | FewHeadsConfig, num_parts: int = 1, **shape: Any) -> None:
+def check_sparse(
+    config: MlaConfig | FewHeadsConfig, num_parts: int = 1, *, num_sms: int = NUM_SMS, **shape: Any
+) -> None:
     shape = {"num_pages": 40, "page_size": 64, "length": True, "sinks": True} | shape
     shape = {"head_dim": config.head_dim, "deviation": DEVIATION} | shape
     call = moved(make_sparse(config.form, **shape), "cuda")
     topk, lengths = call.indices.shape[2], call.options.get("topk_length")
     num_tokens = call.cache.shape[0] * call.cache.shape[1]
     tokens = (*pages_of(call.cache), num_tokens, call.indices.data_ptr(), topk, address(lengths), *NO_CACHE)
-    out, lse = run(config, call, tokens, num_parts, call.options["sinks"])
+    out, lse = run(config, call, tokens, num_parts, call.options["sinks"], num_sms)
     wanted_out, wanted_lse, _ = sparse_mla_decode_reference(
         *call.tensors, kv_format=call.kv_format, **(call.options | {"softmax_scale": SCALE})
     )
@@ -107,12 +119,18 @@ def check_sparse(config: MlaConfig | FewHeadsConfig, num_parts: int = 1, **shape
 
 
 def check_paged(
-    config: MlaConfig | FewHeadsConfig, lengths: list[int], num_parts: int = 1, causal: bool = True, **shape: Any
+    config: MlaConfig | FewHeadsConfig,
+    lengths: list[int],
+    num_parts: int = 1,
+    causal: bool = True,
+    *,
+    num_sms: int = NUM_SMS,
+    **shape: Any,
 ) -> None:
     call = moved(make_dense(config.form, lengths, deviation=DEVIATION, **shape), "cuda")
     table = call.block_table.data_ptr(), call.block_table.stride(0), call.block_table.shape[1]
     tokens = (*pages_of(call.cache), call.cache.shape[0], *table, call.seq_lens.data_ptr(), int(causal))
-    out, lse = run(config, call, tokens, num_parts)
+    out, lse = run(config, call, tokens, num_parts, num_sms=num_sms)
     options: Any = {"kv_format": call.kv_format, "softmax_scale": SCALE, "causal": causal}
     wanted_out, wanted_lse = mla_decode_reference(*call.tensors, **options)
     assert_as_close_as_flash_mla(out, lse, wanted_out, wanted_lse)
@@ -137,6 +155,21 @@ def test_parts(config, num_parts):
 @pytest.mark.parametrize("config", SPARSE, ids=name)
 def test_more_ctas_than_there_is_room_for(config):
     check_sparse(config, batch=90, q_len=2, num_heads=128, topk=300)
+
+
+@pytest.mark.parametrize("topk", [1, 64, 300])
+@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, 2), (1, 6), (3, 4)])
+@pytest.mark.parametrize("config", WIDE, ids=name)
+def test_shares_in_turns(config, num_parts, num_sms, topk):
+    """Rows of any length, none included, one after the other in the same CTAs."""
+    check_sparse(config, num_parts, batch=9, q_len=2, num_heads=128, topk=topk, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("num_sms", [1, 4])
+@pytest.mark.parametrize("config", WHOLE_CONTEXTS, ids=name)
+def test_whole_contexts_in_turns(config, num_sms):
+    lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
+    check_paged(config, lengths, q_len=2, num_heads=80, page_size=16, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])

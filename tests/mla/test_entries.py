@@ -1,7 +1,9 @@
-"""The ring of a gathering warp's entries: nothing is read before it is there, or after something else is."""
+"""The ring of a gathering warp's entries, over all blocks of a CTA's shares: nothing is read before it is there, or
+after something else is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import entries
+from cute_kernels.mla import entries, items
 from cute_kernels.mla.config import MlaConfig
 
 LANES = 32
@@ -20,6 +22,41 @@ CONFIGS = [
     for crossover, warps in ((False, 4), (True, 4), (False, 8))
 ]
 METHODS = ("prefetch_first", "step", "request")
+SHARES = [[(0, 25)], [(3, 28)], [(0, 7), (2, 9), (0, 1)], [(0, 0), (4, 5), (6, 6), (0, 0), (0, 3), (1, 2), (9, 9)]]
+"""Blocks [begin, end) of every share."""
+
+
+class State(list):
+    """A tensor in registers."""
+
+    def fill(self, value: int) -> None:
+        self[:] = [value] * len(self)
+
+
+@dataclass(frozen=True)
+class Items:
+    """The shares of a CTA, every ``step``-th of the launch's; a row is one."""
+
+    shares: list[tuple[int, int]]
+    first: int = 2
+    step: int = 3
+    shape: Any = None
+    queries: Any = None
+
+    @property
+    def count(self) -> int:
+        return self.first + self.step * (len(self.shares) - 1) + 1
+
+    def work(self, index: int) -> SimpleNamespace:
+        assert self.first <= index < self.count and (index - self.first) % self.step == 0
+        begin, end = self.shares[(index - self.first) // self.step]
+        return SimpleNamespace(row=index, begin=begin, end=end, length=0, main_blocks=0, extra_length=0)
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """(row, block) of all, in order."""
+        works = [self.work(index) for index in range(self.first, self.count, self.step)]
+        return [(work.row, block) for work in works for block in range(work.begin, work.end)]
 
 
 @dataclass
@@ -29,10 +66,11 @@ class Machine:
     A copy that another lane has asked for in the same step is still under way for a lane that waits only now.
     """
 
-    words: dict[int, tuple[int, int]] = field(default_factory=dict)
-    copies: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
+    words: dict[int, Any] = field(default_factory=dict)
+    copies: list[tuple[int, int, Any]] = field(default_factory=list)
     step: int = 0
-    asked: set[tuple[int, int]] = field(default_factory=set)
+    asked: set[tuple[int, int, int]] = field(default_factory=set)
+    queries: list[int] = field(default_factory=list)
 
     def wait(self, _) -> None:
         for step, place, entry in self.copies:
@@ -40,68 +78,108 @@ class Machine:
                 self.words[place] = entry
         self.copies = [copy for copy in self.copies if copy[0] >= self.step]
 
-    # -- the locator: the entry of a row of a block is (block, row) --------------------------------------------------
+    # -- the locator: the entry of a row of a block is (row of the launch, block, row), its mark the first two --------
 
     def copy_entry(self, place: int, work, source, block: int, row: int) -> None:
         self.words.pop(place, None)  # who reads it now reads anything
-        self.copies.append((self.step, place, (block, row)))
+        self.copies.append((self.step, place, (work.row, block, row) if block < work.end else None))
 
-    def locate(self, work, source, entry, block: int, row: int) -> SimpleNamespace:
-        assert entry == (block, row)
-        return SimpleNamespace(valid=1, address=(block, row), behind=None)
+    def mark(self, work, block: int) -> Any:
+        return work.row, block
+
+    def marked(self, mark: Any) -> Any:
+        return mark
+
+    def token(self, source, entry, mark: Any, row: int) -> SimpleNamespace:
+        if entry is None:
+            return SimpleNamespace(valid=0, address=Place(None), behind=None)
+        assert entry == (*mark, row)
+        return SimpleNamespace(valid=1, address=Place(entry), behind=None)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def load_shared(self, place: int, _) -> SimpleNamespace:
         return SimpleNamespace(to=lambda _: self.words[place])
 
-    def prefetch_line_if(self, valid: int, address: tuple[int, int]) -> None:
-        self.asked.add(address)
+    def store_shared(self, place: int, offset: int, values: list) -> None:
+        """A lane's own store: others see it when all have met, which they do where they wait for copies."""
+        self.words.pop(place, None)
+        self.copies.append((self.step, place + offset, values[0]))
+
+    def prefetch_line_if(self, valid: int, address: Any) -> None:
+        if valid:
+            self.asked.add(address.entry)
+
+    # -- the queries ---------------------------------------------------------------------------------------------------
+
+    def prefetch(self, queries, work, condition: int) -> None:
+        if condition:
+            self.queries.append(work.row)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address, of which any byte is as good."""
+
+    entry: Any
+
+    def __add__(self, _) -> Place:
+        return self
 
 
 def install(monkeypatch, machine: Machine) -> None:
     arch = SimpleNamespace(cp_async_commit_group=lambda: None, cp_async_wait_group=machine.wait, sync_warp=lambda: None)
+    ranges = SimpleNamespace(range_constexpr=range, range=lambda count, unroll: range(count), select_=None)
     monkeypatch.setattr(entries, "cute", SimpleNamespace(arch=arch))
-    monkeypatch.setattr(entries, "cutlass", SimpleNamespace(range_constexpr=range))
+    monkeypatch.setattr(entries, "cutlass", ranges)
+    monkeypatch.setattr(items, "cute", SimpleNamespace(make_rmem_tensor=lambda count, _: State([0] * count)))
+    for module in (entries, items):
+        monkeypatch.setattr(module, "Int32", int)
     for name in ("ptx", "numbers"):
         monkeypatch.setattr(entries, name, machine)
-    monkeypatch.setattr(entries.Entries, "lines", lambda *_: [()])
+    monkeypatch.setattr(entries.Entries, "lines", lambda *_: [0])
     for name in METHODS:
         monkeypatch.setattr(entries.Entries, name, getattr(entries.Entries, name).__wrapped__)
+    monkeypatch.setattr(items.Cursor, "advance", items.Cursor.advance.__wrapped__)
 
 
-@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_entries_are_there_when_they_are_read(monkeypatch, config, begin):
+def test_entries_are_there_when_they_are_read(monkeypatch, config, shares):
     machine = Machine()
     install(monkeypatch, machine)
     made: Any = entries.Entries.of(config)
-    ring = entries.Entries(**(vars(made) | {"locator": machine}))
-    memory, work, end = SimpleNamespace(entries=1000), SimpleNamespace(begin=begin), begin + 25
-    first_row = 16
+    ring: Any = entries.Entries(**(vars(made) | {"locator": machine}))
+    all_items: Any = Items(shares)
+    memory, first_row, blocks = SimpleNamespace(entries=1000), 16, all_items.blocks
+    # Lanes go together, each with a cursor of its own; one of them leads.
+    cursors = [items.Cursor.before(all_items, machine, int(lane == 0)) for lane in range(LANES)]
 
-    def lanes(call) -> None:
-        for lane in range(LANES):
-            call(lane)
+    def lanes(call: Callable[[int, Any], None]) -> None:
+        for lane, cursor in enumerate(cursors):
+            call(lane, cursor)
         machine.step += 1
 
-    # Lanes wait together: what the first copies ask for is waited for by all, a step later.
-    for lane in range(LANES):
-        for i in range(ring.lead + 1):
-            ring.request(work, None, memory, begin + i, first_row, lane)
+    # What the first copies ask for is waited for by all, a step later.
+    for i in range(ring.lead + 1):
+        for lane, cursor in enumerate(cursors):
+            ring.request(cursor, None, memory, i, first_row, lane)
     machine.step += 1
     ring.wait()
-    ring.token(work, None, memory, begin, first_row)
-    lanes(lambda lane: ring.prefetch_first(work, None, memory, first_row, lane))
-    for block in range(begin, end):
+    assert ring.token(None, memory, 0, first_row, first_row).valid == bool(blocks)
+    lanes(lambda lane, cursor: ring.prefetch_first(None, memory, first_row, lane))
+    number = 0
+    while number < cursors[0].found:
         # As `Dequantizing` reads: other groups of this block, the first ones of the next.
-        for row in range(ring.rows):
-            ring.token(work, None, memory, block + 1, first_row + row)
-            if config.warp_groups > 1:
-                ring.token(work, None, memory, block, first_row + row)
-        lanes(lambda lane, block=block: ring.step(work, None, memory, block, first_row, lane))
-    if config.prefetch:
-        wanted = {(block, first_row + row) for block in range(begin, end) for row in range(ring.rows)}
-        assert wanted <= machine.asked
-    else:
-        assert not machine.asked
+        for row in range(first_row, first_row + ring.rows):
+            for later in (number, number + 1):
+                token = ring.token(None, memory, later, first_row, row)
+                assert token.valid == (later < len(blocks))
+                assert not token.valid or token.address.entry == (*blocks[later], row)
+        lanes(lambda lane, cursor, number=number: ring.step(cursor, None, memory, number, first_row, lane))
+        number += 1
+    assert number == len(blocks) and {cursor.found for cursor in cursors} == {number}
+    wanted = {(*block, first_row + row) for block in blocks for row in range(ring.rows)}
+    assert machine.asked == (wanted if config.prefetch else set())
+    # Those of the first share are asked for in shared memory at once.
+    assert machine.queries == list(range(all_items.first + all_items.step, all_items.count, all_items.step))

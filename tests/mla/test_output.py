@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -45,24 +48,26 @@ def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
     assert_no_conflicts(machine)
 
 
-@pytest.mark.parametrize("head_dim", [576, 512])
-def test_output_is_staged_by_rows(monkeypatch, head_dim):
-    """In the room of the queries, which is enough for it."""
-    size = MlaConfig(form="mla_bf16", head_dim=head_dim, fence="reader").query_bytes
-    machine = MlaWarp(np.zeros(size, np.uint8), np.zeros(16, np.uint8))
+def test_output_is_written_by_whole_sectors(monkeypatch):
+    """Four lanes of a row trade words until each has 16 bytes side by side: nothing is staged."""
+    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, output)
     writer = output.Writer(Numbers(None, machine.pack_bf16x2))
-    sums = np.random.default_rng(1).standard_normal((64, output.HALF)).astype(np.float32)
-    for half in range(2):
-        for warp in range(4):
-            factors = [Float32(2.0), Float32(0.5)]
-            area = (half * 4 + warp) * output.STAGE_BYTES
-            writer.stage(accumulators(sums, warp), factors, Int32(area), Int32(LANES))
-            rows = machine.shared_memory[area : area + output.STAGE_BYTES].reshape(16, output.STAGE_PITCH)
-            found = bf16_values(rows[:, : 2 * output.HALF].copy().view(np.uint16))
-            wanted = sums[16 * warp : 16 * warp + 16] * np.repeat([2.0, 0.5], 8)[:, None]
-            assert np.array_equal(found, bf16_values(bf16_bits(wanted.astype(np.float32))))
-    assert_no_conflicts(machine)
+    sums = np.random.default_rng(1).standard_normal((64, 2 * output.HALF)).astype(np.float32)
+    factors = [Float32(2.0), Float32(0.5)]
+    memory = np.zeros((64, 2 * output.HALF), np.uint16)
+    for warp, half, below in itertools.product(range(4), range(2), range(2)):
+        own = accumulators(sums[:, half * output.HALF :][:, : output.HALF], warp)
+        row = Int32(16 * warp + LANES // 4 + 8 * below)
+        first = writer.place(SimpleNamespace(out=0), row, LANES, half)
+        for i, piece in enumerate(writer.pieces(own, factors[below], below, LANES)):
+            places = np.asarray(first + output.PIECE_PITCH * i)
+            sectors, counts = np.unique(places // 32, return_counts=True)
+            assert len(sectors) == 16 and (counts == 2).all() and (places % 16 == 0).all()
+            words = np.stack([np.asarray(word) for word in piece], axis=1)
+            memory.reshape(-1, 8)[places // 16] = np.ascontiguousarray(words).view(np.uint16)
+    scaled = sums * np.where(np.arange(64) % 16 < 8, 2.0, 0.5).astype(np.float32)[:, None]
+    assert np.array_equal(bf16_values(memory), bf16_values(bf16_bits(scaled)))
 
 
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
@@ -72,7 +77,7 @@ def test_softmax_over_blocks(monkeypatch, slack):
     A maximum that may not fall behind is the greatest score."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, softmax)
-    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: _row_max(value))
+    monkeypatch.setattr(softmax, "lane_max", lambda value, offsets: row_max(value))
     generator = np.random.default_rng(2)
     blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8)]
     blocks[0][5], blocks[1][5] = -np.inf, -np.inf
@@ -100,5 +105,5 @@ def test_softmax_over_blocks(monkeypatch, slack):
             assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])
 
 
-def _row_max(value):
+def row_max(value):
     return Float32(np.repeat(np.asarray(value).reshape(8, 4).max(1), 4))

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from cute_kernels.mla.config import MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
-from cute_kernels.mla.schedule import CROSSING, FEW_HEADS, MAX_PARTS, WIDE, WorkShape, choose, choose_parts, cost_us
+from cute_kernels.mla.schedule import (
+    CROSSING,
+    FEW_HEADS,
+    MAX_PARTS,
+    WIDE,
+    WorkShape,
+    choose,
+    choose_parts,
+    cost_us,
+    count_ctas,
+)
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
 
@@ -85,7 +95,8 @@ def test_the_model_is_near_what_was_measured():
         (h32, 4, 128, 2048, 8, 25.1), (h16, 4, 128, 2048, 4, 23.8), (h16, 2, 16, 2048, 16, 15.1),
         (h8c8, 2, 16, 2048, 8, 12.4), (wide, 4, 128, 2048, 8, 26.1), (h16, 128, 16, 8192, 1, 217.6),
         (wide, 128, 64, 2048, 1, 111.6), (wide, 1, 128, 32768, 64, 59.6), (h32, 4, 128, 2048, 16, 33.1),
-        (CROSSING, 256, 128, 2048, 1, 328.2), (CROSSING, 296, 128, 32768, 1, 5933.7), (CROSSING, 4, 128, 2048, 8, 22.9),
+        (CROSSING, 256, 128, 2048, 1, 311.4), (CROSSING, 296, 128, 32768, 1, 5505.3),
+        (CROSSING, 4, 128, 2048, 11, 24.4), (CROSSING, 296, 128, 32768, 2, 5063.6), (CROSSING, 66, 128, 4096, 1, 154.5),
     ):  # fmt: skip
         assert abs(cost_us(WorkShape(rows, heads, num_tokens), parts, rate) - us) < us / 10
 
@@ -95,6 +106,15 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
     assert choose_parts(WorkShape(128, 64, 2048)) == 1
     assert choose_parts(WorkShape(1, 16, 64)) == 1
     assert choose_parts(WorkShape(1, 128, 32768)) in range(24, 67)
+
+
+def test_rows_of_one_length_are_taken_in_turns():
+    for num_sms, cluster, num_ctas in ((132, 1, 132), (132, 2, 132), (131, 2, 130), (600, 2, 512)):
+        assert count_ctas(WorkShape(256, 128, 2048, num_sms, ragged=False), cluster, 1) == num_ctas
+        assert count_ctas(WorkShape(256, 128, 2048, num_sms), cluster, 1) == 512
+    assert count_ctas(WorkShape(4, 100, 2048, ragged=False), 1, 3) == 24
+    assert count_ctas(WorkShape(256, 128, 8192, ragged=False), 2, 1) == 132
+    assert count_ctas(WorkShape(256, 128, 8256, ragged=False), 2, 1) == 512
 
 
 def test_configurations_fit_and_say_why_not():

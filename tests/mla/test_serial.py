@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import random
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import serial
+from cute_kernels.mla import multiply, serial
 from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 
 WARP_THREADS = 32
@@ -83,8 +85,8 @@ class Scheduler:
 class Machine:
     """A CTA: tiles with what they hold, barriers, and the products that have been issued and not waited for."""
 
-    def __init__(self, seed: int, config: MlaConfig):
-        self.scheduler, self.config = Scheduler(seed), config
+    def __init__(self, seed: int, config: MlaConfig, shares: list[int]):
+        self.scheduler, self.config, self.shares = Scheduler(seed), config, shares
         self.local = threading.local()
         self.named: dict[int, list[int]] = {}
         self.generations: dict[int, int] = {}
@@ -92,6 +94,13 @@ class Machine:
         self.empty: dict[int, int] = {}
         self.holds: dict[Any, Any] = {}
         self.groups: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
+        self.asked = 0  # how often queries were asked for, which come at once
+
+    def ask(self, share: int) -> None:
+        """New queries in the place of the old ones."""
+        assert not self.readers("queries"), "queries replace those that are read"
+        self.holds["queries"] = share
+        self.asked += 1
 
     @property
     def warp(self) -> int:
@@ -146,9 +155,11 @@ class Model(serial.Serial):
         self.published = dict.fromkeys(range(WARPGROUP_WARPS), 0)
         self.loaded = dict.fromkeys(range(WARPGROUP_WARPS), 0)
         self.writer: Any = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
+        self.loader: Any = SimpleNamespace(ask=lambda queries, memory, row, head_block: machine.ask(row))
 
-    def await_queries(self, memory) -> None:
-        self.machine.step()
+    def await_queries(self, memory, phase) -> None:
+        """A barrier knows no more of its last phase than the parity."""
+        self.machine.step(lambda: self.machine.asked > 0 and (self.machine.asked - 1) % 2 == phase)
 
     def await_tile(self, memory, stage, phase) -> None:
         turn = self.block // NUM_STAGES
@@ -157,18 +168,24 @@ class Model(serial.Serial):
 
     @property
     def block(self) -> int:
-        """The one that a warp is at: it has added all before."""
+        """The one that a warp is at, of all shares: it has added all before."""
         return len(self.sums[self.machine.warp])
+
+    @property
+    def share(self) -> int:
+        """The one of the block that a warp is at."""
+        return next(i for i, end in enumerate(itertools.accumulate(self.machine.shares)) if self.block < end)
 
     def score(self, scores, memory, stage, phase) -> None:
         self.await_tile(memory, stage, phase)
         assert self.machine.holds[stage] == self.block
-        self.machine.issue({stage, "scores"})
+        assert self.machine.holds["queries"] == self.share
+        self.machine.issue({stage, "scores", "queries"})
 
     def weigh(self, rows: Any, work, memory, stage, block, scale, warp, lane):
         assert not any("scores" in group for group in self.machine.groups[self.machine.warp]), "scores are not there"
-        assert self.machine.holds[stage] == block == self.block
-        rows.packed = block
+        assert self.machine.holds[stage] == work.before + block == self.block
+        rows.packed = self.block
         return [1.0, 1.0]
 
     def publish_weights(self, packed, tile, warp, lane) -> None:
@@ -209,7 +226,7 @@ class Model(serial.Serial):
         self.machine.empty[stage] = self.machine.empty.get(stage, 0) + 1
 
 
-for method in ("first", "second"):
+for method in ("first", "second", "first_share", "second_share", "ask_next_queries"):
     setattr(Model, method, inspect.unwrap(getattr(serial.Serial, method)))
 
 
@@ -217,9 +234,31 @@ def no_rows() -> SimpleNamespace:
     return SimpleNamespace(sums=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
 
 
-def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None) -> None:
-    """One CTA from its first to its last block. left_out: a named barrier that nobody waits at."""
-    machine = Machine(seed, MlaConfig())
+@dataclass(frozen=True)
+class Items:
+    """Shares with so many blocks; every row is one."""
+
+    shares: list[int]
+    step: int = 1
+    first: int = 0
+    queries: Any = None
+
+    @property
+    def count(self) -> int:
+        return len(self.shares)
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        return index, 0, 0
+
+    def work(self, index: int) -> SimpleNamespace:
+        before, shape = sum(self.shares[:index]), SimpleNamespace(slack=8.0)
+        return SimpleNamespace(begin=0, end=self.shares[index], before=before, shape=shape)
+
+
+def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
+    """One CTA from its first to its last share. left_out: a named barrier that nobody waits at."""
+    machine = Machine(seed, MlaConfig(), shares)
+    machine.ask(0)
     model = Model(machine)
 
     def barrier(barrier_id: int, number_of_threads: int) -> None:
@@ -233,32 +272,33 @@ def play(monkeypatch, seed: int, num_blocks: int, left_out: int | None = None) -
     for name, value in (
         ("cute", SimpleNamespace(arch=arch)),
         ("cutlass", ranges),
-        ("Int32", int),
         ("wgmma_tiles", SimpleNamespace(wait=machine.wait, tile=lambda *_: "weights")),
         ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(serial, name, value)
+    for name, value in (("cute", SimpleNamespace(arch=arch)), ("cutlass", ranges), ("Int32", int)):
+        monkeypatch.setattr(multiply, name, value)
     monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
-    work = SimpleNamespace(begin=0, end=num_blocks)
+    num_blocks = sum(shares)
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
 
-    def multiply(warp: int) -> None:
+    def run_warp(warp: int) -> None:
         machine.local.warp = warp
         run = model.second if warp >= WARPGROUP_WARPS else model.first
-        run(work, None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
+        run(Items(shares), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
-    bodies = [functools.partial(multiply, warp) for warp in range(MULTIPLYING_WARPS)]
+    bodies = [functools.partial(run_warp, warp) for warp in range(MULTIPLYING_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, num_blocks)])
     assert all(blocks == list(range(num_blocks)) for blocks in model.sums.values())
     assert not machine.named.get(serial.WEIGHTS_READY)
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 8, 9])
-def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, num_blocks):
+@pytest.mark.parametrize("shares", [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0]], ids=str)
+def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
     for seed in range(15):
-        play(monkeypatch, seed, num_blocks)
+        play(monkeypatch, seed, shares)
 
 
 @pytest.mark.parametrize("left_out", [serial.WEIGHTS_READY, serial.WEIGHTS_FREE])
@@ -266,4 +306,12 @@ def test_neither_barrier_can_be_left_out(monkeypatch, left_out):
     """The model finds what the barriers are for."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, 8, left_out)
+            play(monkeypatch, seed, [5, 3], left_out)
+
+
+@pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
+def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
+    """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
+    with pytest.raises(AssertionError):
+        for seed in range(15):
+            play(monkeypatch, seed, shares, multiply.QUERIES_READ)

@@ -60,6 +60,15 @@ class MlaWarp(warp.Warp):
         words = self._words(self.global_memory, places, num_words)
         return [np.where(condition, word, np.uint32(0)).view(type(word)) for word in words]
 
+    def store_matrix_x4(self, address: Lanes, offset: int, words: list[Lanes], *, transpose: bool) -> None:
+        assert not transpose
+        places = np.asarray(address, np.int64) + offset
+        self.accesses.append(Access("stmatrix", 16, tuple(places.tolist())))
+        for i, word in enumerate(words):
+            rows = np.asarray(word).astype(np.uint32).reshape(8, 4)
+            for row in range(8):
+                self.shared_memory.view(np.uint32)[places[8 * i + row] // 4 :][:4] = rows[row]
+
     def copy_async(self, destination: Lanes, source: Lanes, num_bytes: Lanes) -> None:
         targets, sources = np.asarray(destination, np.int64), np.asarray(source, np.int64)
         self.accesses.append(Access("st", 16, tuple(targets.tolist())))

@@ -1,0 +1,54 @@
+"""Shares of a launch: every one is somebody's, once, and the CTAs of a cluster have shares of the same row."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.mla import items, locate, work
+from cute_kernels.mla.config import BLOCK_HEADS
+from cute_kernels.mla.work import Shape
+
+
+class Locator:
+    """Rows of request b have 70 b tokens, those of the extra cache 30 b."""
+
+    def lengths(self, source, request: int) -> tuple[int, int]:
+        return 70 * request, 30 * request
+
+
+@pytest.mark.parametrize(
+    ("rows", "request_rows", "num_heads", "parts"), [(1, 1, 64, 1), (6, 2, 128, 3), (12, 3, 300, 2), (7, 1, 128, 7)]
+)
+@pytest.mark.parametrize("num_ctas", [1, 2, 8])
+def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts, num_ctas):
+    select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min)
+    for module in (locate, items, work):
+        for name in ("Int32", "Int64", "Uint32"):
+            monkeypatch.setattr(module, name, int, raising=False)
+        monkeypatch.setattr(module, "cutlass", select, raising=False)
+    monkeypatch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+    head_blocks = -(-num_heads // BLOCK_HEADS)
+    shape = Shape(rows, request_rows, num_heads, num_heads, parts, 0, 0.0)
+    counts = items.Counts.of(shape, head_blocks)
+    nothing, locator = SimpleNamespace(), Locator()
+    ctas: list[Any] = [items.Items(shape, nothing, nothing, locator, counts, cta, num_ctas) for cta in range(num_ctas)]
+    shares = {cta: [own.work(index) for index in range(own.first, own.count, own.step)] for cta, own in enumerate(ctas)}
+    found = [(own.row, own.first_head, own.part) for own in itertools.chain(*shares.values())]
+    heads = range(0, head_blocks * BLOCK_HEADS, BLOCK_HEADS)
+    assert sorted(found) == list(itertools.product(range(rows), heads, range(parts)))
+    for own in itertools.chain(*shares.values()):
+        request = own.row // request_rows
+        main = -(-70 * request // 64)
+        blocks = main + -(-30 * request // 64)
+        assert (own.length, own.main_blocks, own.extra_length) == (70 * request, main, 30 * request)
+        assert (own.begin, own.end) == work.Work.share(blocks, parts, own.part)
+    if num_ctas % 2 == 0 and head_blocks % 2 == 0:
+        for cta in range(0, num_ctas, 2):
+            pairs = zip(shares[cta], shares[cta + 1], strict=True)
+            assert all((a.row, a.part) == (b.row, b.part) for a, b in pairs)

@@ -1,0 +1,85 @@
+"""Weights of 16 tokens at a time, lane by lane in NumPy: where they are stored, and that they add up to the softmax."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.mla import softmax, softmax_steps, stepped
+from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
+from tests.attention.warp import LANES, Float32, Int32, Registers, bf16_bits
+from tests.mla.test_output import accumulators, assert_no_conflicts, row_max
+from tests.mla.test_tiles import place_of
+from tests.mla.warp import MlaWarp
+
+
+def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
+    machine = MlaWarp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, stepped, softmax_steps)
+    weights = np.random.default_rng(0).random((64, BLOCK_TOKENS)).astype(np.float32)
+    memory: Any = SimpleNamespace(weight_pointer=SimpleNamespace(toint=lambda: Int32(0)))
+    for warp in range(4):
+        scores = accumulators(weights, warp)
+        packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
+        kernel = stepped.Stepped(MlaConfig())
+        place = kernel.weight_place(memory, Int32(warp), Int32(LANES))
+        for step in range(BLOCK_TOKENS // softmax_steps.STEP_TOKENS):
+            kernel.publish_step(packed, place, step)
+    words = machine.shared_memory.view(np.uint16)
+    for row, column in np.ndindex(weights.shape):
+        assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])
+    assert_no_conflicts(machine)
+
+
+@pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
+def test_softmax_over_blocks(monkeypatch, slack):
+    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does, which the warp
+    raises where one of its lanes has to.
+
+    A maximum that may not fall behind is the greatest score."""
+    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, softmax_steps)
+    monkeypatch.setattr(softmax_steps, "lane_max", lambda value, offsets: row_max(value))
+    votes = []
+
+    def vote(lanes) -> bool:
+        votes.append(bool(lanes.any()))
+        return votes[-1]
+
+    monkeypatch.setattr(softmax_steps.cute.arch, "vote_any_sync", vote, raising=False)
+    begin = inspect.unwrap(softmax_steps.begin)
+    generator = np.random.default_rng(2)
+    blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8, 0.1)]
+    blocks[0][5], blocks[1][5] = -np.inf, -np.inf
+    scale = Float32(0.3)
+    maxima, totals, factors = [Registers(2, Float32) for _ in range(3)]
+    maxima.fill(softmax.LOWEST)
+    sums = Registers(4, Float32)  # of weights, as accumulators that both rows have two of
+    for block in blocks:
+        scores = accumulators(block.astype(np.float32), 0)
+        rows = SimpleNamespace(scores=scores, maxima=maxima, totals=totals, sums=sums)
+        with np.errstate(over="ignore"):  # of weights by maxima that do not stay
+            begin(rows, factors, scale, slack, len(sums))
+        for step in range(1, BLOCK_TOKENS // softmax_steps.STEP_TOKENS):
+            softmax_steps.weigh_step(scores, maxima, scale, step)
+        softmax_steps.add_totals(rows, factors)
+        for i in range(softmax.NUM_SCORES):
+            sums[i % 4] = sums[i % 4] + scores[i]
+            assert scores[i].max() <= 2.0**slack * 1.01
+    assert votes[0] and not votes[-1]
+    every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
+    wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
+    for row in range(2):
+        total = totals[row].reshape(8, 4).sum(1)
+        found = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
+        assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
+        assert np.allclose(totals[row], sums[2 * row] + sums[2 * row + 1], rtol=1e-5)
+        if not slack:
+            top = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3))
+            assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])
