@@ -42,8 +42,8 @@ WIDTHS = [
 
 
 def specs() -> list[MlaSpec]:
-    """Kernels of this file that bundles do not hold."""
-    return [MlaSpec(served_config(*which)) for which in WIDTHS]
+    """Kernels of this file that bundles do not hold: whole contexts of `test_widths_and_dtypes` have 192 rows of heads."""
+    return [MlaSpec(served_config(*which, multiplying=which[0] == "paged")) for which in WIDTHS]
 
 
 def served(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
