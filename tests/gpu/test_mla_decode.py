@@ -42,7 +42,7 @@ WIDTHS = [
 
 
 def specs() -> list[MlaSpec]:
-    """Kernels of this file that bundles do not hold: whole contexts of `test_widths_and_dtypes` have 192 rows of heads."""
+    """Kernels of this file that bundles do not hold. Whole contexts of `WIDTHS` are asked for by 192 rows of heads."""
     return [MlaSpec(served_config(*which, multiplying=which[0] == "paged")) for which in WIDTHS]
 
 
