@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 
 from cute_kernels.attention.config import WARPGROUP_WARPS, DecodeConfig
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers
 from cute_kernels.sm90 import WARP_THREADS
 
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
@@ -44,4 +44,4 @@ def sync_warpgroup(number) -> None:
 
 def any_of_warpgroup(number, condition):
     """As :func:`sync_warpgroup`; 1 if ``condition`` is not 0 in any of the threads, else 0."""
-    return ptx.barrier_any(FIRST_WARPGROUP + number, WARPGROUP_THREADS, condition)
+    return numbers.barrier_any(condition, FIRST_WARPGROUP + number, WARPGROUP_THREADS)

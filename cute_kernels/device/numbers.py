@@ -225,18 +225,18 @@ def copy_async_if(condition: Int32, destination: Int32, source: Int64, num_bytes
 
 
 @dsl_user_op
-def barrier_any(condition: Int32, barrier: int, num_threads: int, *, loc=None, ip=None) -> Int32:
-    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if the condition of any is not 0."""
-    asm = (
-        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
-        f"bar.red.or.pred q, {barrier}, {num_threads}, p; selp.s32 $0, 1, 0, q; }}"
-    )
+def barrier_any(condition: Int32, barrier: Int32 | int, num_threads: int, *, loc=None, ip=None) -> Int32:
+    """Waits for ``num_threads`` threads at a named barrier; 1 in all of them if the condition of any is not 0.
+
+    What they have written to shared memory before is seen by all after it.
+    """
     return Int32(
         llvm.inline_asm(
             Int32.mlir_type,
-            [Int32(condition).ir_value(loc=loc, ip=ip)],
-            asm,
-            "=r,r,~{memory}",
+            [Int32(operand).ir_value(loc=loc, ip=ip) for operand in (condition, barrier)],
+            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+            f"bar.red.or.pred q, $2, {num_threads}, p; selp.s32 $0, 1, 0, q; }}",
+            "=r,r,r,~{memory}",
             has_side_effects=True,
             loc=loc,
             ip=ip,

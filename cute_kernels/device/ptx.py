@@ -480,26 +480,6 @@ def atomic_add(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
     )
 
 
-@dsl_user_op
-def barrier_any(barrier: Int32, num_threads: int, condition: Int32, *, loc=None, ip=None) -> Int32:
-    """Named barrier of ``num_threads`` threads that tells all of them whether ``condition`` is not 0 in any: 1 or 0.
-
-    What they have written to shared memory before is seen by all after it.
-    """
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type,
-            [Int32(barrier).ir_value(loc=loc, ip=ip), Int32(condition).ir_value(loc=loc, ip=ip)],
-            "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; "
-            f"barrier.cta.red.or.pred q, $1, {num_threads}, p; selp.s32 $0, 1, 0, q; }}",
-            "=r,r,r,~{memory}",
-            has_side_effects=True,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
 def _warp_redux(operation: str, x: Int32, *, loc=None, ip=None) -> Int32:
     # A warp-collective: must not be moved into divergent code, so it is marked as having side effects.
     return Int32(
