@@ -1,6 +1,6 @@
 """What the multiplying warpgroups do with tiles: shared memory, products, weights, waiting and giving back.
 
-:mod:`.serial` puts it into an order.
+:mod:`.serial` and :mod:`.stepped` put it into an order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.lanes import lane_sum
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
@@ -164,6 +165,12 @@ class Multiplying:
         factors = softmax.raise_maxima(rows.scores, rows.maxima, scale, work.shape.slack)
         softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed, self.numbers.pack)
         return factors
+
+    def end_rows(self, rows: Rows, scale) -> None:
+        """Behind a share's last block: totals over the four lanes of a row, maxima in powers of 2."""
+        for row in range(2):
+            rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
+            rows.maxima[row] = rows.maxima[row] * scale
 
     def load_flags(self, memory, stage):
         place = memory.flags + stage * FLAG_BYTES

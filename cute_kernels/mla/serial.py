@@ -10,7 +10,6 @@ import cutlass
 import cutlass.cute as cute
 
 from cute_kernels.device import ptx, wgmma_tiles
-from cute_kernels.device.lanes import lane_sum
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
@@ -42,9 +41,7 @@ class Serial(Multiplying):
             wgmma_tiles.wait()
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        for row in cutlass.range_constexpr(2):
-            rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
-            rows.maxima[row] = rows.maxima[row] * scale
+        self.end_rows(rows, scale)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
         self.publish_rows(factors, memory, warp, lane)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from cute_kernels.device import ptx
-from cute_kernels.device.lanes import lane_max
+from cute_kernels.device.lanes import in_pairs, lane_max
 from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.config import BLOCK_TOKENS
 
@@ -27,6 +27,11 @@ def row_of(index: int) -> int:
     return sum_place(index)[0] // 8
 
 
+def scores_of(scores, row: int) -> list[Float32]:
+    """Those of a thread's scores that one of its two rows has."""
+    return [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]
+
+
 @cute.jit
 def mask(scores, flags, lane):
     """Scores of tokens that do not exist become -inf. flags: a word of 8 bits for every 8 tokens."""
@@ -34,11 +39,16 @@ def mask(scores, flags, lane):
     for i in cutlass.range_constexpr(1, len(flags)):
         everything = everything & flags[i]
     if everything != ALL_FLAGS:
-        for i in cutlass.range_constexpr(NUM_SCORES):
-            column = sum_place(i)[1]
-            bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
-            exists = (flags[column // 8] & bit) != 0
-            scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
+        hide(scores, flags, lane)
+
+
+def hide(scores, flags, lane) -> None:
+    """As :func:`mask`, whatever the flags."""
+    for i in range(NUM_SCORES):
+        column = sum_place(i)[1]
+        bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
+        exists = (flags[column // 8] & bit) != 0
+        scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
 
 
 @cute.jit
@@ -65,10 +75,7 @@ def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
     """
     factors = []
     for row in range(2):
-        own = [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]
-        while len(own) > 1:
-            own = [ptx.fmax(own[i], own[i + 1]) for i in range(0, len(own), 2)]
-        highest = lane_max(own[0], ROW_LANES)
+        highest = lane_max(in_pairs(ptx.fmax, scores_of(scores, row)), ROW_LANES)
         before = maxima[row]
         maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
         factors.append(ptx.exp2((before - maximum) * scale))

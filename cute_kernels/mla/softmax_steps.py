@@ -6,12 +6,11 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.lanes import in_pairs, lane_max
-from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.mla.softmax import NUM_SCORES, ROW_LANES, row_of
+from cute_kernels.mla.softmax import ROW_LANES, row_of, scores_of
 
 STEP_TOKENS = 16  # k of a product
 STEP_SCORES = STEP_TOKENS // 2
@@ -20,15 +19,6 @@ STEP_SCORES = STEP_TOKENS // 2
 def step_scores(step: int) -> range:
     """Which of a thread's scores are those of the ``step``-th 16 tokens."""
     return range(STEP_SCORES * step, STEP_SCORES * (step + 1))
-
-
-def mask(scores, flags, lane) -> None:
-    """Scores of tokens that do not exist become -inf. flags: a word of 8 bits for every 8 tokens."""
-    for i in range(NUM_SCORES):
-        column = sum_place(i)[1]
-        bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
-        exists = (flags[column // 8] & bit) != 0
-        scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
 
 
 @cute.jit
@@ -46,7 +36,7 @@ def begin(rows, factors, scale, slack, count: cutlass.Constexpr):
     factors.fill(1.0)
     first = cute.make_rmem_tensor(STEP_SCORES, Float32)
     exponentiate(first, rows.scores, rows.maxima, scale, 0)
-    own = [in_pairs(ptx.fmax, [rows.scores[i] for i in range(NUM_SCORES) if row_of(i) == row]) for row in range(2)]
+    own = [in_pairs(ptx.fmax, scores_of(rows.scores, row)) for row in range(2)]
     beyond = [(own[row] - rows.maxima[row]) * scale > slack for row in range(2)]
     if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
         for row in cutlass.range_constexpr(2):
@@ -80,5 +70,5 @@ def exponentiate(weights, scores, maxima, scale, step: int) -> None:
 def add_totals(rows, factors) -> None:
     """Adds a block's weights, which all scores have become, to the totals, of which the earlier ones shrink."""
     for row in range(2):
-        total = in_pairs(operator.add, [rows.scores[i] for i in range(NUM_SCORES) if row_of(i) == row])
+        total = in_pairs(operator.add, scores_of(rows.scores, row))
         rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma_tiles
-from cute_kernels.device.lanes import in_pairs, lane_sum
+from cute_kernels.device.lanes import in_pairs
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax, softmax_steps
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
@@ -50,9 +50,7 @@ class Stepped(Multiplying):
             wgmma_tiles.wait()
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        for row in cutlass.range_constexpr(2):
-            rows.totals[row] = lane_sum(rows.totals[row], softmax.ROW_LANES)
-            rows.maxima[row] = rows.maxima[row] * scale
+        self.end_rows(rows, scale)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         ends = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
         self.publish_factors(ends, memory, warp, lane)
@@ -125,7 +123,7 @@ class Stepped(Multiplying):
         """Scores of a block's tokens that do not exist become -inf. flags: what :meth:`common_flags` gives."""
         if const_expr(self.config.tokens == "sparse"):
             if flags != softmax.ALL_FLAGS:
-                softmax_steps.mask(scores, self.load_flags(memory, stage), lane)
+                softmax.hide(scores, self.load_flags(memory, stage), lane)
         else:
             softmax.mask_end(scores, work, block, warp, lane)
 

@@ -273,12 +273,16 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
         ("cute", SimpleNamespace(arch=arch)),
         ("cutlass", ranges),
         ("wgmma_tiles", SimpleNamespace(wait=machine.wait, tile=lambda *_: "weights")),
-        ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(serial, name, value)
-    for name, value in (("cute", SimpleNamespace(arch=arch)), ("cutlass", ranges), ("Int32", int)):
+    for name, value in (
+        ("cute", SimpleNamespace(arch=arch)),
+        ("cutlass", ranges),
+        ("Int32", int),
+        ("lane_sum", lambda value, offsets: value),
+    ):
         monkeypatch.setattr(multiply, name, value)
     monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
     num_blocks = sum(shares)

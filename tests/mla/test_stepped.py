@@ -235,12 +235,16 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None,
         ("Float32", float),
         ("const_expr", lambda value: value),
         ("wgmma_tiles", SimpleNamespace(commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")),
-        ("lane_sum", lambda value, offsets: value),
         ("Rows", SimpleNamespace(make=no_rows)),
         ("advance", lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages))),
     ):
         monkeypatch.setattr(stepped, name, value)
-    for name, value in (("cute", cute), ("cutlass", ranges), ("Int32", int)):
+    for name, value in (
+        ("cute", cute),
+        ("cutlass", ranges),
+        ("Int32", int),
+        ("lane_sum", lambda value, offsets: value),
+    ):
         monkeypatch.setattr(multiply, name, value)
     monkeypatch.setattr(stepped.ptx, "pinned", lambda value: value)
     monkeypatch.setattr(stepped.softmax_steps, "begin", model.rescale)

@@ -219,13 +219,7 @@ class PortableKernel(WgmmaKernel):
         """Adds the products of a stage."""
         config = self.config
         codes = ring.codes + stage * config.code_stage_bytes + place.code_offset
-        words = [
-            [
-                ptx.load_shared_vector(codes, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
-            ]
-            for i in range(config.m_tiles)
-        ]
+        words = self.load_codes(codes)
         groups = [self.load_groups(ring, stage, place, i) for i in range(config.m_tiles)]
         # ldmatrix takes the rows of 8 tokens, for two k16 steps.
         x = ring.x + stage * config.x_stage_bytes + lane % 8 * config.x_pitch + lane // 8 * VECTOR_BYTES

@@ -444,6 +444,17 @@ class WgmmaKernel:
         if teller:
             cute.arch.mbarrier_arrive(memory.empty + stage)
 
+    def load_codes(self, address) -> list[list[Any]]:
+        """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""
+        config = self.config
+        return [
+            [
+                ptx.load_shared_vector(address, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
+                for tile in range(config.unit_tiles)
+            ]
+            for i in range(config.m_tiles)
+        ]
+
     def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller, tokens: int):
         """Adds W X^T of a unit to ``sums``, whose last MMAs it leaves running; gives back the stage before.
 
@@ -451,13 +462,7 @@ class WgmmaKernel:
         """
         config = self.config
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
-        words = [
-            [
-                ptx.load_shared_vector(codes, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
-            ]
-            for i in range(config.m_tiles)
-        ]
+        words = self.load_codes(codes)
         groups = [self.load_groups(memory, stage, place, i) for i in range(config.m_tiles)]
         x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
         tile_sums = config.tokens // 2

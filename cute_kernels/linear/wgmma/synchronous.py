@@ -17,7 +17,7 @@ from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import BLOCK_TOKENS
 from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS, WgmmaConfig
-from layouts.weights.hopper import STEP_K, TILE_BYTES
+from layouts.weights.hopper import STEP_K
 
 if TYPE_CHECKING:
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
@@ -64,13 +64,7 @@ class SynchronousUnits:
         decoder = kernel.decoder
         blocks, tile_sums = tokens // BLOCK_TOKENS, config.tokens // 2
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
-        words = [
-            [
-                ptx.load_shared_vector(codes, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
-            ]
-            for i in range(config.m_tiles)
-        ]
+        words = kernel.load_codes(codes)
         numbers = [kernel.load_numbers(memory, stage, place, i) for i in range(config.m_tiles)]
         x = memory.x_address + stage * config.x_stage_bytes
         places = [x + row for row in rows]
