@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ class HasConfig(Protocol):
 
 
 S = TypeVar("S", bound=HasConfig)
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,32 @@ class Candidate(Generic[S]):
         return self.kernel, self.schedule.config.name, self.cut
 
 
+def weight_name(problem: Any) -> str:
+    """The weight of a problem as keys of tables name it."""
+    return f"w{problem.bits}_{problem.dtype}_g{problem.group_size or 'channel'}{'z' if problem.zero_point else ''}"
+
+
+WEIGHT_PATTERN = r"w(4|8)_(bf16|fp16)_g(channel|\d+)(z?)"
+
+
+def weight_of(n: int, k: int, bits: str, dtype: str, group: str, zero: str) -> tuple[Any, ...]:
+    """Fields of a problem, from n to zero_point, of what `WEIGHT_PATTERN` has matched."""
+    group_size = 0 if group == "channel" else int(group)
+    return n, k, padded_shape((n, k), group_size or None)[1], int(bits), dtype, group_size, bool(zero)
+
+
 def key_of(problem: Problem) -> str:
     """A problem as tables name it."""
-    weight = f"w{problem.bits}_{problem.dtype}_g{problem.group_size or 'channel'}{'z' if problem.zero_point else ''}"
-    return f"linear {weight} n{problem.n} k{problem.k} m{problem.m} sms{problem.num_sms}"
+    return f"linear {weight_name(problem)} n{problem.n} k{problem.k} m{problem.m} sms{problem.num_sms}"
 
 
 def problem_of(key: str) -> Problem | None:
     """The problem that a key of `key_of` names, None for other keys."""
-    pattern = r"linear w(4|8)_(bf16|fp16)_g(channel|\d+)(z?) n(\d+) k(\d+) m(\d+) sms(\d+)"
-    match = re.fullmatch(pattern, key)
+    match = re.fullmatch(rf"linear {WEIGHT_PATTERN} n(\d+) k(\d+) m(\d+) sms(\d+)", key)
     if match is None:
         return None
-    bits, dtype, group, zero, *sizes = match.groups()
-    n, k, m, num_sms = map(int, sizes)
-    group_size = 0 if group == "channel" else int(group)
-    k_pad = padded_shape((n, k), group_size or None)[1]
-    return Problem(m, n, k, k_pad, int(bits), dtype, group_size, bool(zero), num_sms=num_sms)
+    *weight, n, k, m, num_sms = match.groups()
+    return Problem(int(m), *weight_of(int(n), int(k), *weight), num_sms=int(num_sms))
 
 
 def candidates(problem: Problem) -> Iterator[Candidate[Schedule | TileSchedule]]:
@@ -119,6 +129,13 @@ def chosen(problem: Problem, gpu: str) -> Schedule | TileSchedule:
 
 def shipped_configs() -> list[LinearConfig | WgmmaConfig]:
     """The configurations that shipped tables choose."""
+    return configs_of_tables(problem_of, find)
+
+
+def configs_of_tables(
+    problem_of: Callable[[str], P | None], find: Callable[[P, Choice], HasConfig | None]
+) -> list[LinearConfig | WgmmaConfig]:
+    """The configurations that shipped tables choose for the problems that ``problem_of`` knows the keys of."""
     found: dict[LinearConfig | WgmmaConfig, None] = {}
     for table in shipped_tables():
         for key, choice in table.entries.items():

@@ -12,15 +12,23 @@ from collections.abc import Iterator
 
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
-from cute_kernels.linear.tuned import FEW, MANY, Candidate, shortlist
-from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.tuned import (
+    FEW,
+    MANY,
+    WEIGHT_PATTERN,
+    Candidate,
+    configs_of_tables,
+    shortlist,
+    weight_name,
+    weight_of,
+)
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US
 from cute_kernels.moe import schedule as few
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule, usual_rows
 from cute_kernels.moe.wgmma import schedule as many
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
-from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
+from cute_kernels.runtime.tuned import Choice, choice_of
 
 MOST_ENTRIES = 2  # that experts may usually take of the memory-bound kernel, which reads a weight for each of them
 SLICE_US = 0.7  # of exchanging partial results with a further slice of K
@@ -31,23 +39,17 @@ GroupedCandidate = Candidate[GroupedLayout]
 
 def key_of(problem: GroupedProblem) -> str:
     """A problem as tables name it."""
-    weight = f"w{problem.bits}_{problem.dtype}_g{problem.group_size or 'channel'}{'z' if problem.zero_point else ''}"
     sizes = f"e{problem.num_experts} n{problem.n} k{problem.k} p{problem.places}"
-    return f"experts {weight} {sizes} sms{problem.num_sms}"
+    return f"experts {weight_name(problem)} {sizes} sms{problem.num_sms}"
 
 
 def problem_of(key: str) -> GroupedProblem | None:
     """The problem that a key of `key_of` names, None for other keys."""
-    pattern = r"experts w(4|8)_(bf16|fp16)_g(channel|\d+)(z?) e(\d+) n(\d+) k(\d+) p(\d+) sms(\d+)"
-    match = re.fullmatch(pattern, key)
+    match = re.fullmatch(rf"experts {WEIGHT_PATTERN} e(\d+) n(\d+) k(\d+) p(\d+) sms(\d+)", key)
     if match is None:
         return None
-    bits, dtype, group, zero, *sizes = match.groups()
-    experts, n, k, places, num_sms = map(int, sizes)
-    group_size = 0 if group == "channel" else int(group)
-    k_pad = padded_shape((n, k), group_size or None)[1]
-    weight = n, k, k_pad, int(bits), dtype, group_size, bool(zero)
-    return GroupedProblem(places, experts, *weight, num_sms=num_sms)
+    weight, (experts, n, k, places, num_sms) = match.groups()[:4], map(int, match.groups()[4:])
+    return GroupedProblem(places, experts, *weight_of(n, k, *weight), num_sms=num_sms)
 
 
 def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
@@ -105,11 +107,4 @@ def find(problem: GroupedProblem, choice: Choice) -> GroupedLayout | None:
 
 def shipped_configs() -> list[LinearConfig | WgmmaConfig]:
     """The configurations that shipped tables choose."""
-    found: dict[LinearConfig | WgmmaConfig, None] = {}
-    for table in shipped_tables():
-        for key, choice in table.entries.items():
-            problem = problem_of(key)
-            layout = None if problem is None else find(problem, choice)
-            if layout is not None:
-                found[layout.config] = None
-    return list(found)
+    return configs_of_tables(problem_of, find)
