@@ -136,8 +136,11 @@ class Multiplying:
             wgmma_tiles.multiply(scores, queries, keys, BLOCK_TOKENS, zero=first == 0)
         wgmma_tiles.commit()
 
-    def add_values(self, sums, weights, memory, stage, half: int) -> None:
-        """Issues sums += weights times a half of the values of a tile."""
+    def add_values(self, sums, weights, memory, stage, half: int, steps: range | None = None) -> None:
+        """Issues sums += weights times a half of the values of a tile, to be committed.
+
+        steps: which 16 of its tokens each; default all.
+        """
         place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
         width = self.config.value_columns
         wgmma_tiles.begin()
@@ -145,8 +148,7 @@ class Multiplying:
             slabs = place + part * (width // wgmma_tiles.SLAB_COLUMNS * SLAB_BYTES)
             values = wgmma_tiles.transposed_tile(slabs, BLOCK_TOKENS, width, self.numbers.type)
             own = wgmma_tiles.part_of_sums(sums, width, part)
-            wgmma_tiles.multiply(own, weights, values, width, b_transposed=True)
-        wgmma_tiles.commit()
+            wgmma_tiles.multiply(own, weights, values, width, b_transposed=True, steps=steps)
 
     def weight_fragment(self, packed) -> cute.Tensor:
         """The packed weights, which are in the order of the scores' accumulators, as an A operand in registers."""

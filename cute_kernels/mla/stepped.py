@@ -18,9 +18,7 @@ from cute_kernels.device.lanes import in_pairs
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax, softmax_steps
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
-from cute_kernels.mla.gather import SLAB_BYTES
-from cute_kernels.mla.layout import HALF_SLABS
-from cute_kernels.mla.multiply import HALF, HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
+from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
 
 WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups; ready: of each part of a block's tokens
 STEPS = BLOCK_TOKENS // softmax_steps.STEP_TOKENS
@@ -69,7 +67,7 @@ class Stepped(Multiplying):
                 if work.shape.slack >= 0.0:
                     softmax_steps.weigh_step(rows.scores, rows.maxima, scale, step)
             self.pack_step(rows, step)
-            self.add_steps(rows.sums, self.weight_fragment(rows.packed), memory, stage, 0, range(step, step + 1))
+            self.add_values(rows.sums, self.weight_fragment(rows.packed), memory, stage, 0, range(step, step + 1))
             if const_expr(step == 0):
                 cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
                 self.publish_factors(factors, memory, warp, lane)
@@ -91,7 +89,7 @@ class Stepped(Multiplying):
                 if const_expr(part == 0):
                     softmax.rescale(sums, self.load_rows(memory, warp, lane), HALF_SUMS)
                 steps = range(part * PART_STEPS, (part + 1) * PART_STEPS)
-                self.add_steps(sums, weights, memory, stage, 1, steps)
+                self.add_values(sums, weights, memory, stage, 1, steps)
             wgmma_tiles.commit()
             wgmma_tiles.wait()
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
@@ -101,15 +99,6 @@ class Stepped(Multiplying):
         factors = self.load_rows(memory, warp, lane)
         self.writer.write(work, results, sums, factors, warp, lane, 1)
         return stage, phase
-
-    # -- products and weights of a step -------------------------------------------------------------------------------
-
-    def add_steps(self, sums, weights, memory, stage, half: int, steps: range) -> None:
-        """Issues sums += weights times a half of the values of a tile, of some steps of 16 tokens; to be committed."""
-        place = memory.tile_pointer + (stage * self.config.tile_bytes + half * HALF_SLABS * SLAB_BYTES)
-        values = wgmma_tiles.transposed_tile(place, BLOCK_TOKENS, HALF, self.numbers.type)
-        wgmma_tiles.begin()
-        wgmma_tiles.multiply(sums, weights, values, HALF, b_transposed=True, steps=steps)
 
     def pack_step(self, rows: Rows, step: int) -> None:
         """Packs a thread's weights of the ``step``-th 16 tokens."""

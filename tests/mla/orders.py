@@ -245,13 +245,11 @@ def run_body(model: Any, methods: tuple[str, ...]) -> None:
         setattr(model, method, inspect.unwrap(getattr(model, method)))
 
 
-def play(
-    monkeypatch, order: Any, model: Any, left_out: int | None = None, fenced: bool = True, wgmma: dict | None = None
-) -> None:
+def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fenced: bool = True) -> None:
     """One CTA from its first to its last share.
 
     order: the module whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced: whether fences
-    make stores visible to products. wgmma: what the order takes from `wgmma_tiles` besides waiting.
+    make stores visible to products.
     """
     machine = model.machine
 
@@ -267,7 +265,7 @@ def play(
     arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=fence_proxy)
     cute = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [0.0, 0.0])
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
-    tiles = SimpleNamespace(wait=machine.wait, tile=lambda *_: "weights", **(wgmma or {}))
+    tiles = SimpleNamespace(commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
     common = {"cute": cute, "cutlass": ranges}
     own = {
         "wgmma_tiles": tiles,

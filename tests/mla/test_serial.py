@@ -46,7 +46,6 @@ class Model(orders.Played, serial.Serial):
         else:
             assert weights == self.block
             machine.issue({stage, "sums"})
-        machine.commit()
         self.sums[machine.warp].append(self.block)
 
 

@@ -52,7 +52,8 @@ class Model(orders.Played, stepped.Stepped):
             self.machine.holds[stored] = packed[step], set()
         self.machine.holds[stored][1].add(warp)
 
-    def add_steps(self, sums, weights, memory, stage, half: int, steps: range) -> None:
+    def add_values(self, sums, weights, memory, stage, half: int, steps: range | None = None) -> None:
+        assert steps is not None
         machine, block = self.machine, self.block
         assert machine.holds[stage] == block
         for step in steps:
@@ -83,7 +84,7 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None,
     monkeypatch.setattr(stepped.softmax, "rescale", model.rescale)
     for name in ("weigh_step", "add_totals"):
         monkeypatch.setattr(stepped.softmax_steps, name, lambda *_: None)
-    orders.play(monkeypatch, stepped, model, left_out, fenced, {"commit": machine.commit})
+    orders.play(monkeypatch, stepped, model, left_out, fenced)
     wanted = [(block, step) for block in range(sum(shares)) for step in range(stepped.STEPS)]
     assert all(steps == wanted for steps in model.sums.values())
     assert not any(machine.named.get(barrier_id) for barrier_id in stepped.WEIGHTS_READY)
