@@ -395,7 +395,7 @@ class DecodeKernel:
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
-            self.give_back(cta, empty + stage)
+            self.give_back(cta, empty, stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
         self.finish(cta, work, state)
@@ -414,25 +414,25 @@ class DecodeKernel:
     @cute.jit
     def await_tile(self, cta, work, token: Int32, stage: Int32, phase: Int32):
         """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
-        config, thread = self.config, cta.warp * WARP_THREADS + cta.lane
+        config, warp, lane = self.config, cta.warp, cta.lane
         cute.arch.mbarrier_wait(cta.barriers + stage, phase)
         if token + config.tile_tokens > work.length:
             # The request's last tile: the rows behind its end must not count, whatever they hold.
-            self.copier.clear_rows(cta.tiles, stage, work.length - token, thread)
+            self.copier.clear_rows(cta.tiles, stage, work.length - token, warp * WARP_THREADS + lane)
             sync_attending(config)
         if const_expr(config.features.window):
             hidden = work.hidden_tokens(cta.features.window) - token
             if hidden > 0:
                 # Rows that no query sees may be anything too, and their pages gone.
-                self.copier.clear_first_rows(cta.tiles, stage, hidden, thread)
+                self.copier.clear_first_rows(cta.tiles, stage, hidden, warp * WARP_THREADS + lane)
                 sync_attending(config)
 
     @cute.jit
-    def give_back(self, cta, barrier):
-        """The warp is done with the tile whose ``barrier`` this is."""
+    def give_back(self, cta, empty, stage: Int32):
+        """The warp is done with the tile in ``stage``."""
         cute.arch.sync_warp()
         if cta.lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+            cute.arch.mbarrier_arrive(empty + stage)
 
     def finish(self, cta, work, state):
         """Hands over what the warp has summed up."""

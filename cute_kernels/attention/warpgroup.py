@@ -157,7 +157,7 @@ class WarpgroupKernel(DecodeKernel):
             before = self.stage_before(stage)
             self.start_products(cta, state, before)
             if token > work.first_token(config):
-                self.give_back(cta, empty + before)
+                self.give_back(cta, empty, before)
             masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
             first_token = token + cta.roles.slice_index * config.slice_tokens
             self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token)
