@@ -61,8 +61,8 @@ class Rows:
         s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
         lines: [j] what it takes for that.
         headers: [j] of the rows of V.
-        sums: register tensor [2, column]: of the probabilities of all rows, and of those times shifts of V, which begins
-            with the sum of all tiles before.
+        sums: register tensor [2, column]: of the probabilities of all rows; of those times shifts of V, on top of what
+            all tiles before have.
     """
 
     first: int
