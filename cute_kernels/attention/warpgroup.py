@@ -150,11 +150,11 @@ class WarpgroupKernel(DecodeKernel):
         state = self.open_state(cta, work, query)
         number = state.keys.warpgroup.number
         self.give_first_turn(number)
+        before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
         while token < work.length:
             # All attending warps meet where rows are cleared: before turns.
             self.await_tile(cta, work, token, stage, phase)
             await_turn(number)
-            before = self.stage_before(stage)
             self.start_products(cta, state, before)
             if token > work.first_token(config):
                 self.give_back(cta, empty, before)
@@ -165,9 +165,11 @@ class WarpgroupKernel(DecodeKernel):
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
             token = token + stride
+            before = stage
             stage, phase = advance(stage, phase, config.num_stages)
-        self.start_products(cta, state, self.stage_before(stage))
-        self.value_reader.wait_for(state.values, [], 0)
+        if token > work.first_token(config):
+            self.start_products(cta, state, before)
+            self.value_reader.wait_for(state.values, [], 0)
         self.finish(cta, work, state)
 
     @cute.jit
@@ -175,15 +177,8 @@ class WarpgroupKernel(DecodeKernel):
         if number == 1:
             pass_turn(number)
 
-    def stage_before(self, stage: Int32):
-        """The ring's place of the tile before; for the first one, whatever lies there."""
-        return cutlass.select_(stage == 0, self.config.num_stages, stage) - 1
-
     def start_products(self, cta, state, stage: Int32):
-        """Starts adding P V of the last tile, which lies in ``stage``.
-
-        Before the first one P is zero, and codes are finite whatever their bits are.
-        """
+        """Starts adding P V of the last tile, which lies in ``stage``."""
         place = cute.arch.make_warp_uniform(state.keys.warpgroup.last_operand(self.config.probability_bytes))
         address = self.copier.stage_addresses(cta.tiles, stage)[1]
         self.value_reader.start_products(state.values, address, wgmma.descriptor(place))

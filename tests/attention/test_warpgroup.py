@@ -360,7 +360,6 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
     arch = SimpleNamespace(setmaxregister_increase=lambda _: None)
     monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(arch=arch))
     monkeypatch.setattr(warpgroup, "advance", lambda stage, phase, count: ((stage + 1) % count, phase))
-    monkeypatch.setattr(warpgroup, "cutlass", SimpleNamespace(select_=lambda condition, a, b: a if condition else b))
     monkeypatch.setattr(warpgroup, "await_turn", lambda number: barriers.sync(f"turn {number}"))
     monkeypatch.setattr(warpgroup, "pass_turn", lambda number: barriers.arrive(f"turn {1 - number}"))
     work = SimpleNamespace(length=TOKENS * tiles, num_parts=1, first_token=lambda config: 0)
@@ -391,8 +390,7 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
             attend=attend,
             finish=lambda *_: None,
         )
-        for name in ("give_first_turn", "stage_before"):
-            setattr(kernel, name, plain(name).__get__(kernel))
+        kernel.give_first_turn = plain("give_first_turn").__get__(kernel)
         cta = SimpleNamespace(barriers=96, tiles=None, roles=SimpleNamespace(slice_index=0))
         plain("attend_tiles")(kernel, cta, work, None, stage, 0)
 
@@ -402,11 +400,14 @@ def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tile
     assert turns == [0, 1] * tiles
     for number in range(2):
         own, want = [event[1:] for event in events if event[0] == number], []
-        for tile in range(tiles):
-            want += [("values", (stage + tile - 1) % 4), *[("back", (stage + tile - 1) % 4)] * (tile > 0)]
-            want.append(("scores", (stage + tile) % 4))
-        assert own == [*want, ("values", (stage + tiles - 1) % 4), ("end",)]
-        # Nobody else's products between the two of a turn.
-        ends = [max((i for i, event in enumerate(events) if event[:2] == (n, "values")), default=-1) for n in range(2)]
-        owners = [e[0] for i, e in enumerate(events) if e[1] in ("values", "scores") and i not in ends]
-        assert owners == [0, 0, 1, 1] * tiles
+        for place in range(stage, stage + tiles):
+            before = (max(stage, place - 1)) % 4
+            want += [("values", before), *[("back", before)] * (place > stage), ("scores", place % 4)]
+        assert own == [*want, *[("values", (stage + tiles - 1) % 4), ("end",)] * (tiles > 0)]
+    # Nobody else's products between the two of a turn.
+    last = {
+        number: max(i for i, e in enumerate(events) if e[:2] == (number, "values"))
+        for number in range(2 if tiles else 0)
+    }
+    owners = [e[0] for i, e in enumerate(events) if e[1] in ("values", "scores") and i not in last.values()]
+    assert owners == [0, 0, 1, 1] * tiles
