@@ -32,6 +32,7 @@ MAX_PREFETCH = 16
 # A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
 ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
+MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
 SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
 STRETCH_WITHOUT_SPILLS = 4  # of whole contexts of 656-byte tokens: with 5, ptxas keeps two words in local memory
@@ -209,15 +210,30 @@ class MlaConfig:
         return None
 
 
+COMBINE_SLOTS = (1, 8)
+
+
 @dataclass(frozen=True)
 class CombineConfig:
     """The kernel that adds up the parts of split rows.
 
     dtype: "bf16" or "fp16", of the result.
+    slots: groups of 128 threads of a CTA. One for many rows, of which an SM then has many CTAs; 8 for few rows: an SM
+        has no more than one, so that all SMs have some.
     """
 
-    num_threads: int = V_HEAD_DIM // 4  # a vector of 4 columns each
     dtype: str = "bf16"
+    slots: int = COMBINE_SLOTS[0]
+
+    @property
+    def num_threads(self) -> int:
+        """Of a CTA: a vector of 4 columns each."""
+        return self.slots * (V_HEAD_DIM // 4)
+
+    @property
+    def batch(self) -> int:
+        """Parts that a thread asks for at once."""
+        return 4 if self.slots == COMBINE_SLOTS[0] else 8
 
     @property
     def name(self) -> str:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     BLOCK_TOKENS,
+    COMBINE_SLOTS,
     HEAD_DIM,
+    MAX_PARTS,
     V_HEAD_DIM,
     MlaConfig,
     crosses,
@@ -26,7 +28,6 @@ from cute_kernels.sm90 import NUM_SMS
 COMBINE_US = 3.2
 COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
-MAX_PARTS = 64
 MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
@@ -110,6 +111,15 @@ def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
     blocks = -(-shape.num_blocks // num_parts)
     in_turns = not shape.ragged and blocks <= MAX_TURN_BLOCKS
     return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
+
+
+def choose_combine(shape: WorkShape) -> tuple[int, int]:
+    """(`CombineConfig.slots`, row_bits of the combining kernel): for few rows as many threads each as SMs allow."""
+    rows, slots = shape.num_rows * shape.num_heads, COMBINE_SLOTS[1]
+    for row_bits in range(slots.bit_length()):
+        if -(-rows >> row_bits) <= shape.num_sms:
+            return slots, row_bits
+    return COMBINE_SLOTS[0], 0
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
