@@ -102,16 +102,33 @@ class Writer:
 
     @cute.jit
     def write_partial(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
-        """Unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
+        """Unnormalised fp32 values; the four lanes of a row write 64 bytes together."""
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
-            if work.first_head + head < work.shape.num_heads:
-                place = partial_values(results, work.shape, work.query_row(head), work.part)
-                place = place + (half * HALF * 4 + lane % 4 * 8)
-                for i in cutlass.range_constexpr(0, HALF // 2, 4):
-                    column = sum_place(i)[1]
-                    first = i + 2 * below
-                    ptx.store_global(place + column * 4, [sums[first], sums[first + 1]])
+            place = partial_values(results, work.shape, work.query_row(head), work.part)
+            place = place + (half * HALF * 4 + partial_offset(lane))
+            exists = work.first_head + head < work.shape.num_heads
+            for i in cutlass.range_constexpr(0, HALF // 2, 8):
+                piece = partial_piece(sums, i + 2 * below, lane)
+                if exists:
+                    ptx.store_global(place, piece, offset=4 * sum_place(i)[1])
+
+
+def partial_offset(lane):
+    """Bytes from 16 columns of a row to the four that a lane writes: of the first 8 of them by even lanes."""
+    return (lane % 2 * 8 + lane // 2 % 2 * 4) * 4
+
+
+def partial_piece(sums, first: int, lane) -> list[Any]:
+    """Four sums side by side: two neighbouring lanes have two each of 8 columns and of the next 8, and each gives one
+    pair for another. first: index of a row's first sum of 16 columns."""
+    odd = lane % 2 != 0
+    own, taken = [], []
+    for i in range(2):
+        low, high = sums[first + i], sums[first + 4 + i]
+        own.append(cutlass.select_(odd, high, low))
+        taken.append(cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), 1))
+    return [cutlass.select_(odd, *pair) for pair in (*zip(taken, own), *zip(own, taken))]
 
 
 def exists_sink(results):

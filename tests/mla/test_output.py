@@ -70,6 +70,23 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
     assert np.array_equal(bf16_values(memory), bf16_values(bf16_bits(scaled)))
 
 
+def test_partial_results_are_written_by_whole_sectors(monkeypatch):
+    """Two lanes trade pairs until each has four columns side by side; a row's lanes write two sectors together."""
+    machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, output)
+    sums = np.random.default_rng(3).standard_normal((64, output.HALF)).astype(np.float32)
+    found = np.zeros_like(sums)
+    for warp, below, i in itertools.product(range(4), range(2), range(0, output.HALF // 2, 8)):
+        piece = output.partial_piece(accumulators(sums, warp), i + 2 * below, LANES)
+        places = np.asarray(output.partial_offset(LANES) + 4 * wgmma_tiles.sum_place(i)[1])
+        rows = 16 * warp + LANES // 4 + 8 * below
+        sectors, counts = np.unique(rows * 4096 + places // 32, return_counts=True)
+        assert len(sectors) == 16 and (counts == 2).all() and (places % 16 == 0).all()
+        for j, value in enumerate(piece):
+            found[rows, places // 4 + j] = np.asarray(value)
+    assert np.array_equal(found, sums)
+
+
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(monkeypatch, slack):
     """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does.
