@@ -1,4 +1,4 @@
-"""Adding up the parts of split rows: some threads per head of a row of queries, a thread per four columns of some parts.
+"""Adding up the parts of split rows: a thread per four columns of some parts of a head of a row of queries.
 
 The launch begins before the one that writes the parts has ended (programmatic dependent launch), and waits for its end.
 Where few rows are cut into many parts, what counts is that all parts are asked for at once, and by all SMs: a CTA then
@@ -7,6 +7,7 @@ is so large that an SM holds one, since CTAs that come early would crowd on the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -148,18 +149,20 @@ class CombineKernel:
             head = query_row % shape.num_heads
             sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
             denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
-        lse = (maximum + ptx.log2(total)) * ptx.LN_2
-        top = maximum * ptx.LN_2
-        factor = ptx.reciprocal(denominator)
-        if total == 0.0:
-            lse, top = Float32.inf, -Float32.inf
-            factor = Float32(0.0)
-        words = [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in (0, 2)]
+        words, lse, top = self.outcome(sums, maximum, total, denominator)
         ptx.store_global(results.out + Int64(query_row) * (V_HEAD_DIM * 2) + column * 8, words)
         if column == 0:
             ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
             if results.max_logits != 0:
                 ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
+
+    def outcome(self, sums, maximum, total, denominator) -> tuple[list[Any], Any, Any]:
+        """(four columns as words, log-sum-exp, greatest score). denominator: the total and the sink's weight."""
+        exists = total != 0.0
+        lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
+        top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
+        factor = cutlass.select_(exists, ptx.reciprocal(denominator), Float32(0.0))
+        return [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in (0, 2)], lse, top
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:

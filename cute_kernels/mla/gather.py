@@ -64,8 +64,8 @@ def write_flags(memory, stage, group, valid, lane):
 
 
 def await_barriers(config: MlaConfig) -> None:
-    """Waits until the barriers of shared memory are there, in both CTAs of a pair. Every thread does so once, those that
-    gather behind their first loads."""
+    """Waits until the barriers of shared memory are there, in both CTAs of a pair. Every thread does so once; those
+    that gather, behind their first loads."""
     cute.arch.sync_warp()
     if config.crossover:
         cute.arch.cluster_wait()

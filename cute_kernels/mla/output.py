@@ -128,7 +128,7 @@ def partial_piece(sums, first: int, lane) -> list[Any]:
         low, high = sums[first + i], sums[first + 4 + i]
         own.append(cutlass.select_(odd, high, low))
         taken.append(cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), 1))
-    return [cutlass.select_(odd, *pair) for pair in (*zip(taken, own), *zip(own, taken))]
+    return [cutlass.select_(odd, *pair) for pair in zip([*taken, *own], [*own, *taken], strict=True)]
 
 
 def exists_sink(results):
