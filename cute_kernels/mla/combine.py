@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_max, lane_sum
-from cute_kernels.mla.config import MAX_PARTS, STATS_BYTES, V_HEAD_DIM, CombineConfig
+from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.output import exists_sink
 from cute_kernels.mla.softmax import LOWEST
@@ -33,6 +33,7 @@ class CombineKernel:
 
     def __init__(self, config: CombineConfig):
         self.config = config
+        self.form = PARTIALS[config.partials]
         self.numbers = of_name(config.dtype)
 
     @cute.jit
@@ -82,40 +83,44 @@ class CombineKernel:
     @cute.jit
     def add_parts(self, results, shape, query_row, exists, group, groups, column):
         """(fp32 [4] sums of every ``groups``-th part from the ``group``-th on, the row's maximum, its total)."""
-        stats = partial_stats(results, shape, query_row, 0)
-        values = partial_values(results, shape, query_row, 0) + column * 16
+        stats = partial_stats(results, shape, query_row, 0, self.form)
+        values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
         sums = cute.make_rmem_tensor(4, Float32)
         sums.fill(0.0)
-        words = cute.make_rmem_tensor(4 * self.config.batch, cutlass.Uint32)
+        # A thread's four values of a part are as many words as a value has bytes.
+        words = cute.make_rmem_tensor(self.form.value_bytes * self.config.batch, cutlass.Uint32)
         cute.arch.griddepcontrol_wait()
         self.load_values(words, values, group, groups, shape.num_parts * exists)
         # The compiler would have the values wait until it is known what they are worth.
         cute.arch.sync_warp()
-        known = self.load_stats(stats, shape.num_parts * exists)
+        known = self.load_stats(stats, shape.num_parts * exists, column)
         weights, maximum, total = weigh(known)
         first = group
         while first < shape.num_parts:
             for i in cutlass.range_constexpr(self.config.batch):
                 part = first + i * groups
                 weight = weight_of(weights, part)
+                found = self.values(words, i)
                 for j in cutlass.range_constexpr(4):
                     # A part without keys has written no values.
-                    value = cutlass.select_(weight > 0.0, words[4 * i + j].bitcast(Float32), Float32(0.0))
+                    value = cutlass.select_(weight > 0.0, found[j], Float32(0.0))
                     sums[j] = ptx.fma(value, weight, sums[j])
             first = first + self.config.batch * groups
             self.load_values(words, values, first, groups, shape.num_parts * exists)
         return sums, maximum, total
 
-    def load_stats(self, stats, num_parts) -> list[tuple[Any, Any]]:
-        """(maximum, total) of a lane's parts, of which the second is a warp's size behind the first; of those that do
-        not exist no weight."""
+    def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
+        """(maximum, total, what values of the thread's half are to be multiplied with) of a lane's parts, of which the
+        second is a warp's size behind the first; of those that do not exist no weight."""
         found = []
         for i in range(LANE_PARTS):
             part = cute.arch.lane_idx() + i * WARP_THREADS
             exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
-            words = numbers.load_global_if(exists, stats + part * STATS_BYTES, 0, 2, constant=False)
-            maximum, total = (word.bitcast(Float32) for word in words)
-            found.append((cutlass.select_(exists != 0, maximum, Float32(LOWEST)), total))
+            size = self.form.stats_bytes
+            words = numbers.load_global_if(exists, stats + part * size, 0, size // 4, constant=False)
+            maximum, total, *units = (word.bitcast(Float32) for word in words)
+            unit = cutlass.select_(column < ROW_THREADS // 2, *units) if units else Float32(1.0)
+            found.append((cutlass.select_(exists != 0, maximum, Float32(LOWEST)), total, unit))
         return found
 
     def load_values(self, words, values, first, groups, num_parts) -> None:
@@ -123,9 +128,16 @@ class CombineKernel:
         for i in range(self.config.batch):
             part = first + i * groups
             exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
-            found = numbers.load_global_if(exists, values + Int64(part) * (V_HEAD_DIM * 4), 0, constant=False)
-            for j in range(4):
-                words[4 * i + j] = found[j]
+            place, count = values + Int64(part) * self.form.row_bytes, self.form.value_bytes
+            for j, word in enumerate(numbers.load_global_if(exists, place, 0, count, constant=False)):
+                words[count * i + j] = word
+
+    def values(self, words, i: int) -> list[Any]:
+        """A thread's four values of the ``i``-th part of a batch, as they were stored."""
+        if self.form.value_bytes == 4:
+            return [words[4 * i + j].bitcast(Float32) for j in range(4)]
+        pairs = [words[2 * i + j] for j in range(2)]
+        return [half(pair) for pair in pairs for half in (ptx.half2_low_to_float, ptx.half2_high_to_float)]
 
     @cute.jit
     def add_groups(self, sums, groups, rows, slot, column):
@@ -166,16 +178,17 @@ class CombineKernel:
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:
-    """(what a lane's parts are worth in the whole, the row's maximum, its total) of `CombineKernel.load_stats`."""
+    """(what values of a lane's parts are worth in the whole, the row's maximum, its total) of
+    `CombineKernel.load_stats`."""
     maximum = known[0][0]
-    for other, _ in known[1:]:
+    for other, _, _ in known[1:]:
         maximum = ptx.fmax(maximum, other)
     maximum = lane_max(maximum, LANES)
     weights, total = [], Float32(0.0)
-    for part_maximum, part_total in known:
+    for part_maximum, part_total, unit in known:
         weight = ptx.exp2(part_maximum - maximum)
-        weights.append(cutlass.select_(part_total > 0.0, weight, Float32(0.0)))
-        total = ptx.fma(weights[-1], part_total, total)
+        weights.append(cutlass.select_(part_total > 0.0, weight * unit, Float32(0.0)))
+        total = ptx.fma(weight, part_total, total)
     return weights, maximum, lane_sum(total, LANES)
 
 

@@ -49,7 +49,8 @@ def shipped_specs() -> list[KernelSpec]:
 
 def combine_specs(dtype: str) -> list[CombineSpec]:
     """Whatever launches with results of "bf16" or "fp16" may add up their parts by."""
-    return [CombineSpec(CombineConfig(dtype, slots)) for slots in COMBINE_SLOTS]
+    kinds = (MlaConfig, FewHeadsConfig) if dtype == FewHeadsConfig.layout.dtype else (MlaConfig,)
+    return [CombineSpec(CombineConfig(dtype, slots, kind.partials)) for kind in kinds for slots in COMBINE_SLOTS]
 
 
 def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:

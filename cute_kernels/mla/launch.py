@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import PARTIALS, V_HEAD_DIM, CombineConfig, MlaConfig
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.schedule import WorkShape, choose, choose_combine, count_ctas
 from cute_kernels.runtime.cache import load
@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         num_ctas: of the launch.
-        part_words: fp32 words of all partial results, 0 if rows are not cut.
+        part_words: words of all partial results, 0 if rows are not cut.
         combine_row_bits: as the combining function takes it.
     """
 
@@ -173,9 +173,10 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
     if num_parts == cluster:
         return Plan(function, None, num_parts, num_ctas, 0)
-    words = shape.num_rows * shape.num_heads * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
+    form = PARTIALS[config.partials]
+    words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
     slots, row_bits = choose_combine(shape)
-    combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots)), arch)
+    combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
     return Plan(function, combine, num_parts, num_ctas, words, row_bits)
 
 
