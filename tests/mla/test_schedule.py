@@ -17,6 +17,7 @@ from cute_kernels.mla.schedule import (
     WIDE,
     WorkShape,
     choose,
+    choose_combine,
     choose_parts,
     cost_us,
     count_ctas,
@@ -106,6 +107,17 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
     assert choose_parts(WorkShape(128, 64, 2048)) == 1
     assert choose_parts(WorkShape(1, 16, 64)) == 1
     assert choose_parts(WorkShape(1, 128, 32768)) in range(24, 67)
+
+
+@given(SHAPES)
+def test_few_rows_are_added_up_by_all_sms(shape):
+    slots, row_bits = choose_combine(shape)
+    rows, ctas = shape.num_rows * shape.num_heads, -(-shape.num_rows * shape.num_heads // (1 << row_bits))
+    if slots == 1:
+        assert row_bits == 0 and -(-rows // 8) > shape.num_sms
+    else:
+        assert 1 << row_bits <= slots and ctas <= shape.num_sms
+        assert row_bits == 0 or -(-rows // (1 << (row_bits - 1))) > shape.num_sms
 
 
 def test_rows_of_one_length_are_taken_in_turns():
