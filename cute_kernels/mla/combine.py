@@ -87,8 +87,8 @@ class CombineKernel:
 
     @cute.jit
     def add_parts(self, results, shape, query_row, present, group, groups, column):
-        """(fp32 [4] sums of every ``groups``-th part from the ``group``-th on, its maximum, its total), of no part
-        if ``present`` is 0 instead of 1."""
+        """(fp32 [4] sums of every ``groups``-th part from the ``group``-th on, the row's maximum, its total); of no part
+        if ``present`` is 0, not 1."""
         stats = partial_stats(results, shape, query_row, 0, self.form)
         values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
         sums = cute.make_rmem_tensor(4, Float32)
