@@ -74,32 +74,27 @@ class CombineKernel:
         query_row = (cute.arch.block_idx()[0] << row_bits) + (slot & (rows - 1))
         exists = cutlass.select_(query_row < shape.rows * shape.num_heads, Int32(1), Int32(0))
         column = tid % ROW_THREADS
-        # Where all SMs have one CTA, what they wait for is their program as well: a turn without parts brings it.
-        for turn in cutlass.range(0 if self.config.rehearses else 1, 2, unroll=1):
-            if turn == 1:
-                cute.arch.griddepcontrol_wait()
-            present = exists * turn
-            sums = self.add_parts(results, shape, query_row, present, group, groups, column)
-            if const_expr(self.config.slots > 1):
-                self.add_groups(sums[0], groups, rows, slot, column)
-            if (group == 0) & (present != 0):
-                self.write(results, shape, query_row, column, *sums)
+        sums = self.add_parts(results, shape, query_row, exists, group, groups, column)
+        if const_expr(self.config.slots > 1):
+            self.add_groups(sums[0], groups, rows, slot, column)
+        if (group == 0) & (exists != 0):
+            self.write(results, shape, query_row, column, *sums)
 
     @cute.jit
-    def add_parts(self, results, shape, query_row, present, group, groups, column):
-        """(fp32 [4] sums of every ``groups``-th part from the ``group``-th on, the row's maximum, its total); of no part
-        if ``present`` is 0, not 1."""
+    def add_parts(self, results, shape, query_row, exists, group, groups, column):
+        """(fp32 [4] sums of every ``groups``-th part from the ``group``-th on, the row's maximum, its total)."""
         stats = partial_stats(results, shape, query_row, 0, self.form)
         values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
         sums = cute.make_rmem_tensor(4, Float32)
         sums.fill(0.0)
         # A thread's four values of a part are as many words as a value has bytes.
         words = cute.make_rmem_tensor(self.form.value_bytes * self.config.batch, cutlass.Uint32)
-        num_parts = shape.num_parts * present
-        self.load_values(words, values, group, groups, num_parts)
+        cute.arch.griddepcontrol_wait()
+        self.load_values(words, values, group, groups, shape.num_parts * exists)
         # The compiler would have the values wait until it is known what they are worth.
         cute.arch.sync_warp()
-        weights, maximum, total = weigh(self.load_stats(stats, num_parts, column))
+        known = self.load_stats(stats, shape.num_parts * exists, column)
+        weights, maximum, total = weigh(known)
         first = group
         while first < shape.num_parts:
             for i in cutlass.range_constexpr(self.config.batch):
@@ -111,7 +106,7 @@ class CombineKernel:
                     value = cutlass.select_(weight > 0.0, found[j], Float32(0.0))
                     sums[j] = ptx.fma(value, weight, sums[j])
             first = first + self.config.batch * groups
-            self.load_values(words, values, first, groups, num_parts)
+            self.load_values(words, values, first, groups, shape.num_parts * exists)
         return sums, maximum, total
 
     def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:

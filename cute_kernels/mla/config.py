@@ -257,11 +257,6 @@ class CombineConfig:
         return self.slots * (V_HEAD_DIM // 4)
 
     @property
-    def rehearses(self) -> bool:
-        """Whether a CTA runs through its program once before there is anything to add up."""
-        return self.slots > 1
-
-    @property
     def batch(self) -> int:
         """Parts that a thread asks for at once."""
         return 4 if self.slots == COMBINE_SLOTS[0] else 8

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
@@ -59,9 +58,8 @@ class Items:
 
     @property
     def count(self):
-        """Numbers of shares are below it. CTAs that there is no share for have one behind the last part, of no blocks:
-        they bring the program of a share's end into L2 for the others, which all come to it at once."""
-        return cutlass.max(self.counts.shares, self.step)
+        """Numbers of shares are below it."""
+        return self.counts.shares
 
     def place(self, index) -> tuple[Any, Any, Any]:
         """(row, block of heads, part) of a share."""

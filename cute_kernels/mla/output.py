@@ -42,7 +42,7 @@ class Writer:
             query_row = work.query_row(head)
             factor = Float32(1.0)
             if work.shape.num_parts > 1:
-                if exists & (work.part < work.shape.num_parts):
+                if exists:
                     place = partial_stats(results, work.shape, query_row, work.part, PARTIAL)
                     ptx.store_global(place, [maxima[i], totals[i]])
             else:
@@ -75,7 +75,8 @@ class Writer:
     def write(self, work, results, sums, factors, warp, lane, half: cutlass.Constexpr):
         """Writes a warpgroup's half of the columns."""
         if work.shape.num_parts > 1:
-            self.write_partial(work, results, sums, warp, lane, half)
+            if work.begin < work.end:
+                self.write_partial(work, results, sums, warp, lane, half)
         else:
             self.store(work, results, sums, factors, warp, lane, half)
 
@@ -103,8 +104,7 @@ class Writer:
 
     @cute.jit
     def write_partial(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
-        """Unnormalised values as `PARTIAL` has them, as :meth:`store` writes results; those of a part without blocks
-        stay here."""
+        """Unnormalised values as `PARTIAL` has them, as :meth:`store` writes results."""
         scales = [scale_of(sums, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.
@@ -115,7 +115,7 @@ class Writer:
             stats = partial_stats(results, work.shape, query_row, work.part, PARTIAL)
             scale, unit = scales[below]
             pieces = self.pieces(sums, scale, below, lane, ptx.pack_f16x2)
-            if (work.first_head + head < work.shape.num_heads) & (work.begin < work.end):
+            if work.first_head + head < work.shape.num_heads:
                 for i in cutlass.range_constexpr(len(pieces)):
                     ptx.store_global(place + PIECE_PITCH * i, pieces[i])
                 if lane % 4 == 0:

@@ -108,12 +108,10 @@ def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
 def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
     """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where shares are short and have the same
     length as many as there are SMs, which take them in turns, else one for every share, which goes to the SM that is
-    free first. Where there is room for a cluster more, parts have one without a share, see `Items.count`."""
+    free first."""
     shares = shape.num_ctas(BLOCK_HEADS) * num_parts
     blocks = -(-shape.num_blocks // num_parts)
     in_turns = not shape.ragged and blocks <= MAX_TURN_BLOCKS
-    if num_parts > 1 and shares + cluster <= shape.num_sms:
-        return shares + cluster
     return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
 
 
