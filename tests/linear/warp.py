@@ -21,6 +21,15 @@ class LinearWarp(warp.Warp):
             if hasattr(module, "numbers"):
                 monkeypatch.setattr(module, "numbers", self)
 
+    def lop3(self, a: Lanes, b: Lanes, c: Any, table: int) -> Lanes:
+        found = np.zeros(32, np.uint32)
+        words = [np.asarray(warp.Uint32(word)) for word in (a, b, c)]
+        for number in range(8):
+            if table >> number & 1:
+                bits = [word if number >> (2 - i) & 1 else ~word for i, word in enumerate(words)]
+                found |= bits[0] & bits[1] & bits[2]
+        return warp.Uint32(found)
+
     def add_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves(bf16_bits(bf16_values(halves(a)) + bf16_values(halves(b))))
 

@@ -68,6 +68,7 @@ class Lane:
     code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
     row: Any  # its first row in the first tile of its warpgroup, among the block's
     masks: Any  # of the decoder
+    part: Any = 0  # of the inputs of a unit
 
 
 class WgmmaKernel:
@@ -77,7 +78,7 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder = Decoder(config.bits, config.dtype)
+        self.decoder = Decoder(config.bits, config.dtype, config.packed_bytes, config.fused)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -187,7 +188,7 @@ class WgmmaKernel:
             scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
         if const_expr(config.zero_stage_bytes):
             zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
-        staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
+        staging = smem.allocate(config.math_warpgroups * config.staging_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
         table = Int32(0)
         if const_expr(self.table_bytes):
@@ -250,8 +251,11 @@ class WgmmaKernel:
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                for part in cutlass.range_constexpr(parts):
+                    if const_expr("x" in config.ablate):
+                        cute.arch.mbarrier_arrive(barrier)
+                    else:
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                for part in cutlass.range_constexpr(0 if "x" in config.ablate else parts):
                     if part < present:
                         for box in cutlass.range_constexpr(boxes):
                             chosen = source[None, part, unit * boxes + box]
@@ -285,6 +289,9 @@ class WgmmaKernel:
         """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
+        if "w" in config.ablate:
+            cute.arch.mbarrier_arrive(barrier)
+            return
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         tile_bytes = config.unit_tiles * TILE_BYTES
@@ -323,25 +330,35 @@ class WgmmaKernel:
 
     def lane_places(self, shape, warp, lane) -> Lane:
         config = self.config
-        first_tile = warp // WARPGROUP_WARPS * config.m_tiles
+        group, part = self.places_of(warp // WARPGROUP_WARPS)
+        first_tile = group * config.m_tiles
         row_warp = warp % WARPGROUP_WARPS
         return Lane(
             code_offset=first_tile * (config.unit_tiles * TILE_BYTES)
+            + part * (config.part_tiles * TILE_BYTES)
             + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
             + lane * FRAGMENT_BYTES,
             row=first_tile * TILE_N + row_warp * 16 + lane // 4,
-            masks=self.decoder.masks(Uint32(shape.m >> 31)),
+            masks=self.decoder.masks(Uint32((shape.m + lane if config.fused else shape.m) >> 31)),
+            part=part,
         )
+
+    def places_of(self, warpgroup) -> tuple[Any, Any]:
+        """Which output features of a tile, and which part of a unit, a multiplying warpgroup has."""
+        if self.config.k_parts == 1:
+            return warpgroup, 0
+        return warpgroup % self.config.warpgroups, warpgroup // self.config.warpgroups
 
     @cute.jit
     def multiply(self, operands, shape, memory, items, warp, lane):
         """A multiplying warp: the products of its items, then their results."""
         config = self.config
         place = self.lane_places(shape, warp, lane)
-        group = warp // WARPGROUP_WARPS
+        warpgroup = warp // WARPGROUP_WARPS
+        group, part = self.places_of(warpgroup)
         store = Store(
-            staging=memory.staging + group * config.staging_bytes,
-            warpgroup=group,
+            staging=memory.staging + warpgroup * config.staging_bytes,
+            warpgroup=warpgroup,
             tid=warp % WARPGROUP_WARPS * WARP_THREADS + lane,
             row_warp=warp % WARPGROUP_WARPS,
             lane=lane,
@@ -364,9 +381,12 @@ class WgmmaKernel:
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
+            if const_expr(config.k_parts > 1):
+                self.epilogue.join_parts(store, group, part, sums)
             if const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
-                corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)
+                token = part * config.joined_tokens + item.split * config.own_tokens
+                corner = self.corner(shape, item, first_tile, token)
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
                 cute.arch.cluster_wait()  # until nobody reads this CTA's sums any more
             else:
@@ -374,7 +394,7 @@ class WgmmaKernel:
                     self.epilogue.combine(operands, store, item, sums)
                 if item.split == item.splits - 1:
                     for i in cutlass.range_constexpr(config.m_tiles):
-                        corner = self.corner(shape, item, first_tile + i)
+                        corner = self.corner(shape, item, first_tile + i, part * config.joined_tokens)
                         self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
 
     def corner(self, shape, item, index, token=0) -> Corner:
@@ -450,7 +470,7 @@ class WgmmaKernel:
         return [
             [
                 ptx.load_shared_vector(address, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
+                for tile in range(config.part_tiles)
             ]
             for i in range(config.m_tiles)
         ]
@@ -464,10 +484,13 @@ class WgmmaKernel:
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
         words = self.load_codes(codes)
         groups = [self.load_groups(memory, stage, place, i) for i in range(config.m_tiles)]
-        x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
+        x = memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes
+        if config.k_parts > 1:
+            x = x + place.part * (config.x_stage_bytes // config.k_parts)
+        x = wgmma.descriptor(x)
         tile_sums = config.tokens // 2
         totals = [[sums[i * tile_sums + j] for j in range(tokens // 2)] for i in range(config.m_tiles)]
-        for part in range(config.unit_steps // config.group_steps):
+        for part in range(config.part_steps // config.group_steps):
             steps = range(part * config.group_steps, (part + 1) * config.group_steps)
             operands = [
                 self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
@@ -495,6 +518,10 @@ class WgmmaKernel:
         """The A operand of a k16 step of the unit: weights, rounded once; without groups, codes less zero points."""
         config, decoder = self.config, self.decoder
         scales, offsets = groups[step * STEP_K // config.group_size if config.group_size else 0]
+        if "d" in config.ablate:
+            n = decoder.words_per_step
+            found = words[step // decoder.steps][step % decoder.steps * n :][:n]
+            return [found[i % n] + Uint32(i) for i in range(4)]
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)
         if not config.group_size:
             return registers
@@ -509,7 +536,9 @@ class WgmmaKernel:
         # The rows of a group of a tile lie together, the groups of a tile behind each other.
         first_tile, row = place.row // TILE_N, place.row % TILE_N
         groups = []
-        for group in range(config.unit_groups):
+        if config.k_parts > 1 and config.unit_groups > 1:
+            row = row + place.part * (config.part_groups * TILE_N)
+        for group in range(config.part_groups):
             at = (first_tile + tile) * (config.unit_groups * TILE_N) + group * TILE_N + row
             found = [ptx.load_shared_part(scales + at * 2, 16 * half, 2) for half in range(2)]
             pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in found]
