@@ -73,6 +73,7 @@ class WgmmaConfig:
     packed_bytes: bool = False
     fused: bool = False
     cluster: int = 1
+    sharing: int = 1
     synchronous: bool = False
     ablate: str = ""
 
@@ -245,6 +246,7 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}{'b' if self.packed_bytes else ''}{'f' if self.fused else ''}"
+        groups += f"share{self.sharing}" * (self.sharing > 1)
         groups += f"h{self.k_parts}" * (self.k_parts > 1) + f"_no{self.ablate}_" * bool(self.ablate)
         return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
 

@@ -125,7 +125,7 @@ class WgmmaKernel:
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
+            cluster=(config.cluster * config.sharing, 1, 1) if config.cluster * config.sharing > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -139,6 +139,9 @@ class WgmmaKernel:
         """What brings a box of x, and x as boxes are taken from it."""
         rows = self.config.part_tokens
         box = cute.slice_(self.boxes_layout(rows, 1), (None, None, 0))
+        if const_expr(self.config.sharing > 1):
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            return cpasync.make_tiled_tma_atom(op, x, box, (rows, BOX_K), num_multicast=self.config.sharing)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (rows, BOX_K))
 
     def boxes_layout(self, rows: int, count: int):
@@ -158,8 +161,16 @@ class WgmmaKernel:
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        cute.arch.sync_threads()
+        if const_expr(config.sharing > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+        if const_expr(config.sharing > 1):
+            # A CTA's memory stays until the others have had their last word to it.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @cute.jit
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
@@ -209,11 +220,25 @@ class WgmmaKernel:
         config = self.config
         for i in range(config.num_stages):
             cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
+            cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.sharing)
         cute.arch.mbarrier_init_fence()
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config = self.config
+        if const_expr(config.sharing > 1):
+            blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)
+            token_tiles = cute.ceil_div(shape.m, config.tokens)
+            return Items(
+                shape=shape,
+                first=cta // config.sharing,
+                stride=num_ctas // config.sharing,
+                count=blocks * token_tiles,
+                blocks=blocks,
+                token_tiles=token_tiles,
+                band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
+                sharing=config.sharing,
+                rank=cta % config.sharing,
+            )
         blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
         return Items(
@@ -244,7 +269,8 @@ class WgmmaKernel:
             first_row, _ = self.rows_of(shape, item)
             rows = cute.domain_offset((first_row, 0), x_view)
             places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
-            target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
+            rank = items.rank if const_expr(config.sharing > 1) else 0
+            target, source = cpasync.tma_partition(copy_x, rank, cute.make_layout(config.sharing), targets, places)
             present = self.parts_of(shape, item)
             size = present * (config.x_stage_bytes // parts)
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
@@ -260,7 +286,11 @@ class WgmmaKernel:
                         for box in cutlass.range_constexpr(boxes):
                             chosen = source[None, part, unit * boxes + box]
                             place = target[None, part, stage * boxes + box]
-                            cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
+                            if const_expr(config.sharing > 1):
+                                mask = cutlass.Int16((1 << config.sharing) - 1)
+                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=mask)
+                            else:
+                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
 
     def rows_of(self, shape, item) -> tuple[Any, Any]:
@@ -364,6 +394,8 @@ class WgmmaKernel:
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
+        if const_expr(config.sharing > 1):
+            teller = lane < config.sharing  # each tells one of the CTAs that bring it
         stage, phase = Int32(0), Int32(0)
         last = Int32(0)
         tile_sums = config.tokens // 2
@@ -462,7 +494,11 @@ class WgmmaKernel:
     def release(self, memory, stage, teller):
         """Says that this warp has done with a stage."""
         if teller:
-            cute.arch.mbarrier_arrive(memory.empty + stage)
+            if const_expr(self.config.sharing > 1):
+                barrier = Int32((memory.empty + stage).toint())
+                numbers.arrive_in_cluster(numbers.address_in(barrier, cute.arch.lane_idx()))
+            else:
+                cute.arch.mbarrier_arrive(memory.empty + stage)
 
     def load_codes(self, address) -> list[list[Any]]:
         """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""
