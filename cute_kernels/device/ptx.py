@@ -36,7 +36,7 @@ def prmt(a: Uint32, b: Uint32, selector: Uint32, *, loc=None, ip=None) -> Uint32
 
 @dsl_user_op
 def lop3(a: Uint32, b: Uint32, c: Uint32, table: int, *, loc=None, ip=None) -> Uint32:
-    """Any function of three bits, bit by bit: ``table`` is its value of 0xF0, 0xCC and 0xAA."""
+    """Any function of three words bit by bit; ``table`` is what it makes of the bytes 0xF0, 0xCC and 0xAA."""
     operands = [Uint32(a), Uint32(b), Uint32(c)]
     return _pure(Uint32, operands, f"lop3.b32 $0, $1, $2, $3, {table};", "=r,r,r,r", loc=loc, ip=ip)
 

@@ -76,39 +76,9 @@ def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, m
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
 
-@pytest.mark.parametrize("tokens", [32, 64, 128])
-def test_each_part_of_a_unit_has_all_inputs_of_its_share_of_the_tokens(tokens: int, monkeypatch):
-    config = with_ring(WgmmaConfig(4, "bf16", 128, tokens=tokens, unit_k=128, splits_k=True, k_parts=2))
-    assert config.can_implement() is None
-    warps, own = config.math_warps, config.joined_sums
-    gpu = WarpgroupWarp(np.full(warps // 4 * config.staging_bytes, 0xFF, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, epilogue)
-    subject = epilogue.TileEpilogue(config)
-    parts = np.random.default_rng(0).integers(-100, 100, (warps, config.thread_sums, 32))
-    sums = [[machine.Float32(value) for value in warp] for warp in parts]
-    batch = min(epilogue.JOIN_BATCH, own)
-    for first in range(0, own, batch):
-        gpu.shared_memory[:] = 0xFF  # NaN, as if others had used it between
-        for warp in range(warps):
-            store, part = store_of(config, warp), warp // (4 * config.warpgroups)
-            place, _ = subject.batch_places(store, part)
-            subject.leave_batch(place, part, sums[warp], first, batch)
-        for warp in range(warps):
-            store, part = store_of(config, warp), warp // (4 * config.warpgroups)
-            _, other = subject.batch_places(store, part)
-            subject.add_batch(other, part, sums[warp], first, batch)
-    both = parts.reshape(2, warps // 2, 2, own, 32).sum(0)  # [warp, share, sum, lane]
-    for warp in range(warps):
-        found = np.stack([np.asarray(value) for value in sums[warp][:own]])
-        part, other = divmod(warp, warps // 2)
-        assert np.array_equal(found, both[other, part])
-    for access in gpu.accesses:
-        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
-
-
 def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
     group, row_warp = divmod(warp, 4)
-    return epilogue.Store(group * config.staging_bytes, group, row_warp * 32 + machine.LANES, row_warp, machine.LANES)
+    return epilogue.Store(0, group, row_warp * 32 + machine.LANES, row_warp, machine.LANES)
 
 
 @pytest.mark.parametrize(

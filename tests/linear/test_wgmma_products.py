@@ -36,14 +36,6 @@ CONFIGS = [
     WgmmaConfig(8, "fp16", 64, True, tokens=32, warpgroups=3, unit_k=128, group_steps=2, num_stages=2),
     WgmmaConfig(4, "bf16", 128, tokens=256, num_stages=2),
 ]
-PARTS = [
-    WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, num_stages=2, k_parts=2, fused=True),
-    WgmmaConfig(8, "bf16", 128, tokens=64, unit_k=128, num_stages=2, k_parts=2, fused=True, packed_bytes=True),
-    WgmmaConfig(8, "bf16", 32, tokens=32, unit_k=128, num_stages=2, k_parts=2, fused=True, packed_bytes=True),
-    WgmmaConfig(8, "bf16", 0, tokens=32, unit_k=128, num_stages=2, fused=True, packed_bytes=True),
-    WgmmaConfig(4, "bf16", 64, True, tokens=32, unit_k=128, num_stages=2, k_parts=2),
-    WgmmaConfig(8, "fp16", 64, True, tokens=32, unit_k=128, num_stages=2, k_parts=2),
-]
 SYNCHRONOUS = [
     WgmmaConfig(4, "bf16", 128, tokens=16, m_tiles=2, warpgroups=4, unit_k=128, num_stages=2, synchronous=True),
     WgmmaConfig(4, "bf16", 128, tokens=16, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),
@@ -123,21 +115,12 @@ class Machine:
                 sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]
         return sums
 
-    def joined(self, group: int, warp: int) -> machine.Registers:
-        """A thread's sums of all parts of a unit."""
-        config = self.config
-        found = [self.sums(4 * (part * config.warpgroups + group) + warp) for part in range(config.k_parts)]
-        for part in found[1:]:
-            for i in range(config.thread_sums):
-                found[0][i] = found[0][i] + part[i]
-        return found[0]
-
     def stage(self, packed: bool) -> np.ndarray:
         """[tokens, block_rows], each tile's and each chunk's results as a warpgroup finds them in its buffer."""
         config = self.config
         found = np.zeros((config.tokens, config.block_rows))
         for group in range(config.warpgroups):
-            warps = [(warp, self.joined(group, warp)) for warp in range(4)]
+            warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
             for tile in range(config.m_tiles):
                 for start in range(0, config.tokens, config.chunk_tokens):
                     first = (tile * config.tokens + start) // 2
@@ -185,7 +168,7 @@ def rounded(config: WgmmaConfig, weight: PackedWeight) -> torch.Tensor:
     return (exact.to(weight.dtype).double() if rounds else exact)[:, : config.unit_k]
 
 
-@pytest.mark.parametrize("config", CONFIGS + PARTS + SYNCHRONOUS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS + SYNCHRONOUS, ids=lambda config: config.name)
 def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     generator = torch.Generator().manual_seed(1)
@@ -221,7 +204,7 @@ def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
             assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
 
-@pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:] + PARTS + SYNCHRONOUS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:] + SYNCHRONOUS, ids=lambda config: config.name)
 def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     x = torch.zeros(config.tokens, config.unit_k, dtype=weight.dtype)
@@ -231,7 +214,7 @@ def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monke
     assert np.array_equal(Machine(config, weight, x, monkeypatch).stage(packed=True), wanted)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:], *PARTS[:2], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 @pytest.mark.parametrize("packed", [False, True])
 def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, monkeypatch):
     weight = make_weight(config)

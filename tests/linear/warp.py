@@ -22,12 +22,11 @@ class LinearWarp(warp.Warp):
                 monkeypatch.setattr(module, "numbers", self)
 
     def lop3(self, a: Lanes, b: Lanes, c: Any, table: int) -> Lanes:
+        words = [np.broadcast_to(np.asarray(word, np.uint32), (32,)) for word in (a, b, c)]
         found = np.zeros(32, np.uint32)
-        words = [np.asarray(warp.Uint32(word)) for word in (a, b, c)]
         for number in range(8):
             if table >> number & 1:
-                bits = [word if number >> (2 - i) & 1 else ~word for i, word in enumerate(words)]
-                found |= bits[0] & bits[1] & bits[2]
+                found |= np.bitwise_and.reduce([w if number >> (2 - i) & 1 else ~w for i, w in enumerate(words)])
         return warp.Uint32(found)
 
     def add_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:

@@ -21,7 +21,7 @@ STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 # The same where MMAs are synchronous: the copying warps are given more, of which none is missed.
 SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
@@ -49,9 +49,6 @@ class WgmmaConfig:
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
         splits_k: whether K may be cut into parts.
-        k_parts: parts of the inputs of a unit, 1 or 2. Each part has ``warpgroups`` of its own, so that the scheduler of a
-            multiplying warp has three others to choose from; their sums meet in shared memory when an item is done.
-        packed_bytes: whether 8-bit codes become bf16 two at a time, instead of one at a time by way of fp32.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
@@ -69,13 +66,8 @@ class WgmmaConfig:
     group_steps: int = 2
     num_stages: int = 5
     splits_k: bool = False
-    k_parts: int = 1
-    packed_bytes: bool = False
-    fused: bool = False
     cluster: int = 1
-    sharing: int = 1
     synchronous: bool = False
-    ablate: str = ""
 
     @property
     def tile_k(self) -> int:
@@ -93,13 +85,8 @@ class WgmmaConfig:
         return TILE_N * self.block_tiles
 
     @property
-    def math_warpgroups(self) -> int:
-        """Warpgroups that multiply: of output features, and of parts of a unit."""
-        return self.warpgroups * self.k_parts
-
-    @property
     def math_warps(self) -> int:
-        return WARPGROUP_WARPS * self.math_warpgroups
+        return WARPGROUP_WARPS * self.warpgroups
 
     @property
     def epilogue_warps(self) -> int:
@@ -109,12 +96,12 @@ class WgmmaConfig:
     @property
     def num_threads(self) -> int:
         """Multiplying warpgroups, and one of copying warps: registers are given to whole warpgroups."""
-        return (self.math_warpgroups + 1) * WARPGROUP_THREADS
+        return (self.warpgroups + 1) * WARPGROUP_THREADS
 
     @property
     def math_registers(self) -> int:
         """Of a multiplying thread."""
-        return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.math_warpgroups]
+        return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.warpgroups]
 
     @property
     def copy_registers(self) -> int:
@@ -127,46 +114,22 @@ class WgmmaConfig:
         return self.m_tiles * self.tokens // 2
 
     @property
-    def joined_tokens(self) -> int:
-        """Rows of x of a tile that a warpgroup has all sums of a CTA of, once its parts have met."""
-        return self.tokens // self.k_parts
-
-    @property
-    def joined_sums(self) -> int:
-        """fp32 sums of a thread then."""
-        return self.thread_sums // self.k_parts
-
-    @property
     def own_tokens(self) -> int:
-        """Rows of x of a tile that a warpgroup stores."""
-        return self.joined_tokens // self.cluster
+        """Rows of x of a tile that a CTA stores."""
+        return self.tokens // self.cluster
 
     @property
     def unit_steps(self) -> int:
         return self.unit_k // STEP_K
 
     @property
-    def part_steps(self) -> int:
-        """k16 steps of a unit that a warpgroup multiplies."""
-        return self.unit_steps // self.k_parts
-
-    @property
     def unit_tiles(self) -> int:
         return self.unit_k // self.tile_k
-
-    @property
-    def part_tiles(self) -> int:
-        return self.unit_tiles // self.k_parts
 
     @property
     def unit_groups(self) -> int:
         """Groups that a unit has a part of; 0 where scales are per output feature."""
         return -(-self.unit_k // self.group_size) if self.group_size else 0
-
-    @property
-    def part_groups(self) -> int:
-        """Groups that a warpgroup's part of a unit has inputs of."""
-        return -(-self.unit_groups // self.k_parts)
 
     @property
     def part_tokens(self) -> int:
@@ -206,7 +169,7 @@ class WgmmaConfig:
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a warpgroup stores at a time."""
-        return min(CHUNK_TOKENS // self.k_parts, self.own_tokens)
+        return min(CHUNK_TOKENS, self.own_tokens)
 
     @property
     def staging_pitch(self) -> int:
@@ -226,7 +189,7 @@ class WgmmaConfig:
     @property
     def share_bytes(self) -> int:
         """A warpgroup's sums of the tokens that a CTA stores."""
-        return self.sum_bytes // (self.math_warpgroups * self.cluster)
+        return self.sum_bytes // (self.warpgroups * self.cluster)
 
     @property
     def num_barriers(self) -> int:
@@ -236,7 +199,7 @@ class WgmmaConfig:
     @property
     def smem_bytes(self) -> int:
         ring = self.num_stages * self.stage_bytes
-        return ring + self.math_warpgroups * self.staging_bytes + self.num_barriers * BARRIER_BYTES
+        return ring + self.warpgroups * self.staging_bytes + self.num_barriers * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -245,9 +208,7 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}{'b' if self.packed_bytes else ''}{'f' if self.fused else ''}"
-        groups += f"share{self.sharing}" * (self.sharing > 1)
-        groups += f"h{self.k_parts}" * (self.k_parts > 1) + f"_no{self.ablate}_" * bool(self.ablate)
+        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
         return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -265,7 +226,6 @@ class WgmmaConfig:
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
-            "k_parts": (1, 2),
             "cluster": CLUSTERS,
         }
         for field, wanted in choices.items():
@@ -274,7 +234,7 @@ class WgmmaConfig:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
         if self.group_size and self.unit_k % self.group_size and self.group_size % self.unit_k:
             return f"unit_k {self.unit_k} and group_size {self.group_size} do not divide one another"
-        if self.part_steps % (2 * self.group_steps):
+        if self.unit_steps % (2 * self.group_steps):
             # Operands take turns in two sets of registers, and each unit begins with the first.
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
         if self.part_tokens < MMA_TOKENS:

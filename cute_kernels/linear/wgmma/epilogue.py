@@ -26,7 +26,6 @@ PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different
 PACKED_VECTOR = 8  # results of 16 bytes
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
-JOIN_BATCH = 16  # sums that a thread hands to the other part of a unit at a time
 COMBINE_BATCH = 8  # vectors of another part that a thread asks for at a time, at most
 
 
@@ -57,7 +56,7 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
-        self.combine_batch = min(COMBINE_BATCH, config.joined_sums // 4)
+        self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
@@ -80,48 +79,6 @@ class TileEpilogue:
         """For all threads of the warpgroup."""
         cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
-    # -- parts of a unit ----------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def join_parts(self, store: Store, group, part, sums):
-        """Makes sums[: joined_sums] those of all inputs, of the ``part``-th share of the tile's tokens.
-
-        The two warpgroups of the same output features hand each other what they do not keep, through the staging
-        buffers, some at a time.
-        """
-        config = self.config
-        own, batch = config.joined_sums, min(JOIN_BATCH, config.joined_sums)
-        place, other = self.batch_places(store, part)
-        # Barriers behind those of each warpgroup and that of all of them, see `join`.
-        barrier = group + (config.math_warpgroups + 2)
-        for first in cutlass.range_constexpr(0, own, batch):
-            self.leave_batch(place, part, sums, first, batch)
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
-            self.add_batch(other, part, sums, first, batch)
-            if cutlass.const_expr(first + batch < own):
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP_THREADS)
-
-    def batch_places(self, store: Store, part) -> tuple[Any, Any]:
-        """Where a thread leaves sums, and where that of the other part does."""
-        place = store.staging + store.tid * 16
-        return place, place + (1 - 2 * part) * (self.config.warpgroups * self.config.staging_bytes)
-
-    def leave_batch(self, place, part, sums, first: int, batch: int):
-        """Puts some sums of the other part's tokens into the warpgroup's buffer."""
-        own = self.config.joined_sums
-        for i in range(0, batch, 4):
-            vector = [cutlass.select_(part == 0, sums[own + first + i + j], sums[first + i + j]) for j in range(4)]
-            ptx.store_shared(place, i // 4 * VECTOR_STRIDE, vector)
-
-    def add_batch(self, other, part, sums, first: int, batch: int):
-        """Adds what the other warpgroup left to the sums of the part's own tokens, which move to the front."""
-        own = self.config.joined_sums
-        words = [ptx.load_shared_vector(other, i * VECTOR_STRIDE, 4) for i in range(batch // 4)]
-        for i in range(batch):
-            kept = cutlass.select_(part == 0, sums[first + i], sums[own + first + i])
-            sums[first + i] = kept + words[i // 4][i % 4].bitcast(Float32)
-
     # -- parts of K ---------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -133,15 +90,15 @@ class TileEpilogue:
         if item.splits > 1:
             part_bytes = 4 * self.config.block_rows * self.config.tokens
             place = operands.workspace + Int64(item.number * (item.splits - 1)) * part_bytes
-            place = place + (store.warpgroup * (part_bytes // self.config.math_warpgroups) + store.tid * 16)
+            place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
             if item.split < item.splits - 1:
                 place = place + Int64(item.split) * part_bytes
-                for i in cutlass.range_constexpr(self.config.joined_sums // 4):
+                for i in cutlass.range_constexpr(self.config.thread_sums // 4):
                     vector = [sums[4 * i + j] for j in range(4)]
                     ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
             else:
                 for _ in cutlass.range(item.splits - 1, unroll=1):
-                    for first in cutlass.range_constexpr(0, self.config.joined_sums // 4, self.combine_batch):
+                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, self.combine_batch):
                         self.add_part(place, sums, first)
                     place = place + part_bytes
 
@@ -176,8 +133,8 @@ class TileEpilogue:
         were, which nobody needs any more. The caller waits for the cluster before it ends: until then others read.
         """
         config = self.config
-        math_threads = config.math_warpgroups * WARPGROUP_THREADS
-        cute.arch.barrier(barrier_id=config.math_warpgroups + 1, number_of_threads=math_threads)
+        math_threads = config.warpgroups * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=config.warpgroups + 1, number_of_threads=math_threads)
         place = self.shares_place(store, ring)
         for share in cutlass.range_constexpr(config.cluster):
             if rank != share:

@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.decode import Decoder
+from cute_kernels.linear.decode import Decoder, PairDecoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
@@ -68,7 +68,6 @@ class Lane:
     code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
     row: Any  # its first row in the first tile of its warpgroup, among the block's
     masks: Any  # of the decoder
-    part: Any = 0  # of the inputs of a unit
 
 
 class WgmmaKernel:
@@ -78,7 +77,7 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder = Decoder(config.bits, config.dtype, config.packed_bytes, config.fused)
+        self.decoder: Decoder = PairDecoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -125,7 +124,7 @@ class WgmmaKernel:
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
-            cluster=(config.cluster * config.sharing, 1, 1) if config.cluster * config.sharing > 1 else None,
+            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -139,9 +138,6 @@ class WgmmaKernel:
         """What brings a box of x, and x as boxes are taken from it."""
         rows = self.config.part_tokens
         box = cute.slice_(self.boxes_layout(rows, 1), (None, None, 0))
-        if const_expr(self.config.sharing > 1):
-            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-            return cpasync.make_tiled_tma_atom(op, x, box, (rows, BOX_K), num_multicast=self.config.sharing)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (rows, BOX_K))
 
     def boxes_layout(self, rows: int, count: int):
@@ -161,16 +157,8 @@ class WgmmaKernel:
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        if const_expr(config.sharing > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
-        if const_expr(config.sharing > 1):
-            # A CTA's memory stays until the others have had their last word to it.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     @cute.jit
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
@@ -199,7 +187,7 @@ class WgmmaKernel:
             scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
         if const_expr(config.zero_stage_bytes):
             zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
-        staging = smem.allocate(config.math_warpgroups * config.staging_bytes, byte_alignment=128)
+        staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
         table = Int32(0)
         if const_expr(self.table_bytes):
@@ -220,25 +208,11 @@ class WgmmaKernel:
         config = self.config
         for i in range(config.num_stages):
             cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.sharing)
+            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
         cute.arch.mbarrier_init_fence()
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config = self.config
-        if const_expr(config.sharing > 1):
-            blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)
-            token_tiles = cute.ceil_div(shape.m, config.tokens)
-            return Items(
-                shape=shape,
-                first=cta // config.sharing,
-                stride=num_ctas // config.sharing,
-                count=blocks * token_tiles,
-                blocks=blocks,
-                token_tiles=token_tiles,
-                band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
-                sharing=config.sharing,
-                rank=cta % config.sharing,
-            )
         blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
         return Items(
@@ -269,28 +243,20 @@ class WgmmaKernel:
             first_row, _ = self.rows_of(shape, item)
             rows = cute.domain_offset((first_row, 0), x_view)
             places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
-            rank = items.rank if const_expr(config.sharing > 1) else 0
-            target, source = cpasync.tma_partition(copy_x, rank, cute.make_layout(config.sharing), targets, places)
+            target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
             present = self.parts_of(shape, item)
             size = present * (config.x_stage_bytes // parts)
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
-                    if const_expr("x" in config.ablate):
-                        cute.arch.mbarrier_arrive(barrier)
-                    else:
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                for part in cutlass.range_constexpr(0 if "x" in config.ablate else parts):
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                for part in cutlass.range_constexpr(parts):
                     if part < present:
                         for box in cutlass.range_constexpr(boxes):
                             chosen = source[None, part, unit * boxes + box]
                             place = target[None, part, stage * boxes + box]
-                            if const_expr(config.sharing > 1):
-                                mask = cutlass.Int16((1 << config.sharing) - 1)
-                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=mask)
-                            else:
-                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
+                            cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
 
     def rows_of(self, shape, item) -> tuple[Any, Any]:
@@ -319,9 +285,6 @@ class WgmmaKernel:
         """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
-        if "w" in config.ablate:
-            cute.arch.mbarrier_arrive(barrier)
-            return
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
         tile_bytes = config.unit_tiles * TILE_BYTES
@@ -360,42 +323,38 @@ class WgmmaKernel:
 
     def lane_places(self, shape, warp, lane) -> Lane:
         config = self.config
-        group, part = self.places_of(warp // WARPGROUP_WARPS)
-        first_tile = group * config.m_tiles
+        first_tile = warp // WARPGROUP_WARPS * config.m_tiles
         row_warp = warp % WARPGROUP_WARPS
         return Lane(
             code_offset=first_tile * (config.unit_tiles * TILE_BYTES)
-            + part * (config.part_tiles * TILE_BYTES)
             + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
             + lane * FRAGMENT_BYTES,
             row=first_tile * TILE_N + row_warp * 16 + lane // 4,
-            masks=self.decoder.masks(Uint32((shape.m + lane if config.fused else shape.m) >> 31)),
-            part=part,
+            masks=self.decoder.masks(self.nothing(shape, lane)),
         )
 
-    def places_of(self, warpgroup) -> tuple[Any, Any]:
-        """Which output features of a tile, and which part of a unit, a multiplying warpgroup has."""
-        if self.config.k_parts == 1:
-            return warpgroup, 0
-        return warpgroup % self.config.warpgroups, warpgroup // self.config.warpgroups
+    def nothing(self, shape, lane):
+        """0 that the compiler does not know, and takes for different in each lane.
+
+        A mask made of what all lanes share may be kept in a uniform register, which LOP3 cannot read beside a constant:
+        each would be a copy and a LOP3.
+        """
+        return Uint32((shape.m + lane) >> 31)
 
     @cute.jit
     def multiply(self, operands, shape, memory, items, warp, lane):
         """A multiplying warp: the products of its items, then their results."""
         config = self.config
         place = self.lane_places(shape, warp, lane)
-        warpgroup = warp // WARPGROUP_WARPS
-        group, part = self.places_of(warpgroup)
+        group = warp // WARPGROUP_WARPS
         store = Store(
-            staging=memory.staging + warpgroup * config.staging_bytes,
-            warpgroup=warpgroup,
+            staging=memory.staging + group * config.staging_bytes,
+            warpgroup=group,
             tid=warp % WARPGROUP_WARPS * WARP_THREADS + lane,
             row_warp=warp % WARPGROUP_WARPS,
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
-        if const_expr(config.sharing > 1):
-            teller = lane < config.sharing  # each tells one of the CTAs that bring it
         stage, phase = Int32(0), Int32(0)
         last = Int32(0)
         tile_sums = config.tokens // 2
@@ -413,12 +372,9 @@ class WgmmaKernel:
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
-            if const_expr(config.k_parts > 1):
-                self.epilogue.join_parts(store, group, part, sums)
             if const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
-                token = part * config.joined_tokens + item.split * config.own_tokens
-                corner = self.corner(shape, item, first_tile, token)
+                corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
                 cute.arch.cluster_wait()  # until nobody reads this CTA's sums any more
             else:
@@ -426,7 +382,7 @@ class WgmmaKernel:
                     self.epilogue.combine(operands, store, item, sums)
                 if item.split == item.splits - 1:
                     for i in cutlass.range_constexpr(config.m_tiles):
-                        corner = self.corner(shape, item, first_tile + i, part * config.joined_tokens)
+                        corner = self.corner(shape, item, first_tile + i)
                         self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
 
     def corner(self, shape, item, index, token=0) -> Corner:
@@ -494,11 +450,7 @@ class WgmmaKernel:
     def release(self, memory, stage, teller):
         """Says that this warp has done with a stage."""
         if teller:
-            if const_expr(self.config.sharing > 1):
-                barrier = Int32((memory.empty + stage).toint())
-                numbers.arrive_in_cluster(numbers.address_in(barrier, cute.arch.lane_idx()))
-            else:
-                cute.arch.mbarrier_arrive(memory.empty + stage)
+            cute.arch.mbarrier_arrive(memory.empty + stage)
 
     def load_codes(self, address) -> list[list[Any]]:
         """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""
@@ -506,7 +458,7 @@ class WgmmaKernel:
         return [
             [
                 ptx.load_shared_vector(address, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.part_tiles)
+                for tile in range(config.unit_tiles)
             ]
             for i in range(config.m_tiles)
         ]
@@ -520,13 +472,10 @@ class WgmmaKernel:
         codes = memory.codes + stage * config.code_stage_bytes + place.code_offset
         words = self.load_codes(codes)
         groups = [self.load_groups(memory, stage, place, i) for i in range(config.m_tiles)]
-        x = memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes
-        if config.k_parts > 1:
-            x = x + place.part * (config.x_stage_bytes // config.k_parts)
-        x = wgmma.descriptor(x)
+        x = wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * config.x_stage_bytes)
         tile_sums = config.tokens // 2
         totals = [[sums[i * tile_sums + j] for j in range(tokens // 2)] for i in range(config.m_tiles)]
-        for part in range(config.part_steps // config.group_steps):
+        for part in range(config.unit_steps // config.group_steps):
             steps = range(part * config.group_steps, (part + 1) * config.group_steps)
             operands = [
                 self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
@@ -554,10 +503,6 @@ class WgmmaKernel:
         """The A operand of a k16 step of the unit: weights, rounded once; without groups, codes less zero points."""
         config, decoder = self.config, self.decoder
         scales, offsets = groups[step * STEP_K // config.group_size if config.group_size else 0]
-        if "d" in config.ablate:
-            n = decoder.words_per_step
-            found = words[step // decoder.steps][step % decoder.steps * n :][:n]
-            return [found[i % n] + Uint32(i) for i in range(4)]
         registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)
         if not config.group_size:
             return registers
@@ -572,13 +517,11 @@ class WgmmaKernel:
         # The rows of a group of a tile lie together, the groups of a tile behind each other.
         first_tile, row = place.row // TILE_N, place.row % TILE_N
         groups = []
-        if config.k_parts > 1 and config.unit_groups > 1:
-            row = row + place.part * (config.part_groups * TILE_N)
-        for group in range(config.part_groups):
+        for group in range(config.unit_groups):
             at = (first_tile + tile) * (config.unit_groups * TILE_N) + group * TILE_N + row
             found = [ptx.load_shared_part(scales + at * 2, 16 * half, 2) for half in range(2)]
             pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in found]
-            points = [Uint32(self.decoder.symmetric_zero)] * 2
+            points = [self.decoder.symmetric_zero] * 2
             if config.zero_point:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
             groups.append((pairs, self.decoder.offsets(points)))
@@ -600,7 +543,7 @@ class WgmmaKernel:
                 tile = self.weight_tile(shape, item, first_tile + i)
                 row = Int64(tile) * TILE_N + place.row % TILE_N
                 words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
-                points = [Uint32(decoder.symmetric_zero)] * 2
+                points = [decoder.symmetric_zero] * 2
                 if config.zero_point:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([self.to_float(word) for word in words], decoder.offsets(points)))

@@ -61,8 +61,6 @@ class Items:
     blocks: Any  # of output features
     token_tiles: Any
     band: Any
-    sharing: int = 1  # CTAs of a cluster with the same tokens,
-    rank: Any = 0  # and which of them this is
 
     def item(self, index) -> Item:
         shape = self.shape
@@ -78,7 +76,7 @@ class Items:
         block = rest // width
         begin = split * shape.split_units
         return Item(
-            block=block if self.sharing == 1 else block * self.sharing + self.rank,
+            block=block,
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
             end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
