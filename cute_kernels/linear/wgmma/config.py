@@ -68,6 +68,8 @@ class WgmmaConfig:
     splits_k: bool = False
     cluster: int = 1
     synchronous: bool = False
+    by_fp32: bool = False
+    chunk: int = CHUNK_TOKENS
 
     @property
     def tile_k(self) -> int:
@@ -169,7 +171,7 @@ class WgmmaConfig:
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a warpgroup stores at a time."""
-        return min(CHUNK_TOKENS, self.own_tokens)
+        return min(self.chunk, self.own_tokens)
 
     @property
     def staging_pitch(self) -> int:
@@ -208,7 +210,7 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
+        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}{'old' if self.by_fp32 else ''}{'' if self.chunk == CHUNK_TOKENS else f'ch{self.chunk}'}"
         return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
 
     def to_dict(self) -> dict[str, Any]:
