@@ -99,6 +99,8 @@ class TileSchedule:
         """fp32 words of partial sums."""
         if self.config.cluster > 1:
             return 0  # they meet in shared memory
+        if self.config.runs:
+            return self.num_ctas * self.config.block_rows * self.config.tokens
         return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
@@ -137,6 +139,8 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
+    if config.runs:
+        return run_schedule_of(problem, config, units) if splits == 1 else None
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
@@ -149,6 +153,13 @@ def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> Ti
     """A cluster for each tile; None if they do not all run at once."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
     return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
+
+
+def run_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
+    """Whole rounds of whole tiles, the units of what is left in equal runs; None if nothing is."""
+    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, 1, problem.num_sms)
+    schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
+    return schedule if schedule.num_tiles_cut else None
 
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
