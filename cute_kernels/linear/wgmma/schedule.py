@@ -171,6 +171,10 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     if config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
+    elif config.runs:
+        run = -(-schedule.num_tiles_cut * schedule.units // resident)
+        combine = COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums
+        return (START_CLOCKS + clocks + run * unit + ITEM_CLOCKS + combine) / CLOCKS_PER_US
     elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
