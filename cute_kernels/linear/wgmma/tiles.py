@@ -97,7 +97,6 @@ class Items:
             number=number,
         )
 
-
     def place_of(self, tile) -> tuple[Any, Any]:
         """The block of output features and the token tile of a tile."""
         per_band = self.band * self.blocks
