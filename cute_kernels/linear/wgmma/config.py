@@ -16,7 +16,7 @@ BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
 CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
-CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
+CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -48,6 +48,7 @@ class WgmmaConfig:
         unit_k: inputs of a unit.
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
+        chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
         splits_k: whether K may be cut into parts.
         runs: whether tiles of a last, incomplete round are cut where CTAs have equal runs of their units, not in equal
             parts; see `tiles.RunItems`.
@@ -67,12 +68,11 @@ class WgmmaConfig:
     unit_k: int = 64
     group_steps: int = 2
     num_stages: int = 5
+    chunk: int = CHUNK_TOKENS
     splits_k: bool = False
     runs: bool = False
     cluster: int = 1
     synchronous: bool = False
-    by_fp32: bool = False
-    chunk: int = CHUNK_TOKENS
 
     @property
     def tile_k(self) -> int:
@@ -214,8 +214,9 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         split = "_runs" if self.runs else split
-        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}{'old' if self.by_fp32 else ''}{'' if self.chunk == CHUNK_TOKENS else f'ch{self.chunk}'}"
-        return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
+        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
+        ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
+        return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -232,6 +233,7 @@ class WgmmaConfig:
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
+            "chunk": (32, 64),
             "cluster": CLUSTERS,
         }
         for field, wanted in choices.items():

@@ -77,7 +77,7 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder: Decoder = (Decoder if config.by_fp32 else PairDecoder)(config.bits, config.dtype)
+        self.decoder: Decoder = PairDecoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -342,8 +342,6 @@ class WgmmaKernel:
         A mask made of what all lanes share may be kept in a uniform register, which LOP3 cannot read beside a constant:
         each would be a copy and a LOP3.
         """
-        if self.config.by_fp32:
-            return Uint32(shape.m >> 31)
         return Uint32((shape.m + lane) >> 31)
 
     @cute.jit
