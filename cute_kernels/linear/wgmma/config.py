@@ -50,8 +50,6 @@ class WgmmaConfig:
         num_stages: stages of the ring.
         chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
         splits_k: whether K may be cut into parts.
-        runs: whether tiles of a last, incomplete round are cut where CTAs have equal runs of their units, not in equal
-            parts; see `tiles.RunItems`.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
@@ -70,7 +68,6 @@ class WgmmaConfig:
     num_stages: int = 5
     chunk: int = CHUNK_TOKENS
     splits_k: bool = False
-    runs: bool = False
     cluster: int = 1
     synchronous: bool = False
 
@@ -213,7 +210,6 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-        split = "_runs" if self.runs else split
         groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
@@ -253,8 +249,6 @@ class WgmmaConfig:
             return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
         if self.cluster > 1 and self.sum_bytes > self.num_stages * self.x_stage_bytes:
             return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
-        if self.runs and (self.cluster > 1 or not self.splits_k):
-            return "runs cut K, and not for clusters"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"

@@ -89,7 +89,7 @@ class TileEpilogue:
         """
         if item.splits > 1:
             part_bytes = 4 * self.config.block_rows * self.config.tokens
-            place = operands.workspace + Int64(item.first_part) * part_bytes
+            place = operands.workspace + Int64(item.number * (item.splits - 1)) * part_bytes
             place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
             if item.split < item.splits - 1:
                 place = place + Int64(item.split) * part_bytes

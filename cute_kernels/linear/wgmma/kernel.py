@@ -36,7 +36,7 @@ from cute_kernels.linear.wgmma.config import (
 )
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
-from cute_kernels.linear.wgmma.tiles import Items, RunItems, Shape, parts_with
+from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
@@ -215,9 +215,6 @@ class WgmmaKernel:
         config = self.config
         blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
-        if config.runs:
-            band = cutlass.min(Int32(TOKEN_BAND), token_tiles)
-            return RunItems.of(shape, cta, num_ctas, blocks, token_tiles, band)
         return Items(
             shape=shape,
             first=cta,

@@ -100,8 +100,6 @@ class TileSchedule:
         """fp32 words of partial sums."""
         if self.config.cluster > 1:
             return 0  # they meet in shared memory
-        if self.config.runs:
-            return self.num_ctas * self.config.block_rows * self.config.tokens
         return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
@@ -140,8 +138,6 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
-    if config.runs:
-        return run_schedule_of(problem, config, units) if splits == 1 else None
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
@@ -156,13 +152,6 @@ def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> Ti
     return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
 
 
-def run_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
-    """Whole rounds of whole tiles, the units of what is left in equal runs; None if nothing is."""
-    schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, 1, problem.num_sms)
-    schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
-    return schedule if schedule.num_tiles_cut else None
-
-
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config, resident = schedule.config, schedule.num_ctas
@@ -172,10 +161,6 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     if config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
-    elif config.runs:
-        run = -(-schedule.num_tiles_cut * schedule.units // resident)
-        combine = COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums
-        return (START_CLOCKS + clocks + run * unit + ITEM_CLOCKS + combine) / CLOCKS_PER_US
     elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part

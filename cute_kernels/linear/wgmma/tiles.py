@@ -40,22 +40,6 @@ class Item:
     splits: Any  # of how many
     number: Any  # of the tile among those that are cut
 
-    @property
-    def first_part(self) -> Any:
-        """Where the sums of its tile's first part are, counted in parts of a tile."""
-        return self.number * (self.splits - 1)
-
-
-@dataclass(frozen=True)
-class RunItem(Item):
-    """An item of `RunItems`."""
-
-    first_cta: Any  # that has a part of its tile
-
-    @property
-    def first_part(self) -> Any:
-        return self.first_cta
-
 
 @dataclass(frozen=True)
 class Items:
@@ -85,82 +69,20 @@ class Items:
         cut = index >= shape.whole
         split = cutlass.select_(cut, place - number * shape.splits, Int32(0))
         tile = cutlass.select_(cut, shape.whole + number, index)
-        block, token_tile = self.place_of(tile)
-        begin = split * shape.split_units
-        return Item(
-            block=block,
-            token_tile=token_tile,
-            begin=begin,
-            end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
-            split=split,
-            splits=cutlass.select_(cut, shape.splits, Int32(1)),
-            number=number,
-        )
-
-    def place_of(self, tile) -> tuple[Any, Any]:
-        """The block of output features and the token tile of a tile."""
         per_band = self.band * self.blocks
         band = tile // per_band
         rest = tile - band * per_band
         width = cutlass.min(self.band, self.token_tiles - band * self.band)
         block = rest // width
-        return block, Int32(band * self.band + rest - block * width)
-
-
-@dataclass(frozen=True)
-class RunItems(Items):
-    """The items of one CTA where the units of the tiles that are cut are dealt out in equal runs (Stream-K).
-
-    A run is shorter than a tile, so it has the end of one tile and the beginning of the next, a part of one or, seldom,
-    one as it is. A CTA begins with the beginning, whose sums it leaves for the CTA behind it, then completes the other
-    tile, for which all that has been left for long, and computes its whole tiles at last. Nobody waits for a CTA that
-    waits. ``first`` is 0 and ``stride`` 1; whole tiles are as many for each CTA.
-    """
-
-    cta: Any
-    num_ctas: Any
-    run: Any  # units
-
-    @staticmethod
-    def of(shape: Shape, cta, num_ctas, blocks, token_tiles, band) -> RunItems:
-        units = (blocks * token_tiles - shape.whole) * shape.units  # of the tiles that are cut
-        run = (units + num_ctas - 1) // num_ctas
-        begin = cta * run
-        end = cutlass.min(begin + run, units)
-        pieces = cutlass.select_(begin < units, (end - 1) // shape.units - begin // shape.units + 1, Int32(0))
-        return RunItems(
-            shape=shape,
-            first=Int32(0),
-            stride=Int32(1),
-            count=pieces + shape.whole // num_ctas,
-            blocks=blocks,
-            token_tiles=token_tiles,
-            band=band,
-            cta=cta,
-            num_ctas=num_ctas,
-            run=run,
-        )
-
-    def item(self, index) -> RunItem:
-        units, run = self.shape.units, self.run
-        begin = self.cta * run
-        end = cutlass.min(begin + run, (self.blocks * self.token_tiles - self.shape.whole) * units)
-        pieces = self.count - self.shape.whole // self.num_ctas
-        cut = index < pieces
-        number = cutlass.max((end - 1) // units - index, 0)
-        start = number * units  # of the tile
-        first_cta, last_cta = start // run, (start + units - 1) // run
-        whole = self.cta + (index - pieces) * self.num_ctas
-        block, token_tile = self.place_of(cutlass.select_(cut, self.shape.whole + number, whole))
-        return RunItem(
+        begin = split * shape.split_units
+        return Item(
             block=block,
-            token_tile=token_tile,
-            begin=cutlass.select_(cut, cutlass.max(begin - start, 0), Int32(0)),
-            end=cutlass.select_(cut, cutlass.min(end - start, units), units),
-            split=cutlass.select_(cut, self.cta - first_cta, Int32(0)),
-            splits=cutlass.select_(cut, last_cta - first_cta + 1, Int32(1)),
+            token_tile=Int32(band * self.band + rest - block * width),
+            begin=begin,
+            end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
+            split=split,
+            splits=cutlass.select_(cut, shape.splits, Int32(1)),
             number=number,
-            first_cta=first_cta,
         )
 
 
