@@ -5,8 +5,8 @@ a float with a fixed exponent (FasterTransformer's magic numbers), and one packe
 the zero point together. Both are integers that the format holds, so code - zero comes out exactly. Instructions per 8
 codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
 
-bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time. A
-`PairDecoder` takes them two at a time, 14 instructions per 8 codes: the eighth bit becomes the last of an exponent.
+bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
+A `PairDecoder` takes them two at a time, 14 instructions per 8 codes: the eighth bit becomes the last of an exponent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Decoder:
         return 1 << (self.bits - 1)
 
     def offsets(self, zeros) -> list[Any]:
-        """What is added to the decoded codes of the thread's two rows, given their zero points (Uint32, or integers)."""
+        """What is added to the decoded codes of the thread's two rows, given zero points (Uint32 or integers)."""
         zeros = [Uint32(zero) for zero in zeros]
         if (self.bits, self.dtype) == (8, "bf16"):
             return [(zero | Uint32(MINUS_TWO_TO_23)).bitcast(Float32) for zero in zeros]
