@@ -47,6 +47,7 @@ class WgmmaConfig:
         warpgroups: that multiply; each has ``m_tiles`` of its own.
         unit_k: inputs of a unit.
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
+        in_flight: commit groups that run while the next one is decoded.
         num_stages: stages of the ring.
         chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
         splits_k: whether K may be cut into parts.
@@ -65,6 +66,7 @@ class WgmmaConfig:
     warpgroups: int = 2
     unit_k: int = 64
     group_steps: int = 2
+    in_flight: int = 1
     num_stages: int = 5
     chunk: int = CHUNK_TOKENS
     splits_k: bool = False
@@ -210,7 +212,7 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
+        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}{f'f{self.in_flight}' if self.in_flight > 1 else ''}"
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
 
@@ -229,6 +231,7 @@ class WgmmaConfig:
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
+            "in_flight": (1, 2, 3),
             "chunk": (32, 64),
             "cluster": CLUSTERS,
         }
@@ -241,6 +244,9 @@ class WgmmaConfig:
         if self.unit_steps % (2 * self.group_steps):
             # Operands take turns in two sets of registers, and each unit begins with the first.
             return f"unit_k {self.unit_k} is not an even number of {self.group_steps} steps of {STEP_K}"
+        if self.in_flight * self.group_steps >= self.unit_steps:
+            # The stage before is given back when no group of its unit runs any more, within this one.
+            return f"{self.in_flight} groups of {self.group_steps} steps are not less than unit_k {self.unit_k}"
         if self.part_tokens < MMA_TOKENS:
             return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:

@@ -491,9 +491,9 @@ class WgmmaKernel:
                     a = ready[first : first + 4]
                     totals[i] = wgmma.mma(totals[i], a, b, dtype=self.mma_dtype)
             wgmma.commit()
-            # The group before is done: its operands' registers are free for the next one's.
-            wgmma.wait(1)
-            if part == 0:
+            # The oldest group is done: its operands' registers are free for the next one's.
+            wgmma.wait(config.in_flight)
+            if part == config.in_flight - 1:
                 self.release(memory, last, teller)
         for i in range(config.m_tiles):
             for j in range(tokens // 2):
