@@ -65,9 +65,9 @@ WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
     WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, num_stages=3, splits_k=True, cluster=2),
 ]
-EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, group_steps=1, in_flight=2, num_stages=3, splits_k=True)
-WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, cluster=2, num_stages=7)]
-SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, num_stages=4, splits_k=True)
+EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
+WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
+SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=4, splits_k=True)
 
 
 @pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)

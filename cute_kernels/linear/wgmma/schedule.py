@@ -32,7 +32,6 @@ JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
 MAX_SPLITS = 16
 MAX_STAGES = 8
-EVEN = {"group_steps": 1, "in_flight": 2}  # decoding between all MMAs alike
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
 
 # (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
@@ -199,7 +198,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             m_tiles=m_tiles,
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
-            **(EVEN if tokens in (64, 128) and problem.k_pad % unit_k == 0 else {}),
+            in_flight=2 if tokens in (64, 128) and cluster == 1 and problem.k_pad % unit_k == 0 else 1,
             chunk=SHORT_CHUNK if tokens == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_TOKENS,
             splits_k=True,
             cluster=cluster,
