@@ -124,6 +124,13 @@ def _pack_fp8(kind: str, low: Float32, high: Float32, *, loc=None, ip=None) -> U
 
 
 @dsl_user_op
+def pack_nibbles(low: Uint32, high: Uint32, above: Uint32, *, loc=None, ip=None) -> Uint32:
+    """Two signed integers, each brought into 0 to 15, as the low two nibbles; ``above`` shifted up by 8 bits there."""
+    operands = [Uint32(high), Uint32(low), Uint32(above)]
+    return _pure(Uint32, operands, "cvt.pack.sat.u4.s32.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def e4m3x2_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
     """The low two bytes, E4M3, as a packed fp16 pair (exact)."""
     return _pure(

@@ -80,6 +80,9 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     decode: bool = False
+    quick: bool = False
+    q_unroll: int = 1
+    trace: bool = False
 
     def for_decode(self) -> "AppendConfig":
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -131,6 +134,7 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
+        extras += "_quick" * self.quick + f"_u{self.q_unroll}" * (self.q_unroll > 1) + "_trace" * self.trace
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:

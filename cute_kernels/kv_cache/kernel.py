@@ -9,6 +9,7 @@ What cannot be written anywhere (an unmapped page, a position outside the table 
 q is, all the same.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -17,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_sum, neighbours
-from cute_kernels.device.rows import Elements, make_row
+from cute_kernels.device.rows import Elements, NibbleRow, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
     HAS_Q,
@@ -44,6 +45,10 @@ class AppendKernel:
         self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes, config.runs)
         self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
         self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
+        if config.quick:
+            self.k_row, self.v_row = (
+                replace(row, quick=True) if isinstance(row, NibbleRow) else row for row in (self.k_row, self.v_row)
+            )
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
@@ -375,7 +380,7 @@ class AppendKernel:
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            if const_expr(not self.config.decode):
+            if const_expr(not self.config.decode or self.config.q_unroll == ahead):
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)

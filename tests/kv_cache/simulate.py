@@ -23,11 +23,12 @@ def _unwrapped(kind: type, *names: str) -> type:
 
 
 def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    from cute_kernels.device import rows, write_row
+    from cute_kernels.device import nibbles, rows, write_row
     from cute_kernels.kv_cache import bulk, kernel, operands, rotate
 
     gpu = Gpu()
-    gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate)
+    gpu.install(monkeypatch, nibbles, rows, write_row, bulk, kernel, operands, rotate)
+    monkeypatch.setattr(write_row, "guess_row", getattr(write_row.guess_row, "__wrapped__", write_row.guess_row))
     for module in (kernel, bulk):
         monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
     return gpu
