@@ -349,3 +349,19 @@ def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
     """
     asm = "mbarrier.arrive.shared::cluster.b64 _, [$0];"
     _effect([Int32(barrier)], asm, "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def stamp(address: Int64, offset: int, after: Int32, *, loc=None, ip=None) -> None:
+    """Experiment: SM clock and global timer once ``after`` is there."""
+    asm = (
+        f"{{ .reg .u32 t, g, s; .reg .pred p, q; mov.u32 s, %laneid; setp.eq.u32 p, s, 0; setp.ne.u32 q, $1, 0x80000001; "
+        f"mov.u32 t, 0; @q mov.u32 t, %clock; @q mov.u32 g, %globaltimer_lo; @p st.global.v2.u32 [$0 + {offset}], {{t, g}}; }}"
+    )
+    _effect([Int64(address), Int32(after)], asm, "l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def sm_id(*, loc=None, ip=None) -> Uint32:
+    """Experiment."""
+    return _pure(Uint32, [], "mov.u32 $0, %smid;", "=r", loc=loc, ip=ip)

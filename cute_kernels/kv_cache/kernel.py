@@ -180,6 +180,11 @@ class AppendKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
+        log = Int64(0)
+        if const_expr(config.trace):
+            grid_x, grid_y, _ = cute.arch.grid_dim()
+            log = extras.q_norm + Int64(((block_y * grid_x + block_x) * config.num_warps + warp) * 64)
+            numbers.stamp(log, 0, warp)
         if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
@@ -204,6 +209,9 @@ class AppendKernel:
                     self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
                 elif ~is_q:
                     self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
+            if const_expr(config.trace):
+                numbers.stamp(log, 8, token)
+                numbers.stamp(log, 16, length)
             position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
             if const_expr(not config.decode):
                 position = cutlass.select_(where.position_ids != 0, own, position)
@@ -211,6 +219,8 @@ class AppendKernel:
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
             place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
+            if const_expr(config.trace):
+                numbers.stamp(log, 24, raw[0].to(Int32))
             if is_v:
                 self.process_v(raw, scales, source, heads, extras, targets, place)
             else:
@@ -222,6 +232,10 @@ class AppendKernel:
                     self.process_q(raw, source, cos, sin, heads, extras, targets, place)
                 else:
                     self.process_k(raw, scales, source, cos, sin, heads, extras, targets, place)
+            if const_expr(config.trace):
+                numbers.stamp(log, 32, chunk)
+                ptx_words = [chunk.to(Uint32), numbers.sm_id()]
+                numbers.store_global_words(log, 40, ptx_words)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
