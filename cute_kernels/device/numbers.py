@@ -365,3 +365,11 @@ def stamp(address: Int64, offset: int, after: Int32, *, loc=None, ip=None) -> No
 def sm_id(*, loc=None, ip=None) -> Uint32:
     """Experiment."""
     return _pure(Uint32, [], "mov.u32 $0, %smid;", "=r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_now(address: Int64, *, loc=None, ip=None) -> Int32:
+    """Experiment: a word of global memory, asked for where it stands."""
+    value = Int64(address).ir_value(loc=loc, ip=ip)
+    asm = "ld.volatile.global.u32 $0, [$1];"
+    return Int32(llvm.inline_asm(Int32.mlir_type, [value], asm, "=r,l", has_side_effects=True, loc=loc, ip=ip))

@@ -180,11 +180,16 @@ class AppendKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
+        soon = Int32(0)
+        if const_expr(config.early):
+            mine = cutlass.min(warp_token + lane // config.lanes, inputs.num_tokens - 1)
+            soon = numbers.load_now(where.seq_lens + Int64(mine) * 4)
         log = Int64(0)
         if const_expr(config.trace):
             grid_x, grid_y, _ = cute.arch.grid_dim()
             log = extras.q_norm + Int64(((block_y * grid_x + block_x) * config.num_warps + warp) * 64)
             numbers.stamp(log, 0, warp)
+            self.log = log
         if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
@@ -201,8 +206,22 @@ class AppendKernel:
             source = self.source_of(inputs, heads, token, team_lane, is_q, is_v)
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
-            self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            length, own, slot = soon, Int32(0), Int64(0)
+            if const_expr(config.q_late):
+                if const_expr(not config.early):
+                    length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+                if ~is_q:
+                    self.fetch_rows(raw, source, self.k_elements, config.rows_in_flight, heads.count, team_lane)
+                if const_expr(config.early):
+                    self.ask_steps(steps, phase_steps, team_lane)
+                if is_q & (length != -(2**31)):
+                    self.fetch_rows(raw, source, self.k_elements, config.q_rows_in_flight, heads.count, team_lane)
+            else:
+                self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+                if const_expr(not config.early):
+                    length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+                else:
+                    self.ask_steps(steps, phase_steps, team_lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
@@ -249,6 +268,11 @@ class AppendKernel:
             return source
         k_bytes, v_bytes = (Int32(elements.piece.num_bytes) for elements in (self.k_elements, self.v_elements))
         return ptx.pinned(source + Int64(lane * cutlass.select_(is_v, v_bytes, k_bytes)))
+
+    def ask_steps(self, steps, phase_steps, lane):
+        if self.config.rope != "none":
+            for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
+                steps[i] = word
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane):
@@ -431,7 +455,8 @@ class AppendKernel:
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
 
-        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
+        process = self.process_rows_held if self.config.hold else self.process_rows
+        process(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
     def process_v(self, raw, scales, source, heads, extras, targets, place):
@@ -442,7 +467,8 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
 
-        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
+        process = self.process_rows_held if self.config.hold else self.process_rows
+        process(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
     def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
@@ -471,12 +497,71 @@ class AppendKernel:
                 self.ask_scales(scales, cache_row, scale, head, stop - head)
 
     @cute.jit
+    def process_rows_held(self, raw, scales, source, elements, heads, target, place, prepare):
+        """As `process_rows`; rows are stored when all those in flight are encoded."""
+        cache_row, scale, cache, strides = target
+        ahead = self.config.rows_in_flight
+        values = cute.make_rmem_tensor(elements.count, Float32)
+        head, stop = heads.first, heads.first + heads.count
+        size = cache_row.codes.num_words + self.header_words(cache_row)
+        held = cute.make_rmem_tensor(ahead * size, Uint32)
+        while head < stop:
+            count = cutlass.min(stop - head, ahead)
+            for _ in cutlass.range(count, unroll=1):
+                given = [scales[0]]
+                if const_expr(not self.asks_scales(cache_row)):
+                    given = load_given(cache_row, scale, head, place.lane)
+                self.unpack(raw, values, elements, 0)
+                self.advance(raw, ahead)
+                for i in cutlass.range_constexpr(ahead - 1):
+                    scales[i] = scales[i + 1]
+                prepare(values, head)
+                self.hold(held, size, encode_row(cache_row, values, given))
+                head = head + 1
+            self.store_held(cache_row, held, size, count, cache, strides, place, head)
+            source = source + ahead * elements.row_bytes
+            if head < stop:  # seldom
+                self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
+                self.ask_scales(scales, cache_row, scale, head, stop - head)
+
+    def hold(self, held, size, encoded):
+        """Puts an encoded row behind those that are held."""
+        words, header = encoded
+        last = (self.config.rows_in_flight - 1) * size
+        for i in range(last):
+            held[i] = held[i + size]
+        for i, word in enumerate([*words, *(header or [])]):
+            held[last + i] = word
+
+    def header_words(self, cache_row) -> int:
+        return getattr(cache_row, "sets", 0) if cache_row.has_header else 0
+
+    @cute.jit
+    def store_held(self, cache_row, held, size, count, cache, strides, place, stop):
+        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        if const_expr(self.config.trace):
+            numbers.stamp(self.log, 48, page)
+        if place.valid & (page >= 0) & (page < place.num_pages):
+            page_stride, token_stride, head_stride = strides
+            row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(stop - count) * head_stride
+            ahead = self.config.rows_in_flight
+            num_words = cache_row.codes.num_words
+            for u in cutlass.range_constexpr(ahead):
+                if u >= ahead - count:
+                    words = [held[u * size + i] for i in range(size)]
+                    header = words[num_words:] if size > num_words else None
+                    store_row(cache_row, (words[:num_words], header), cache + row, place.lane)
+                    row = row + head_stride
+
+    @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
         """Quantises a row and stores it where the team's token goes."""
         encoded = encode_row(cache_row, values, given)
         # The team's page is looked at here, where a row is ready, and no earlier: it comes last, two latencies after
         # the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
         page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        if const_expr(self.config.trace):
+            numbers.stamp(self.log, 48, page)
         if place.valid & (page >= 0) & (page < place.num_pages):
             page_stride, token_stride, head_stride = strides
             row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride
