@@ -180,6 +180,9 @@ class Gpu:
             for i in range(num_words)
         ]
 
+    def load_now(self, address: Any) -> Lanes:
+        return Int32(self.load_global_words(address, 0, 1)[0])
+
     def load_global_part(self, address: Any, offset: int, num_bytes: int) -> Lanes:
         return bytes_to_words(self.memory[self._places(address, offset, num_bytes)])
 

@@ -48,7 +48,7 @@ def simulate_append(
     simulated: Any = _unwrapped(
         kernel.AppendKernel,
         *("kernel", "ask", "ask_scales", "fetch", "fetch_rows", "locate", "find_page", "find_request"),
-        *("process_q", "process_k", "process_v", "process_rows", "write", "turn", "turn_q", "add_bias", "normalise"),
+        *("process_q", "process_k", "process_v", "process_rows", "process_rows_held", "store_held", "write", "turn", "turn_q", "add_bias", "normalise"),
     )(config)
     q_out = None if call.q is None else torch.zeros(call.q.shape, dtype=call.q.dtype)
     names = (*AppendCall._fields[:4], *AppendCall._fields[9:])
