@@ -86,6 +86,7 @@ class AppendConfig:
     q_late: bool = False
     hold: bool = False
     early: bool = False
+    page_copy: bool = False
 
     def for_decode(self) -> "AppendConfig":
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -138,7 +139,7 @@ class AppendConfig:
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
         extras += "_quick" * self.quick + f"_u{self.q_unroll}" * (self.q_unroll > 1) + "_trace" * self.trace
-        extras += "_late" * self.q_late + "_hold" * self.hold + "_early" * self.early
+        extras += "_late" * self.q_late + "_hold" * self.hold + "_early" * self.early + "_pc" * self.page_copy
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:

@@ -154,7 +154,7 @@ class AppendKernel:
             min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
             # All of it for L1; or the split of the two that attention needs, which else would not start on an SM before
             # this one is done there.
-            preferred_smem_carveout=100 if config.leads else 0,
+            preferred_smem_carveout=100 if config.leads else 14 if config.page_copy else 0,
             stream=stream,
         )
 
@@ -184,6 +184,11 @@ class AppendKernel:
         if const_expr(config.early):
             mine = cutlass.min(warp_token + lane // config.lanes, inputs.num_tokens - 1)
             soon = numbers.load_now(where.seq_lens + Int64(mine) * 4)
+        if const_expr(config.page_copy):
+            smem = cutlass.utils.SmemAllocator()
+            slots = smem.allocate(16 * config.tokens_per_cta, byte_alignment=16).toint()
+            self.barrier = smem.allocate_array(cutlass.Int64, config.num_warps) + warp
+            self.slot = slots + 16 * (warp * config.tokens_per_warp + lane // config.lanes)
         log = Int64(0)
         if const_expr(config.trace):
             grid_x, grid_y, _ = cute.arch.grid_dim()
@@ -208,20 +213,23 @@ class AppendKernel:
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             length, own, slot = soon, Int32(0), Int64(0)
             if const_expr(config.q_late):
-                if const_expr(not config.early):
-                    length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
-                if ~is_q:
-                    self.fetch_rows(raw, source, self.k_elements, config.rows_in_flight, heads.count, team_lane)
-                if const_expr(config.early):
-                    self.ask_steps(steps, phase_steps, team_lane)
-                if is_q & (length != -(2**31)):
-                    self.fetch_rows(raw, source, self.k_elements, config.q_rows_in_flight, heads.count, team_lane)
+                waits = is_q & (shares.q_rows > 2)
+                if ~waits:
+                    self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             else:
                 self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-                if const_expr(not config.early):
-                    length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
-                else:
-                    self.ask_steps(steps, phase_steps, team_lane)
+            if const_expr(not config.early):
+                length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            else:
+                self.ask_steps(steps, phase_steps, team_lane)
+            if const_expr(config.q_late):
+                if waits & (length != -(2**31)):
+                    self.fetch_rows(raw, source, self.k_elements, config.q_rows_in_flight, heads.count, team_lane)
+            if const_expr(config.page_copy):
+                if ~is_q & (lane == 0):
+                    cute.arch.mbarrier_init(self.barrier, 1)
+                    cute.arch.mbarrier_init_fence()
+                cute.arch.sync_warp()
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
@@ -380,12 +388,45 @@ class AppendKernel:
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
             entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-            page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+            page = self.ask_page(where.block_table + entry * 4)
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)
         else:
             inside = inside & (position < where.page_size)
+            if const_expr(self.config.page_copy):
+                page = self.give_page(request)
         return page, row, inside
+
+    @cute.jit
+    def ask_page(self, address):
+        page = Int32(0)
+        if const_expr(self.config.page_copy):
+            lane = cute.arch.lane_idx()
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(self.barrier, 16 * self.config.tokens_per_warp)
+            if lane % self.config.lanes == 0:
+                ptx.bulk_copy_to_shared(self.slot, address & -16, Int32(16), self.barrier.toint())
+            page = self.slot + (address & 12).to(Int32)
+        else:
+            page = ptx.load_global_words(address, 0, 1)[0].to(Int32)
+        return page
+
+    @cute.jit
+    def give_page(self, request):
+        lane = cute.arch.lane_idx()
+        if lane % self.config.lanes == 0:
+            ptx.store_shared(self.slot, 0, [request])
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(self.barrier)
+        return self.slot
+
+    def page_of(self, place):
+        """The page, waited for."""
+        if self.config.page_copy:
+            cute.arch.mbarrier_wait(self.barrier, 0)
+            return ptx.load_shared(place.page, 0).to(Int32)
+        return cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -538,7 +579,7 @@ class AppendKernel:
 
     @cute.jit
     def store_held(self, cache_row, held, size, count, cache, strides, place, stop):
-        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        page = self.page_of(place)
         if const_expr(self.config.trace):
             numbers.stamp(self.log, 48, page)
         if place.valid & (page >= 0) & (page < place.num_pages):
@@ -559,7 +600,7 @@ class AppendKernel:
         encoded = encode_row(cache_row, values, given)
         # The team's page is looked at here, where a row is ready, and no earlier: it comes last, two latencies after
         # the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
-        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        page = self.page_of(place)
         if const_expr(self.config.trace):
             numbers.stamp(self.log, 48, page)
         if place.valid & (page >= 0) & (page < place.num_pages):
