@@ -184,6 +184,14 @@ def store_global_words(address: Int64, offset: int, words: Sequence[Uint32], *, 
 
 
 @dsl_user_op
+def once_there(value: Int64, word: Uint32, *, loc=None, ip=None) -> Int64:
+    """``value``, which no compiler knows to be had before ``word`` is: what needs it waits for that."""
+    # A word has at most 32 ones, so 64 of them are always missing.
+    asm = "{ .reg .u32 t; .reg .u64 x; popc.b32 t, $2; shr.u32 t, t, 6; cvt.u64.u32 x, t; add.u64 $0, $1, x; }"
+    return _pure(Int64, [Int64(value), Uint32(word)], asm, "=l,l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def multiply_bf16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
     """Products of two packed bf16 pairs, each rounded to nearest even, subnormals kept."""
     return _pure(Uint32, [Uint32(a), Uint32(b)], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)

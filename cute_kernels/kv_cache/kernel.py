@@ -214,8 +214,8 @@ class AppendKernel:
             length, own, slot = soon, Int32(0), Int64(0)
             if const_expr(config.q_late):
                 waits = is_q & (shares.q_rows > 2)
-                if ~waits:
-                    self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+                now = cutlass.select_(waits, Int32(0), heads.count)
+                self.fetch(raw, source, now, is_q, is_v, team_lane)
             else:
                 self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             if const_expr(not config.early):
@@ -223,8 +223,9 @@ class AppendKernel:
             else:
                 self.ask_steps(steps, phase_steps, team_lane)
             if const_expr(config.q_late):
-                if waits & (length != -(2**31)):
-                    self.fetch_rows(raw, source, self.k_elements, config.q_rows_in_flight, heads.count, team_lane)
+                if waits:
+                    late = numbers.once_there(source, length.to(Uint32))
+                    self.fetch_rows(raw, late, self.k_elements, config.q_rows_in_flight, heads.count, team_lane)
             if const_expr(config.page_copy):
                 if ~is_q & (lane == 0):
                     cute.arch.mbarrier_init(self.barrier, 1)
