@@ -124,13 +124,6 @@ def _pack_fp8(kind: str, low: Float32, high: Float32, *, loc=None, ip=None) -> U
 
 
 @dsl_user_op
-def pack_nibbles(low: Uint32, high: Uint32, above: Uint32, *, loc=None, ip=None) -> Uint32:
-    """Two signed integers, each brought into 0 to 15, as the low two nibbles; ``above`` shifted up by 8 bits there."""
-    operands = [Uint32(high), Uint32(low), Uint32(above)]
-    return _pure(Uint32, operands, "cvt.pack.sat.u4.s32.b32 $0, $1, $2, $3;", "=r,r,r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def e4m3x2_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
     """The low two bytes, E4M3, as a packed fp16 pair (exact)."""
     return _pure(
@@ -181,14 +174,6 @@ def store_global_words(address: Int64, offset: int, words: Sequence[Uint32], *, 
     target = f".v{len(words)}.u32 [$0 + {offset}], {{{inputs}}};" if len(words) > 1 else f".u32 [$0 + {offset}], $1;"
     operands = [Int64(address), *(Uint32(word) for word in words)]
     _effect(operands, "st.global" + target, ",".join(["l"] + ["r"] * len(words)), loc=loc, ip=ip)
-
-
-@dsl_user_op
-def once_there(value: Int64, word: Uint32, *, loc=None, ip=None) -> Int64:
-    """``value``, which no compiler knows to be had before ``word`` is: what needs it waits for that."""
-    # A word has at most 32 ones, so 64 of them are always missing.
-    asm = "{ .reg .u32 t; .reg .u64 x; popc.b32 t, $2; shr.u32 t, t, 6; cvt.u64.u32 x, t; add.u64 $0, $1, x; }"
-    return _pure(Int64, [Int64(value), Uint32(word)], asm, "=l,l,r", loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -357,27 +342,3 @@ def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
     """
     asm = "mbarrier.arrive.shared::cluster.b64 _, [$0];"
     _effect([Int32(barrier)], asm, "r", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def stamp(address: Int64, offset: int, after: Int32, *, loc=None, ip=None) -> None:
-    """Experiment: SM clock and global timer once ``after`` is there."""
-    asm = (
-        f"{{ .reg .u32 t, g, s; .reg .pred p, q; mov.u32 s, %laneid; setp.eq.u32 p, s, 0; setp.ne.u32 q, $1, 0x80000001; "
-        f"mov.u32 t, 0; @q mov.u32 t, %clock; @q mov.u32 g, %globaltimer_lo; @p st.global.v2.u32 [$0 + {offset}], {{t, g}}; }}"
-    )
-    _effect([Int64(address), Int32(after)], asm, "l,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def sm_id(*, loc=None, ip=None) -> Uint32:
-    """Experiment."""
-    return _pure(Uint32, [], "mov.u32 $0, %smid;", "=r", loc=loc, ip=ip)
-
-
-@dsl_user_op
-def load_now(address: Int64, *, loc=None, ip=None) -> Int32:
-    """Experiment: a word of global memory, asked for where it stands."""
-    value = Int64(address).ir_value(loc=loc, ip=ip)
-    asm = "ld.volatile.global.u32 $0, [$1];"
-    return Int32(llvm.inline_asm(Int32.mlir_type, [value], asm, "=r,l", has_side_effects=True, loc=loc, ip=ip))

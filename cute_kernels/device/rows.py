@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from cute_kernels.device import nibbles, numbers, ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import in_pairs, neighbours, over_lanes
 from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, format_of
 from layouts.kv.e5m2 import E5M2_MAX
@@ -293,8 +292,6 @@ class CodedRow:
 class NibbleRow(CodedRow):
     """:class:`layouts.kv.int4.Int4Row`: a group's word is (fp16 scale, fp16 shift)."""
 
-    quick: bool = False
-
     code_bits: ClassVar[int] = 4
     set_statistics: ClassVar[int] = 2
     limit: ClassVar[float] = FP16_MAX
@@ -317,50 +314,6 @@ class NibbleRow(CodedRow):
         usual = [(statistics[2 * s] >= -self.limit) & (statistics[2 * s + 1] <= self.limit) for s in range(self.sets)]
         return ~functools.reduce(operator.and_, usual)
 
-    def reduce_quick(self, statistics) -> list[Float32]:
-        """(minus the smallest, the largest) value of each of the lane's groups."""
-        if self.group_lanes == 1:
-            pairs = [(statistics[2 * s], statistics[2 * s + 1]) for s in range(self.sets)]
-            return [value for low, high in pairs for value in (-low, numbers.add(high, -low))]
-        found: list[Any] = []
-        odd = (cute.arch.lane_idx() & 1) != 0
-        for low, high in [(statistics[2 * s], statistics[2 * s + 1]) for s in range(self.sets)]:
-            own = cutlass.select_(odd, -low, high)
-            own = ptx.fmax(own, cute.arch.shuffle_sync_bfly(cutlass.select_(odd, high, -low), 1))
-            own = over_lanes(ptx.fmax, own, neighbours(self.group_lanes)[1:])
-            other = cute.arch.shuffle_sync_bfly(own, 1)
-            found += [cutlass.select_(odd, own, other), numbers.add(own, other)]
-        return found
-
-    def guess(self, values, statistics) -> tuple[list[Uint32], list[Uint32], Any]:
-        """(words, header, whether a word may be wrong)."""
-        upper, lower, header, zero = [], [], [], []
-        for s in range(self.sets):
-            word = self._header_of(statistics[2 * s + 1], -statistics[2 * s])
-            step, shift = ptx.half2_low_to_float(word), ptx.half2_high_to_float(word)
-            more, less = nibbles.quotients(self.of_set(values, s), shift, step)
-            upper, lower = upper + more, lower + less
-            header.append(word)
-            zero.append(step == 0.0)
-        size = self.count // self.runs
-        words, others = (
-            [nibbles.pack(codes[r + i : r + min(i + 8, size)]) for r in range(0, self.count, size) for i in range(0, size, 8)]
-            for codes in (upper, lower)
-        )
-        return words, header, functools.reduce(operator.or_, [a != b for a, b in zip(words, others, strict=True)] + zero)
-
-    def _header_of(self, spread, low) -> Uint32:
-        return ptx.pack_f16x2(_over_constant(spread, MAX_CODE), low)
-
-    def encode_again(self, values, statistics) -> tuple[list[Uint32], list[Uint32]]:
-        rounded = []
-        header = [self._header_of(statistics[2 * s + 1], -statistics[2 * s]) for s in range(self.sets)]
-        for s in range(self.sets):
-            rounded += self._encode_values(self.of_set(values, s), header[s])
-        size = self.count // self.runs
-        runs = [rounded[first : first + size] for first in range(0, self.count, size)]
-        return [_pack_nibbles(run[first : first + 8]) for run in runs for first in range(0, size, 8)], header
-
     def reduce(self, statistics) -> list[Float32]:
         combine = (numbers.fmin, ptx.fmax)
         return [self._over_group(combine[i % 2], statistics[i]) for i in range(self.num_statistics)]
@@ -380,9 +333,6 @@ class NibbleRow(CodedRow):
         """Codes, each in the low bits of a word, and the group's word."""
         spread = _over_constant(numbers.add(high, -low), MAX_CODE)
         header = ptx.pack_f16x2(spread, low)
-        return self._encode_values(values, header), header
-
-    def _encode_values(self, values, header) -> list[Uint32]:
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)
         # fp16 steps are normal fp32 numbers near 1, so nothing needs rescaling.
         reciprocal = _reciprocal(step)
@@ -394,7 +344,7 @@ class NibbleRow(CodedRow):
             part = _quotient(numbers.add(value, -shift), step, reciprocal, numbers.fma_in_unit)
             part = numbers.fmin(part, Float32(MAX_CODE / 16.0))
             rounded.append(numbers.bits(numbers.add(part, Float32(numbers.ROUNDER / 16.0))))
-        return rounded
+        return rounded, header
 
     def decode(self, words, header, scale) -> list[Float32]:
         step, shift = ptx.half2_low_to_float(header), ptx.half2_high_to_float(header)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32, Uint64, const_expr
+from cutlass import Float32, Int64, Uint64, const_expr
 
 from cute_kernels.device import numbers
 
@@ -16,8 +16,6 @@ def encode_row(cache_row, values, given):
     """
     statistics = cute.make_rmem_tensor(max(cache_row.num_statistics, 1), Float32)
     steps = cute.make_rmem_tensor(max(cache_row.num_steps, 1), Float32)
-    if const_expr(getattr(cache_row, "quick", False)):
-        return guess_row(cache_row, values, cache_row.measure(values))
     if const_expr(cache_row.num_statistics > 0):
         for i, value in enumerate(cache_row.measure(values)):
             statistics[i] = value
@@ -43,26 +41,6 @@ def encode_row(cache_row, values, given):
             # False, which no compiler knows: with the constant it would be an `if`, and predicated like the one above.
             awkward = awkward & (numbers.active_lanes() == 0)
     return cache_row.encode(values, statistics, steps, given)
-
-
-@cute.jit
-def guess_row(cache_row, values, statistics):
-    """`encode_row` for nibbles: as if nothing were unusual and no quotient near a tie, and once more if that is wrong."""
-    unusual = cache_row.unusual(statistics)
-    found, header, unsure = cache_row.guess(values, cache_row.reduce_quick(statistics))
-    count = len(found)
-    words = cute.make_rmem_tensor(count + len(header), Uint32)
-    for i, word in enumerate(found + header):
-        words[i] = word
-    again = cute.arch.vote_any_sync(unusual | unsure)
-    while again:  # once at most
-        for i in cutlass.range_constexpr(cache_row.count):
-            values[i] = cache_row.repair(values[i])
-        redone, header = cache_row.encode_again(values, cache_row.reduce_quick(cache_row.measure(values)))
-        for i, word in enumerate(redone + header):
-            words[i] = word
-        again = again & (numbers.active_lanes() == 0)
-    return [words[i] for i in range(count)], [words[i] for i in range(count, count + len(header))]
 
 
 def store_row(cache_row, encoded, address, team_lane) -> None:

@@ -80,13 +80,6 @@ class AppendConfig:
     leads: bool = False
     split: bool = True
     decode: bool = False
-    quick: bool = False
-    q_unroll: int = 1
-    trace: bool = False
-    q_late: bool = False
-    hold: bool = False
-    early: bool = False
-    page_copy: bool = False
 
     def for_decode(self) -> "AppendConfig":
         """The kernel that does the same where ``decode`` holds, sooner.
@@ -130,6 +123,15 @@ class AppendConfig:
         return DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
 
     @property
+    def smem_percent(self) -> int:
+        """Of an SM's memory for L1 and shared memory, what is shared.
+
+        All that attention needs if it `leads`: attention would not start on an SM before this kernel is done there. For
+        decode what its CTAs have for pages' numbers (1 KiB each is the hardware's). Else nothing.
+        """
+        return 100 if self.leads else DECODE_SMEM_PERCENT if self.decode else 0
+
+    @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
@@ -138,8 +140,6 @@ class AppendConfig:
         extras = "_bias" * self.has_bias + "_norm" * self.has_norm
         extras += f"_w{self.num_warps}r{self.rows_in_flight}q{self.q_rows_in_flight}m{self.q_rows_per_kv_row}"
         extras += f"l{self.lane_columns}" + "h" * self.split + "_decode" * self.decode + "_leads" * self.leads
-        extras += "_quick" * self.quick + f"_u{self.q_unroll}" * (self.q_unroll > 1) + "_trace" * self.trace
-        extras += "_late" * self.q_late + "_hold" * self.hold + "_early" * self.early + "_pc" * self.page_copy
         return f"append_{formats}_{self.dtype}_{dims}_{rope}{extras}"
 
     def can_implement(self) -> str | None:
@@ -226,6 +226,7 @@ class BulkConfig:
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 CTAS_PER_SM = 9  # that fit with the registers the append kernels need
 DECODE_CTAS_PER_SM = 16  # those for decode need fewer
+DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 

@@ -3,13 +3,12 @@
 Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
 take other tokens and the same heads, so a CTA runs one of three loops. A team first asks for its first rows and for
 where its token goes, makes the angles of its token once, then works row by row in registers. Nothing is shared between
-teams: no shared memory, no barriers.
+teams; for decode, the numbers of their pages come through shared memory.
 
 What cannot be written anywhere (an unmapped page, a position outside the table or the cache, slot -1) is not written;
 q is, all the same.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -18,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_sum, neighbours
-from cute_kernels.device.rows import Elements, NibbleRow, make_row
+from cute_kernels.device.rows import Elements, make_row
 from cute_kernels.device.write_row import divide_by, encode_row, load_given, store_row
 from cute_kernels.kv_cache.config import (
     HAS_Q,
@@ -30,6 +29,7 @@ from cute_kernels.kv_cache.config import (
     rows_per_team,
 )
 from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Where
+from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -45,11 +45,8 @@ class AppendKernel:
         self.v_elements = Elements(config.dtype, config.head_dim_v, config.lanes, config.runs)
         self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
         self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
-        if config.quick:
-            self.k_row, self.v_row = (
-                replace(row, quick=True) if isinstance(row, NibbleRow) else row for row in (self.k_row, self.v_row)
-            )
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
+        self.pages = PageFetch(config.lanes, config.num_warps)
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -152,9 +149,7 @@ class AppendKernel:
             block=(config.num_threads, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
             min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
-            # All of it for L1; or the split of the two that attention needs, which else would not start on an SM before
-            # this one is done there.
-            preferred_smem_carveout=100 if config.leads else 14 if config.page_copy else 0,
+            preferred_smem_carveout=config.smem_percent,
             stream=stream,
         )
 
@@ -180,21 +175,9 @@ class AppendKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
-        soon = Int32(0)
-        if const_expr(config.early):
-            mine = cutlass.min(warp_token + lane // config.lanes, inputs.num_tokens - 1)
-            soon = numbers.load_now(where.seq_lens + Int64(mine) * 4)
-        if const_expr(config.page_copy):
-            smem = cutlass.utils.SmemAllocator()
-            slots = smem.allocate(16 * config.tokens_per_cta, byte_alignment=16).toint()
-            self.barrier = smem.allocate_array(cutlass.Int64, config.num_warps) + warp
-            self.slot = slots + 16 * (warp * config.tokens_per_warp + lane // config.lanes)
-        log = Int64(0)
-        if const_expr(config.trace):
-            grid_x, grid_y, _ = cute.arch.grid_dim()
-            log = extras.q_norm + Int64(((block_y * grid_x + block_x) * config.num_warps + warp) * 64)
-            numbers.stamp(log, 0, warp)
-            self.log = log
+        page_slot = None
+        if const_expr(config.decode):
+            page_slot = self.pages.allocate(warp, lane)
         if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
@@ -211,44 +194,23 @@ class AppendKernel:
             source = self.source_of(inputs, heads, token, team_lane, is_q, is_v)
             raw = cute.make_rmem_tensor(self.raw_words, Uint32)
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
-            length, own, slot = soon, Int32(0), Int64(0)
-            if const_expr(config.q_late):
-                waits = is_q & (shares.q_rows > 2)
-                now = cutlass.select_(waits, Int32(0), heads.count)
-                self.fetch(raw, source, now, is_q, is_v, team_lane)
-            else:
-                self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
-            if const_expr(not config.early):
-                length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
-            else:
-                self.ask_steps(steps, phase_steps, team_lane)
-            if const_expr(config.q_late):
-                if waits:
-                    late = numbers.once_there(source, length.to(Uint32))
-                    self.fetch_rows(raw, late, self.k_elements, config.q_rows_in_flight, heads.count, team_lane)
-            if const_expr(config.page_copy):
-                if ~is_q & (lane == 0):
-                    cute.arch.mbarrier_init(self.barrier, 1)
-                    cute.arch.mbarrier_init_fence()
-                cute.arch.sync_warp()
+            self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
+            length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            if const_expr(config.decode):
+                self.pages.open(page_slot, ~is_q, lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
                     self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
                 elif ~is_q:
                     self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
-            if const_expr(config.trace):
-                numbers.stamp(log, 8, token)
-                numbers.stamp(log, 16, length)
-            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
+            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot, page_slot)
             if const_expr(not config.decode):
                 position = cutlass.select_(where.position_ids != 0, own, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
-            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
-            if const_expr(config.trace):
-                numbers.stamp(log, 24, raw[0].to(Int32))
+            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane, page_slot)
             if is_v:
                 self.process_v(raw, scales, source, heads, extras, targets, place)
             else:
@@ -260,10 +222,6 @@ class AppendKernel:
                     self.process_q(raw, source, cos, sin, heads, extras, targets, place)
                 else:
                     self.process_k(raw, scales, source, cos, sin, heads, extras, targets, place)
-            if const_expr(config.trace):
-                numbers.stamp(log, 32, chunk)
-                ptx_words = [chunk.to(Uint32), numbers.sm_id()]
-                numbers.store_global_words(log, 40, ptx_words)
 
     # -- getting there ------------------------------------------------------------------------------------------------
 
@@ -277,11 +235,6 @@ class AppendKernel:
             return source
         k_bytes, v_bytes = (Int32(elements.piece.num_bytes) for elements in (self.k_elements, self.v_elements))
         return ptx.pinned(source + Int64(lane * cutlass.select_(is_v, v_bytes, k_bytes)))
-
-    def ask_steps(self, steps, phase_steps, lane):
-        if self.config.rope != "none":
-            for i, word in enumerate(self.rotator.load_steps(phase_steps, lane)):
-                steps[i] = word
 
     @cute.jit
     def ask(self, steps, where, phase_steps, is_q, token, lane):
@@ -347,7 +300,7 @@ class AppendKernel:
                     raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, is_q, token, lane, length, slot):
+    def locate(self, where, is_q, token, lane, length, slot, page_slot):
         """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
         ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
@@ -358,7 +311,7 @@ class AppendKernel:
             position = length - 1
             inside = position >= 0
             if ~is_q:
-                page, row, inside = self.find_page(where, token, position, inside)
+                page, row, inside = self.find_page(where, token, position, inside, page_slot)
             return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -379,54 +332,38 @@ class AppendKernel:
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
             else:
-                page, row, inside = self.find_page(where, request, position, inside)
+                page, row, inside = self.find_page(where, request, position, inside, page_slot)
         return position, inside, page, row
 
     @cute.jit
-    def find_page(self, where, request, position, inside):
+    def find_page(self, where, request, position, inside, page_slot):
         """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
             entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-            page = self.ask_page(where.block_table + entry * 4)
+            page = self.ask_page(where.block_table + entry * 4, page_slot)
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)
         else:
             inside = inside & (position < where.page_size)
-            if const_expr(self.config.page_copy):
-                page = self.give_page(request)
+            if const_expr(self.config.decode):
+                page = self.pages.give(page_slot, request)
         return page, row, inside
 
-    @cute.jit
-    def ask_page(self, address):
-        page = Int32(0)
-        if const_expr(self.config.page_copy):
-            lane = cute.arch.lane_idx()
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(self.barrier, 16 * self.config.tokens_per_warp)
-            if lane % self.config.lanes == 0:
-                ptx.bulk_copy_to_shared(self.slot, address & -16, Int32(16), self.barrier.toint())
-            page = self.slot + (address & 12).to(Int32)
-        else:
-            page = ptx.load_global_words(address, 0, 1)[0].to(Int32)
-        return page
-
-    @cute.jit
-    def give_page(self, request):
-        lane = cute.arch.lane_idx()
-        if lane % self.config.lanes == 0:
-            ptx.store_shared(self.slot, 0, [request])
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(self.barrier)
-        return self.slot
+    def ask_page(self, address, page_slot):
+        """Asks for the page whose number is at an address; `page_of` waits for it."""
+        if self.config.decode:
+            return self.pages.ask(page_slot, address)
+        return ptx.load_global_words(address, 0, 1)[0].to(Int32)
 
     def page_of(self, place):
-        """The page, waited for."""
-        if self.config.page_copy:
-            cute.arch.mbarrier_wait(self.barrier, 0)
-            return ptx.load_shared(place.page, 0).to(Int32)
+        """A team's page, looked at where a row is ready, and no earlier: it comes last.
+
+        Else than for decode a shuffle, of equal words, is what keeps the compiler from waiting for it before the loop.
+        """
+        if self.config.decode:
+            return self.pages.wait(place.page_slot, place.page)
         return cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
 
     @cute.jit
@@ -460,7 +397,7 @@ class AppendKernel:
         target = targets.q_out + Int64(place.token) * targets.q_out_stride + Int64(heads.first * elements.row_bytes)
         done = Int32(0)
         while done < heads.count:
-            if const_expr(not self.config.decode or self.config.q_unroll == ahead):
+            if const_expr(not self.config.decode):
                 for u in cutlass.range_constexpr(ahead):
                     if done + u < heads.count:
                         self.unpack(raw, values, elements, u)
@@ -497,8 +434,7 @@ class AppendKernel:
         def prepare(values, head):
             self.turn(values, cos, sin, extras.k_bias, extras.k_norm, extras, head, place.lane)
 
-        process = self.process_rows_held if self.config.hold else self.process_rows
-        process(raw, scales, source, self.k_elements, heads, target, place, prepare)
+        self.process_rows(raw, scales, source, self.k_elements, heads, target, place, prepare)
 
     @cute.jit
     def process_v(self, raw, scales, source, heads, extras, targets, place):
@@ -509,8 +445,7 @@ class AppendKernel:
             if const_expr(self.config.has_bias):
                 self.add_bias(values, self.v_elements, extras.v_bias, head, place.lane)
 
-        process = self.process_rows_held if self.config.hold else self.process_rows
-        process(raw, scales, source, self.v_elements, heads, target, place, prepare)
+        self.process_rows(raw, scales, source, self.v_elements, heads, target, place, prepare)
 
     @cute.jit
     def process_rows(self, raw, scales, source, elements, heads, target, place, prepare):
@@ -539,71 +474,10 @@ class AppendKernel:
                 self.ask_scales(scales, cache_row, scale, head, stop - head)
 
     @cute.jit
-    def process_rows_held(self, raw, scales, source, elements, heads, target, place, prepare):
-        """As `process_rows`; rows are stored when all those in flight are encoded."""
-        cache_row, scale, cache, strides = target
-        ahead = self.config.rows_in_flight
-        values = cute.make_rmem_tensor(elements.count, Float32)
-        head, stop = heads.first, heads.first + heads.count
-        size = cache_row.codes.num_words + self.header_words(cache_row)
-        held = cute.make_rmem_tensor(ahead * size, Uint32)
-        while head < stop:
-            count = cutlass.min(stop - head, ahead)
-            for _ in cutlass.range(count, unroll=1):
-                given = [scales[0]]
-                if const_expr(not self.asks_scales(cache_row)):
-                    given = load_given(cache_row, scale, head, place.lane)
-                self.unpack(raw, values, elements, 0)
-                self.advance(raw, ahead)
-                for i in cutlass.range_constexpr(ahead - 1):
-                    scales[i] = scales[i + 1]
-                prepare(values, head)
-                self.hold(held, size, encode_row(cache_row, values, given))
-                head = head + 1
-            self.store_held(cache_row, held, size, count, cache, strides, place, head)
-            source = source + ahead * elements.row_bytes
-            if head < stop:  # seldom
-                self.fetch_rows(raw, source, elements, ahead, stop - head, place.lane)
-                self.ask_scales(scales, cache_row, scale, head, stop - head)
-
-    def hold(self, held, size, encoded):
-        """Puts an encoded row behind those that are held."""
-        words, header = encoded
-        last = (self.config.rows_in_flight - 1) * size
-        for i in range(last):
-            held[i] = held[i + size]
-        for i, word in enumerate([*words, *(header or [])]):
-            held[last + i] = word
-
-    def header_words(self, cache_row) -> int:
-        return getattr(cache_row, "sets", 0) if cache_row.has_header else 0
-
-    @cute.jit
-    def store_held(self, cache_row, held, size, count, cache, strides, place, stop):
-        page = self.page_of(place)
-        if const_expr(self.config.trace):
-            numbers.stamp(self.log, 48, page)
-        if place.valid & (page >= 0) & (page < place.num_pages):
-            page_stride, token_stride, head_stride = strides
-            row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(stop - count) * head_stride
-            ahead = self.config.rows_in_flight
-            num_words = cache_row.codes.num_words
-            for u in cutlass.range_constexpr(ahead):
-                if u >= ahead - count:
-                    words = [held[u * size + i] for i in range(size)]
-                    header = words[num_words:] if size > num_words else None
-                    store_row(cache_row, (words[:num_words], header), cache + row, place.lane)
-                    row = row + head_stride
-
-    @cute.jit
     def write(self, cache_row, values, given, cache, strides, place, head):
         """Quantises a row and stores it where the team's token goes."""
         encoded = encode_row(cache_row, values, given)
-        # The team's page is looked at here, where a row is ready, and no earlier: it comes last, two latencies after
-        # the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
         page = self.page_of(place)
-        if const_expr(self.config.trace):
-            numbers.stamp(self.log, 48, page)
         if place.valid & (page >= 0) & (page < place.num_pages):
             page_stride, token_stride, head_stride = strides
             row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride

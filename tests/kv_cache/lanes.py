@@ -180,9 +180,6 @@ class Gpu:
             for i in range(num_words)
         ]
 
-    def load_now(self, address: Any) -> Lanes:
-        return Int32(self.load_global_words(address, 0, 1)[0])
-
     def load_global_part(self, address: Any, offset: int, num_bytes: int) -> Lanes:
         return bytes_to_words(self.memory[self._places(address, offset, num_bytes)])
 
@@ -236,10 +233,6 @@ class Gpu:
 
     def pack_e5m2x2(self, low: Any, high: Any) -> Lanes:
         return bytes_to_words(rounded([low, high], torch.float8_e5m2, 57344.0))
-
-    def pack_nibbles(self, low: Any, high: Any, above: Any) -> Lanes:
-        nibbles = [np.clip(np.asarray(Uint32(x)).view(np.int32), 0, 15) for x in (low, high)]
-        return Uint32(nibbles[0] | nibbles[1] << 4 | np.asarray(Uint32(above)).astype(np.int64) << 8 & 0xFFFFFFFF)
 
     def e4m3x2_to_f16x2(self, x: Any) -> Lanes:
         codes = torch.from_numpy(np.asarray(Uint32(x)).reshape(32, 1).view(np.uint8)[:, :2].copy())

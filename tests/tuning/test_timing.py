@@ -32,7 +32,11 @@ class Gpu:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) / 1e3
 
-        for name, replacement in (("Event", Event), ("_sleep", lambda cycles: self._launch()), ("synchronize", lambda: None)):
+        for name, replacement in (
+            ("Event", Event),
+            ("_sleep", lambda cycles: self._launch()),
+            ("synchronize", lambda: None),
+        ):
             monkeypatch.setattr(torch.cuda, name, replacement)
         monkeypatch.setattr(timing, "ColdL2", lambda device: self._flush)
 
