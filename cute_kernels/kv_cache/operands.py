@@ -87,8 +87,8 @@ class Heads:
 class Place:
     """A team's token and lane, and the page and row where its K and V go.
 
-    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on its way still;
-    for decode it is what says where it comes to, at ``page_slot``: see :mod:`cute_kernels.kv_cache.page`.
+    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on its way
+    still; for decode it says where in ``page_slot`` it comes to, see :mod:`cute_kernels.kv_cache.page`.
     """
 
     token: Int32

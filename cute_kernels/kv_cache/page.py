@@ -4,8 +4,8 @@ Loads of an SM come back in the order in which they were asked for, those that h
 page stands a team knows when its request's length has come. By then the rows of all teams of its SM have been asked
 for, and a load of the page would come back behind the last of them: as late as everything has been read. A bulk copy
 (TMA) goes past that queue. It copies no less than 16 aligned bytes, to shared memory, and a barrier says when they are
-there: one a warp, for the copies of its teams. The bytes next to a page's number that are not the table's are not looked
-at, and are in the same allocation, whose units are larger.
+there: one a warp, for the copies of its teams. Bytes beside a page's number that are not the table's are not looked at;
+allocations begin and end on larger units.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from cute_kernels.device import ptx
 from cute_kernels.sm90 import WARP_THREADS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.timing import time_cold_in_turn
 from cute_kernels.tuning import timing
-from bench.timing import Protocol, time_cold_in_turn
 from cute_kernels.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, ColdTimer
 
 FLUSH_US = 70.0
