@@ -70,7 +70,7 @@ class Barrier(int):
 
 
 def run(monkeypatch, lanes: int, entries: list[int] | None) -> list[int]:
-    """The page that each lane of a warp gets; entries: which word of the table each team asks for, None: it is known."""
+    """The page that each lane of a warp gets; entries: the word of the table that each team asks for, None if known."""
     table = np.arange(100, 164, dtype=np.int32)
     warp = Warp(table, monkeypatch)
     fetch = page.PageFetch(lanes, num_warps=2)
