@@ -11,12 +11,13 @@ from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.moe import tuned
-from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.config import CombineConfig, DigitsConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product of few rows, after x,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
+NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
@@ -78,6 +79,24 @@ class GatherSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_gather(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class DigitsSpec(KernelSpec):
+    """The kernel that makes digits of rows: takes what `DigitsKernel.__call__` describes."""
+
+    config: DigitsConfig
+    family: ClassVar[str] = "moe"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return _modules("compile", "config", "digits")
+
+    def compile(self, arch: str) -> Any:
+        return compile_digits(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +176,22 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    from cute_kernels.moe.wgmma.kernel import GroupedWgmmaKernel
+    from cute_kernels.moe.wgmma.kernel import GroupedDigitKernel, GroupedWgmmaKernel
 
     check_config(config)
     if config.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
-    counts = (NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS)
-    return compile_matrix_kernel(GroupedWgmmaKernel(config), config.dtype, counts, arch, *options)
+    counts = (NUM_TILE_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_TILE_INTEGERS)
+    kernel = (GroupedDigitKernel if config.digits else GroupedWgmmaKernel)(config)
+    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
+
+
+def compile_digits(config: DigitsConfig, arch: str, *options: str) -> Any:
+    """As `compile_grouped`."""
+    from cute_kernels.moe.digits import DigitsKernel
+
+    check_config(config)
+    return compile_matrix_kernel(DigitsKernel(config), config.dtype, (4, 3), arch, *options)
 
 
 def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:
