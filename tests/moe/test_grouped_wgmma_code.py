@@ -14,7 +14,7 @@ from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
-from tests.linear.machine_code import early_writes, instructions
+from tests.linear.machine_code import MMAS, early_writes, instructions
 
 TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
 CONFIGS = [config for config in TILES if not config.synchronous]
@@ -23,12 +23,12 @@ SYNCHRONOUS = [config for config in TILES if config.synchronous]
 
 def loops_around_mmas(code: list[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
     """For each kind of MMA the shortest loop that has it and no other: waits stand apart and jump back from afar."""
-    places = {label: place for place, (label, _, _) in enumerate(code) if label}
+    places = {label: place for place, (labels, _, _) in enumerate(code) for label in labels.split()}
     found: dict[str, list[tuple[str, str, str]]] = {}
     for place, (_, opcode, operands) in enumerate(code):
         target = re.search(r"\.L_x_\d+", operands) if opcode == "BRA" else None
         body = code[places[target[0]] : place + 1] if target else []
-        kinds = {opcode for _, opcode, _ in body if opcode.startswith("HGMMA")}
+        kinds = {opcode for _, opcode, _ in body if opcode.startswith(MMAS)}
         if len(kinds) == 1:
             (kind,) = kinds
             found[kind] = min(found.get(kind, body), body, key=len)
