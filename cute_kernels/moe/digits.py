@@ -56,7 +56,7 @@ class DigitsKernel:
         """Launches over places, and groups of 128 inputs.
 
         x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. Addresses: end, of the int32 that says how many
-        places have a row; rows, int32 [places], or 0: each place's own number; out [places, groups, 2, 128] int8;
+        places have a row, or 0: all; rows, int32 [places], or 0: each place's own number; out [places, groups, 2, 128] int8;
         scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
         """
         shape: Any = x.shape
@@ -86,13 +86,16 @@ class DigitsKernel:
         group = block * (self.config.num_threads // GROUP_LANES) + thread // GROUP_LANES
         lane = thread % GROUP_LANES
         if const_expr(self.config.use_pdl):
-            cute.arch.griddepcontrol_launch_dependents()
+            # In this order: what comes next reads weights and routing without waiting for digits.
             cute.arch.griddepcontrol_wait()
-        (count,) = ptx.load_global_words(end, 0, 1, constant=False)
+            cute.arch.griddepcontrol_launch_dependents()
+        count = place + 1
+        if end != 0:
+            count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])
         row = place
         if rows != 0:
             row = Int32(ptx.load_global_words(rows + Int64(place) * 4, 0, 1, constant=False)[0])
-        if place < Int32(count):
+        if place < count:
             piece = group * GROUP_LANES + lane
             words = self.load(x, row, piece, row_pieces)
             scale, digits = self.split(words, lane)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
-from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.linear.wgmma.config import DIGIT_GROUP, DIGIT_TOKENS, X_SCALE_ALIGNMENT
+from cute_kernels.moe.compile import CombineSpec, DigitsSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
+from cute_kernels.moe.config import CombineConfig, DigitsConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedLayout, chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -28,6 +29,7 @@ class GroupedPlan:
         num_words: of workspace.
         launches: for each launch what stands between n and the activation among the function's arguments.
         gathers: whether rows of x are taken by index.
+        stores_fp32: whether what a layer adds up is best stored in fp32: few results.
     """
 
     function: Callable[..., Any]
@@ -36,6 +38,7 @@ class GroupedPlan:
     num_words: int
     launches: tuple[tuple[int, ...], ...]
     gathers: bool = True
+    stores_fp32: bool = True
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """Launches on the current stream of the plan's device, which is the current one.
@@ -69,6 +72,7 @@ class TilesPlan:
     tiles: GroupedTiles
     sizes: tuple[int, ...]  # between n and the activation among the function's arguments
     gathers: bool = False
+    stores_fp32: bool = False
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
@@ -76,7 +80,49 @@ class TilesPlan:
         self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
 
 
-ProductPlan = GroupedPlan | TilesPlan
+@dataclass(frozen=True)
+class DigitsPlan:
+    """A product of activations in digits, of which it has a launch before it make the rows of all places.
+
+    Attributes:
+        digits: that launch.
+        sizes: between n and the activation among the function's arguments.
+        places: rows of the result.
+        pitch: scales of x from a group of inputs to the next.
+    """
+
+    function: Callable[..., Any]
+    digits: Callable[..., Any]
+    tiles: GroupedTiles
+    sizes: tuple[int, ...]
+    places: int
+    num_experts: int
+    gathers: bool = True
+    stores_fp32: bool = False
+
+    @property
+    def pitch(self) -> int:
+        """A tile's scales are brought from a multiple of 16 bytes on, all of them, whatever rows it has."""
+        return -(-self.places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + DIGIT_TOKENS + X_SCALE_ALIGNMENT
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
+        """As :meth:`GroupedPlan.run`; without an address of rows they are those of the places."""
+        codes, scales, _, bias, out = addresses
+        offsets, rows = routing
+        n, activation, out_kind = numbers
+        groups, pitch = self.tiles.units, self.pitch
+        k_pad = groups * DIGIT_GROUP
+        # Digits take the bytes of x; scales, 4 bytes for 256 of them, lie behind their last row.
+        memory = torch.empty((self.places + -(-pitch // (DIGIT_GROUP // 2)), k_pad), dtype=x.dtype, device=x.device)
+        x_scales = memory.data_ptr() + 2 * self.places * k_pad
+        end = offsets + 4 * self.num_experts
+        self.digits(x, end, rows, memory.data_ptr(), x_scales, self.places, groups, pitch)
+        self.function(
+            memory, codes, scales, x_scales, bias, out, offsets, n, *self.sizes, activation, out_kind, pitch
+        )  # fmt: skip
+
+
+ProductPlan = GroupedPlan | TilesPlan | DigitsPlan
 
 
 @lru_cache(maxsize=4096)
@@ -105,13 +151,14 @@ def plan_of(
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-    return make_product_plan(chosen(problem, torch.cuda.get_device_name(device)), num_experts, device)
+    return make_product_plan(chosen(problem, torch.cuda.get_device_name(device)), places, num_experts, device)
 
 
-def make_product_plan(layout: GroupedLayout, num_experts: int, device_index: int) -> ProductPlan:
+def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> ProductPlan:
     """The plan of a given layout, of few rows an expert or of many."""
     if isinstance(layout, GroupedTiles):
-        return make_tiles_plan(layout, num_experts, device_index)
+        make = make_digits_plan if layout.config.digits else make_tiles_plan
+        return make(layout, places, num_experts, device_index)
     return make_plan(layout, num_experts, device_index)
 
 
@@ -130,10 +177,22 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
     )
 
 
-def make_tiles_plan(tiles: GroupedTiles, num_experts: int, device_index: int) -> TilesPlan:
+def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
     sizes = tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas
     return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, sizes)
+
+
+def make_digits_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> DigitsPlan:
+    """The plan of given tiles whose activations come in digits."""
+    return DigitsPlan(
+        function=load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)),
+        digits=load(DigitsSpec(DigitsConfig(tiles.config.dtype)), arch_of(device_index)),
+        tiles=tiles,
+        sizes=(tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas),
+        places=places,
+        num_experts=num_experts,
+    )
 
 
 @lru_cache(maxsize=64)

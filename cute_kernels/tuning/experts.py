@@ -87,7 +87,7 @@ class ExpertsSubject:
         first = None
         for candidate in self.candidates:
             made = self.plan(candidate, x.get_device())
-            out = outs[made.gathers and not self.is_first]  # a layer keeps such results in fp32
+            out = outs[made.stores_fp32 and not self.is_first]  # a layer keeps such results in fp32
             call = partial(self._run, made, x, weight, routing, out)
             out.fill_(torch.nan)
             call()
@@ -96,7 +96,7 @@ class ExpertsSubject:
         return calls
 
     def plan(self, candidate: GroupedCandidate, device: int) -> ProductPlan:
-        return make_product_plan(candidate.schedule, self.problem.num_experts, device)
+        return make_product_plan(candidate.schedule, self.problem.places, self.problem.num_experts, device)
 
     def _run(
         self, plan: ProductPlan, x: torch.Tensor, weight: PackedExperts, routing: Routing, out: torch.Tensor

@@ -45,6 +45,10 @@ class CpuPlan:
 
     @property
     def gathers(self) -> bool:
+        return self.candidate.kernel == FEW or self.candidate.schedule.config.digits
+
+    @property
+    def stores_fp32(self) -> bool:
         return self.candidate.kernel == FEW
 
     def run(self, x, addresses, places, numbers) -> None:

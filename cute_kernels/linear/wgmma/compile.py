@@ -10,8 +10,9 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
-KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "synchronous", "tiles")
+KERNEL_MODULES = ("compile", "config", "digit_kernel", "digits", "epilogue", "kernel", "synchronous", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
+NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,10 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
     Raises ValueError if the configuration cannot be implemented.
     """
+    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
     check_config(config)
-    return compile_matrix_kernel(WgmmaKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+    counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
+    kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
+    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)

@@ -35,8 +35,9 @@ MMA_K = 2 * STEP_K
 DIGIT_BASE = 256
 CODE_UNIT = 16  # by which bytes are larger than codes less 8; the scales of x make up for it
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
+TOGETHER_TOKENS = 48  # for which a thread has registers for two tiles' products at a time,
 STAGE_WORDS = 8  # of a thread's codes of a tile
-AHEAD_TOKENS = 48  # for which a thread has registers to begin the next tile before it takes the sums of the last
+AHEAD_TOKENS = 32  # and to take the next unit's codes besides
 
 
 class DigitUnits:
@@ -71,7 +72,7 @@ class DigitUnits:
 
     def multiply_unit(self, sums, memory, stage, place, x_place, tokens: int):
         """Adds a unit's products; sums of a tile are scaled while the next one's products are under way."""
-        tiles, together = self.config.m_tiles, self.config.group_steps == 2 and tokens <= AHEAD_TOKENS
+        tiles, together = self.config.m_tiles, self.config.group_steps > 1 and tokens <= TOGETHER_TOKENS
         words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
         x = self.descriptor(memory, stage)
         operands = [self.operands(words[i], place.masks) for i in range(tiles)]
@@ -79,7 +80,8 @@ class DigitUnits:
         for i in range(tiles):
             ahead = together and i + 1 < tiles
             following = self.start(operands[i + 1], x, tokens) if ahead else []
-            self.add(sums, i, wgmma.wait_for_dots(started, 1 if ahead else 0), scales[i], x_scales)
+            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
+            self.add(sums, i, self.join(dots), scales[i], x_scales)
             if i + 1 < tiles:
                 started = following if ahead else self.start(operands[i + 1], x, tokens)
 
@@ -94,10 +96,10 @@ class DigitUnits:
         x_place = self.x_scale_place(item)
         words = cute.make_rmem_tensor(tiles * STAGE_WORDS, Uint32)
         operands = cute.make_rmem_tensor(2 * STAGE_WORDS, Uint32)
-        dots = cute.make_rmem_tensor(tokens, Int32)  # of the last tile of the unit before, and their scales
+        products = cute.make_rmem_tensor(tokens // 2, Int32)  # of the last tile of the unit before, and their scales
         scales = cute.make_rmem_tensor(2, Float32)
         x_scales = cute.make_rmem_tensor(tokens // 4, Float32)
-        dots.fill(0)
+        products.fill(0)
         scales.fill(0.0)
         x_scales.fill(0.0)
         cute.arch.mbarrier_wait(memory.full + stage, phase)
@@ -105,14 +107,15 @@ class DigitUnits:
         for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
             x = self.descriptor(memory, stage)
             started = self.start([operands[i] for i in range(2 * STAGE_WORDS)], x, tokens)
-            before = [dots[i] for i in range(tokens)]
+            before = [products[i] for i in range(tokens // 2)]
             self.add(sums, final, before, [scales[i] for i in range(2)], [x_scales[i] for i in range(tokens // 4)])
             own_scales = [self.load_scales(memory, stage, place, i) for i in range(tiles)]
             own_x_scales = self.load_x_scales(memory, stage, x_place, tokens)
             for i in cutlass.range_constexpr(1, tiles):
                 chunk = [words[i * STAGE_WORDS + j] for j in range(STAGE_WORDS)]
                 following = self.start(self.operands([chunk[:4], chunk[4:]], place.masks), x, tokens)
-                self.add(sums, i - 1, wgmma.wait_for_dots(started, 1), own_scales[i - 1], own_x_scales)
+                done = self.join(wgmma.wait_for_dots(started, 1))
+                self.add(sums, i - 1, done, own_scales[i - 1], own_x_scales)
                 started = following
             last = stage
             stage, phase = advance(stage, phase, config.num_stages)
@@ -120,15 +123,15 @@ class DigitUnits:
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
             # Behind the item's last unit these are bytes of some unit before, and not used.
             self.take(memory, stage, place, words, operands)
-            done = wgmma.wait_for_dots(started, 0)
+            done = self.join(wgmma.wait_for_dots(started, 0))
             self.kernel.release(memory, last, teller)
-            for i in cutlass.range_constexpr(tokens):
-                dots[i] = done[i]
+            for i in cutlass.range_constexpr(tokens // 2):
+                products[i] = done[i]
             for i in cutlass.range_constexpr(2):
                 scales[i] = own_scales[final][i]
             for i in cutlass.range_constexpr(tokens // 4):
                 x_scales[i] = own_x_scales[i]
-        done = [dots[i] for i in range(tokens)]
+        done = [products[i] for i in range(tokens // 2)]
         self.add(sums, final, done, [scales[i] for i in range(2)], [x_scales[i] for i in range(tokens // 4)])
         return stage, phase, last
 
@@ -196,11 +199,14 @@ class DigitUnits:
         """A constant for `fragment`, kept in a register: an instruction has room for one."""
         return nothing + Uint32(SIGNS)
 
-    def add(self, sums, tile: int, dots, scales, x_scales) -> None:
-        """Adds the products of a tile's group, scaled, to its sums."""
+    def join(self, dots) -> list[Any]:
+        """The exact products of a tile's group, of both digits' sums."""
         count = len(dots) // 2
+        return [dots[i] * DIGIT_BASE + dots[count + i] for i in range(count)]
+
+    def add(self, sums, tile: int, products, scales, x_scales) -> None:
+        """Adds the products of a tile's group, scaled, to its sums."""
         first = tile * (self.config.tokens // 2)
-        for i in range(count):
-            exact = numbers.to_float(dots[i] * DIGIT_BASE + dots[count + i])
-            value = exact * x_scales[i // 4 * 2 + i % 2]
+        for i, exact in enumerate(products):
+            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
             sums[first + i] = ptx.fma(value, scales[i // 2 % 2], sums[first + i])

@@ -117,13 +117,8 @@ class WgmmaKernel:
         out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
-        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         copy_x, x_view = self.box_copy(x)
-        scale_groups = Int32(1)
-        if const_expr(config.group_size):
-            scale_groups = units * config.unit_k // config.group_size
-        split_units = cute.ceil_div(units, splits)
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind)
+        shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
@@ -132,6 +127,14 @@ class WgmmaKernel:
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def sizes(self, x, n, num_tiles, units, whole, splits, activation, out_kind) -> tuple[Any, ...]:
+        """The fields of a `Shape`."""
+        config = self.config
+        m, k = x.shape
+        scale_groups = units * config.unit_k // config.group_size if config.group_size else Int32(1)
+        split_units = cute.ceil_div(units, splits)
+        return m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind
 
     def x_layout(self):
         """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
@@ -243,6 +246,9 @@ class WgmmaKernel:
         somebody else that of bringing them.
         """
         config = self.config
+        if const_expr(config.digits):
+            # The launch before made them. All else it had waited for itself, before it let this one begin.
+            cute.arch.griddepcontrol_wait()
         boxes, parts = config.unit_k // BOX_K, config.row_parts
         targets = cute.group_modes(cute.local_tile(memory.x, (config.part_tokens, BOX_K), (None, 0, None)), 0, 2)
         stage, phase = Int32(0), Int32(1)

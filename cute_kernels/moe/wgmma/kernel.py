@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -56,7 +57,9 @@ class GroupedWgmmaKernel(WgmmaKernel):
         operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
         self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.grid(num_ctas, stream))
 
-    def sizes(self, x, n, num_tiles, units, num_experts, activation, out_kind) -> dict[str, Any]:
+    def sizes(  # type: ignore[override]
+        self, x, n, num_tiles, units, num_experts, activation, out_kind
+    ) -> dict[str, Any]:
         """The fields of a `GroupedShape`."""
         config = self.config
         m, k = x.shape
@@ -94,7 +97,8 @@ class GroupedWgmmaKernel(WgmmaKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not config.digits):
+            cute.arch.griddepcontrol_wait()
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
