@@ -107,12 +107,14 @@ class WgmmaConfig:
     @property
     def math_registers(self) -> int:
         """Of a multiplying thread."""
-        return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.warpgroups]
+        four = self.digits and self.warpgroups == 4
+        return (SYNCHRONOUS_REGISTERS if self.synchronous or four else MATH_REGISTERS)[self.warpgroups]
 
     @property
     def copy_registers(self) -> int:
         """Of a thread that copies."""
-        return SYNCHRONOUS_COPY_REGISTERS if self.synchronous else COPY_REGISTERS
+        four = self.digits and self.warpgroups == 4
+        return SYNCHRONOUS_COPY_REGISTERS if self.synchronous or four else COPY_REGISTERS
 
     @property
     def thread_sums(self) -> int:
@@ -232,9 +234,9 @@ class WgmmaConfig:
             "dtype": ("bf16", "fp16"),
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 4),
+            "row_parts": (1, 2, 4, 8) if self.digits else (1, 2, 4),
             "m_tiles": (1, 2),
-            "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
+            "warpgroups": (1, 2, 3, 4) if self.digits else tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
             "cluster": CLUSTERS,

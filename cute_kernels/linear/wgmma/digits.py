@@ -35,7 +35,7 @@ MMA_K = 2 * STEP_K
 DIGIT_BASE = 256
 CODE_UNIT = 16  # by which bytes are larger than codes less 8; the scales of x make up for it
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
-TOGETHER_TOKENS = 48  # for which a thread has registers for two tiles' products at a time,
+TOGETHER_TOKENS = 40  # for which a thread has registers for two tiles' products at a time,
 STAGE_WORDS = 8  # of a thread's codes of a tile
 AHEAD_TOKENS = 32  # and to take the next unit's codes besides
 
@@ -75,15 +75,16 @@ class DigitUnits:
         tiles, together = self.config.m_tiles, self.config.group_steps > 1 and tokens <= TOGETHER_TOKENS
         words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
         x = self.descriptor(memory, stage)
-        operands = [self.operands(words[i], place.masks) for i in range(tiles)]
-        started = self.start(operands[0], x, tokens)
+        started = self.start(self.operands(words[0], place.masks), x, tokens)
         for i in range(tiles):
+            following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
             ahead = together and i + 1 < tiles
-            following = self.start(operands[i + 1], x, tokens) if ahead else []
+            if ahead:
+                following = self.start(following, x, tokens)
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
             self.add(sums, i, self.join(dots), scales[i], x_scales)
             if i + 1 < tiles:
-                started = following if ahead else self.start(operands[i + 1], x, tokens)
+                started = following if ahead else self.start(following, x, tokens)
 
     @cute.jit
     def multiply_ahead(self, sums, memory, item, place, ring, teller, tokens: int):
