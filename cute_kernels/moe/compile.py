@@ -11,7 +11,7 @@ from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.moe import tuned
-from cute_kernels.moe.config import CombineConfig, DigitsConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
@@ -79,24 +79,6 @@ class GatherSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_gather(self.config, arch)
-
-
-@dataclass(frozen=True, eq=False)
-class DigitsSpec(KernelSpec):
-    """The kernel that makes digits of rows: takes what `DigitsKernel.__call__` describes."""
-
-    config: DigitsConfig
-    family: ClassVar[str] = "moe"
-
-    @property
-    def symbol(self) -> str:  # type: ignore[override]
-        return self.config.name
-
-    def source_roots(self) -> tuple[Path, ...]:
-        return _modules("compile", "config", "digits")
-
-    def compile(self, arch: str) -> Any:
-        return compile_digits(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +166,6 @@ def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     counts = (NUM_TILE_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_TILE_INTEGERS)
     kernel = (GroupedDigitKernel if config.digits else GroupedWgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
-
-
-def compile_digits(config: DigitsConfig, arch: str, *options: str) -> Any:
-    """As `compile_grouped`."""
-    from cute_kernels.moe.digits import DigitsKernel
-
-    check_config(config)
-    return compile_matrix_kernel(DigitsKernel(config), config.dtype, (4, 3), arch, *options)
 
 
 def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:

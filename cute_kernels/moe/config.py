@@ -117,28 +117,3 @@ class GatherConfig:
         if self.row_threads not in (32, 64, 128, 256):
             return f"row_threads {self.row_threads!r} is not 32, 64, 128 or 256"
         return None if self.batch in (1, 2, 4, 8) else f"batch {self.batch!r} is not 1, 2, 4 or 8"
-
-
-@dataclass(frozen=True)
-class DigitsConfig:
-    """The kernel that lays rows in the order of their places as two digits of 8 bits and scales.
-
-    Attributes:
-        dtype: of x, "bf16" or "fp16".
-        use_pdl: programmatic dependent launch.
-    """
-
-    dtype: str = "bf16"
-    use_pdl: bool = True
-
-    @property
-    def num_threads(self) -> int:
-        return GATHER_THREADS
-
-    @property
-    def name(self) -> str:
-        return f"moe_digits_{self.dtype}{'_pdl' if self.use_pdl else ''}"
-
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        return None if self.dtype in OUT_DTYPES[:2] else f"dtype {self.dtype!r} is not one of {', '.join(OUT_DTYPES[:2])}"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.wgmma.config import DIGIT_GROUP, DIGIT_TOKENS, X_SCALE_ALIGNMENT
-from cute_kernels.moe.compile import CombineSpec, DigitsSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
-from cute_kernels.moe.config import CombineConfig, DigitsConfig, GatherConfig, RoutingConfig
+from cute_kernels.linear.wgmma.digit_launch import DigitRows, digit_rows
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedLayout, chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -82,44 +82,29 @@ class TilesPlan:
 
 @dataclass(frozen=True)
 class DigitsPlan:
-    """A product of activations in digits, of which it has a launch before it make the rows of all places.
+    """A product of activations in digits, of which it has a launch before it make those of all places.
 
     Attributes:
-        digits: that launch.
+        rows: that launch.
         sizes: between n and the activation among the function's arguments.
-        places: rows of the result.
-        pitch: scales of x from a group of inputs to the next.
     """
 
     function: Callable[..., Any]
-    digits: Callable[..., Any]
+    rows: DigitRows
     tiles: GroupedTiles
     sizes: tuple[int, ...]
-    places: int
     num_experts: int
     gathers: bool = True
     stores_fp32: bool = False
 
-    @property
-    def pitch(self) -> int:
-        """A tile's scales are brought from a multiple of 16 bytes on, all of them, whatever rows it has."""
-        return -(-self.places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + DIGIT_TOKENS + X_SCALE_ALIGNMENT
-
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`; without an address of rows they are those of the places."""
+        """As :meth:`GroupedPlan.run`; without an address of rows they are the places' own."""
         codes, scales, _, bias, out = addresses
         offsets, rows = routing
         n, activation, out_kind = numbers
-        groups, pitch = self.tiles.units, self.pitch
-        k_pad = groups * DIGIT_GROUP
-        # Digits take the bytes of x; scales, 4 bytes for 256 of them, lie behind their last row.
-        memory = torch.empty((self.places + -(-pitch // (DIGIT_GROUP // 2)), k_pad), dtype=x.dtype, device=x.device)
-        x_scales = memory.data_ptr() + 2 * self.places * k_pad
-        end = offsets + 4 * self.num_experts
-        self.digits(x, end, rows, memory.data_ptr(), x_scales, self.places, groups, pitch)
-        self.function(
-            memory, codes, scales, x_scales, bias, out, offsets, n, *self.sizes, activation, out_kind, pitch
-        )  # fmt: skip
+        digits, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
+        tail = *self.sizes, activation, out_kind, self.rows.pitch
+        self.function(digits, codes, scales, x_scales, bias, out, offsets, n, *tail)
 
 
 ProductPlan = GroupedPlan | TilesPlan | DigitsPlan
@@ -185,12 +170,12 @@ def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_
 
 def make_digits_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> DigitsPlan:
     """The plan of given tiles whose activations come in digits."""
+    arch = arch_of(device_index)
     return DigitsPlan(
-        function=load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)),
-        digits=load(DigitsSpec(DigitsConfig(tiles.config.dtype)), arch_of(device_index)),
+        function=load(GroupedWgmmaSpec(tiles.config), arch),
+        rows=digit_rows(tiles.config.dtype, places, tiles.units, arch),
         tiles=tiles,
         sizes=(tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas),
-        places=places,
         num_experts=num_experts,
     )
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.linear.wgmma.digits import MMA_K
 from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts
@@ -17,7 +18,8 @@ from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
 TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
-CONFIGS = [config for config in TILES if not config.synchronous]
+CONFIGS = [config for config in TILES if not config.synchronous and not config.digits]
+DIGITS = [config for config in TILES if config.digits]
 SYNCHRONOUS = [config for config in TILES if config.synchronous]
 
 
@@ -55,6 +57,25 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path):
     for kind, loop in loops.items():
         count = sum(opcode == kind for _, opcode, _ in loop)
         assert count == config.m_tiles * config.unit_steps and early_writes(loop) == []
+
+
+@pytest.mark.parametrize("config", DIGITS, ids=lambda config: config.name)
+def test_digits_are_multiplied_by_mmas_of_bytes(config, tmp_path):
+    """Every number of parts has its loop, of MMAs with two columns a row, none of which waits for the one before."""
+    try:
+        find_tool("nvdisasm")
+    except ToolMissingError as error:
+        pytest.skip(str(error))
+    (artifact,) = default_cache().artifacts([GroupedWgmmaSpec(config)], "sm_90a")
+    (resources,) = resource_report(artifact)
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
+    assert resources.opcodes["WARPGROUP"] == 2 * config.row_parts * config.m_tiles
+    loops = loops_around_mmas(instructions(artifact.object_code, tmp_path))
+    widths = range(config.part_tokens, config.tokens + 1, config.part_tokens)
+    assert loops.keys() == {f"IGMMA.64x{2 * tokens}x32.S8.S8" for tokens in widths}
+    for kind, loop in loops.items():
+        count = sum(opcode == kind for _, opcode, _ in loop)
+        assert count == config.m_tiles * config.unit_k // MMA_K and early_writes(loop) == []
 
 
 @pytest.mark.parametrize("config", SYNCHRONOUS, ids=lambda config: config.name)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = ("compile", "config", "digit_kernel", "digits", "epilogue", "kernel", "synchronous", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
+NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS = 4, 3  # of the launch that makes them
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,34 @@ class WgmmaSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_wgmma(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class DigitRowsSpec(KernelSpec):
+    """The kernel that makes digits of rows of x: takes what `DigitRowsKernel.__call__` describes."""
+
+    config: DigitRowsConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "digit_rows"))
+
+    def compile(self, arch: str) -> Any:
+        return compile_digit_rows(self.config, arch)
+
+
+def compile_digit_rows(config: DigitRowsConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.linear.wgmma.digit_rows import DigitRowsKernel
+
+    check_config(config)
+    counts = (NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS)
+    return compile_matrix_kernel(DigitRowsKernel(config), config.dtype, counts, arch, *options)
 
 
 def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:

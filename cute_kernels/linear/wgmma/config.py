@@ -14,6 +14,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
+DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
@@ -27,6 +28,7 @@ SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
 DIGIT_GROUP = 128  # inputs of a row of x that share a scale where x comes in digits: rows of a box of bytes
 DIGIT_TOKENS = 64
+DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
 
@@ -107,14 +109,12 @@ class WgmmaConfig:
     @property
     def math_registers(self) -> int:
         """Of a multiplying thread."""
-        four = self.digits and self.warpgroups == 4
-        return (SYNCHRONOUS_REGISTERS if self.synchronous or four else MATH_REGISTERS)[self.warpgroups]
+        return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.warpgroups]
 
     @property
     def copy_registers(self) -> int:
         """Of a thread that copies."""
-        four = self.digits and self.warpgroups == 4
-        return SYNCHRONOUS_COPY_REGISTERS if self.synchronous or four else COPY_REGISTERS
+        return SYNCHRONOUS_COPY_REGISTERS if self.synchronous else COPY_REGISTERS
 
     @property
     def thread_sums(self) -> int:
@@ -231,12 +231,12 @@ class WgmmaConfig:
         """Why this configuration cannot be compiled, or None."""
         choices = {
             "bits": (4, 8),
-            "dtype": ("bf16", "fp16"),
+            "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 4, 8) if self.digits else (1, 2, 4),
+            "row_parts": (1, 2, 4),
             "m_tiles": (1, 2),
-            "warpgroups": (1, 2, 3, 4) if self.digits else tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
+            "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
             "cluster": CLUSTERS,
@@ -274,3 +274,26 @@ class WgmmaConfig:
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
         return None
+
+
+@dataclass(frozen=True)
+class DigitRowsConfig:
+    """The kernel that makes digits of rows of x.
+
+    Attributes:
+        dtype: of x, "bf16" or "fp16".
+    """
+
+    dtype: str = "bf16"
+
+    @property
+    def num_threads(self) -> int:
+        return DIGIT_ROWS_THREADS
+
+    @property
+    def name(self) -> str:
+        return f"linear_digits_{self.dtype}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"

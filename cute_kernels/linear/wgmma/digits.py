@@ -3,7 +3,7 @@
 A 4-bit code less 8, times 16, is a signed byte: a nibble at the upper end of its byte, with its first bit turned. Three
 instructions make the bytes of 8 codes where bf16 takes 11, and none are left for scales, which meet the sums of a
 group. x comes in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed digits to the base
-256 (`cute_kernels.moe.digits`). All tokens' high digits and then all low ones are the columns of one operand, so a code
+256 (`.digit_rows`). All tokens' high digits and then all low ones are the columns of one operand, so a code
 is decoded once and multiplied with both: twice the columns at twice the rate of bf16. 256 times the high digits' sum
 and the low digits' are the exact sum of the group's products.
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
@@ -35,9 +35,7 @@ MMA_K = 2 * STEP_K
 DIGIT_BASE = 256
 CODE_UNIT = 16  # by which bytes are larger than codes less 8; the scales of x make up for it
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
-TOGETHER_TOKENS = 40  # for which a thread has registers for two tiles' products at a time,
-STAGE_WORDS = 8  # of a thread's codes of a tile
-AHEAD_TOKENS = 32  # and to take the next unit's codes besides
+TOGETHER_TOKENS = 40  # for which a thread has registers for the products of two tiles at a time
 
 
 class DigitUnits:
@@ -49,16 +47,7 @@ class DigitUnits:
 
     @cute.jit
     def multiply(self, sums, memory, item, place, ring, teller, tokens: int):
-        """As `WgmmaKernel.multiply_units`; waits for the last MMAs and gives back every stage itself."""
-        if const_expr(self.config.group_steps == 4 and tokens <= AHEAD_TOKENS):
-            stage, phase, last = self.multiply_ahead(sums, memory, item, place, ring, teller, tokens)
-        else:
-            stage, phase, last = self.multiply_each(sums, memory, item, place, ring, teller, tokens)
-        return stage, phase, last
-
-    @cute.jit
-    def multiply_each(self, sums, memory, item, place, ring, teller, tokens: int):
-        """A unit is done before the next one begins."""
+        """As `WgmmaKernel.multiply_units`; waits for all MMAs of a unit, and gives back every stage itself."""
         stage, phase, last = ring
         x_place = self.x_scale_place(item)
         for _ in cutlass.range(item.begin, item.end, 1, unroll=1):
@@ -71,79 +60,26 @@ class DigitUnits:
         return stage, phase, last
 
     def multiply_unit(self, sums, memory, stage, place, x_place, tokens: int):
-        """Adds a unit's products; sums of a tile are scaled while the next one's products are under way."""
-        tiles, together = self.config.m_tiles, self.config.group_steps > 1 and tokens <= TOGETHER_TOKENS
+        """Adds a unit's products. While sums of a tile are scaled the next one's are under way, if there is room."""
+        tiles = self.config.m_tiles
         words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
         x = self.descriptor(memory, stage)
-        started = self.start(self.operands(words[0], place.masks), x, tokens)
+        if self.config.group_steps == 4 and tokens <= TOGETHER_TOKENS and tiles == 2:
+            started = self.start([self.operands(words[i], place.masks) for i in range(tiles)], x, tokens)
+            done = wgmma.wait_for_dots(started[0] + started[1], 0)
+            for i in range(tiles):
+                self.add(sums, i, self.join(done[i * tokens : (i + 1) * tokens]), scales[i], x_scales)
+            return
+        started = self.start([self.operands(words[0], place.masks)], x, tokens)[0]
         for i in range(tiles):
             following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
-            ahead = together and i + 1 < tiles
+            ahead = i + 1 < tiles and tokens <= TOGETHER_TOKENS
             if ahead:
-                following = self.start(following, x, tokens)
+                following = self.start([following], x, tokens)[0]
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
             self.add(sums, i, self.join(dots), scales[i], x_scales)
             if i + 1 < tiles:
-                started = following if ahead else self.start(following, x, tokens)
-
-    @cute.jit
-    def multiply_ahead(self, sums, memory, item, place, ring, teller, tokens: int):
-        """As :meth:`multiply_each`; the next unit's first codes are decoded while the last tile's products are under
-        way, and that tile's sums scaled while the next unit's first ones are."""
-        stage, phase, last = ring
-        config = self.config
-        tiles = config.m_tiles
-        final = tiles - 1
-        x_place = self.x_scale_place(item)
-        words = cute.make_rmem_tensor(tiles * STAGE_WORDS, Uint32)
-        operands = cute.make_rmem_tensor(2 * STAGE_WORDS, Uint32)
-        products = cute.make_rmem_tensor(tokens // 2, Int32)  # of the last tile of the unit before, and their scales
-        scales = cute.make_rmem_tensor(2, Float32)
-        x_scales = cute.make_rmem_tensor(tokens // 4, Float32)
-        products.fill(0)
-        scales.fill(0.0)
-        x_scales.fill(0.0)
-        cute.arch.mbarrier_wait(memory.full + stage, phase)
-        self.take(memory, stage, place, words, operands)
-        for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-            x = self.descriptor(memory, stage)
-            started = self.start([operands[i] for i in range(2 * STAGE_WORDS)], x, tokens)
-            before = [products[i] for i in range(tokens // 2)]
-            self.add(sums, final, before, [scales[i] for i in range(2)], [x_scales[i] for i in range(tokens // 4)])
-            own_scales = [self.load_scales(memory, stage, place, i) for i in range(tiles)]
-            own_x_scales = self.load_x_scales(memory, stage, x_place, tokens)
-            for i in cutlass.range_constexpr(1, tiles):
-                chunk = [words[i * STAGE_WORDS + j] for j in range(STAGE_WORDS)]
-                following = self.start(self.operands([chunk[:4], chunk[4:]], place.masks), x, tokens)
-                done = self.join(wgmma.wait_for_dots(started, 1))
-                self.add(sums, i - 1, done, own_scales[i - 1], own_x_scales)
-                started = following
-            last = stage
-            stage, phase = advance(stage, phase, config.num_stages)
-            if unit + 1 < item.end:
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
-            # Behind the item's last unit these are bytes of some unit before, and not used.
-            self.take(memory, stage, place, words, operands)
-            done = self.join(wgmma.wait_for_dots(started, 0))
-            self.kernel.release(memory, last, teller)
-            for i in cutlass.range_constexpr(tokens // 2):
-                products[i] = done[i]
-            for i in cutlass.range_constexpr(2):
-                scales[i] = own_scales[final][i]
-            for i in cutlass.range_constexpr(tokens // 4):
-                x_scales[i] = own_x_scales[i]
-        done = [products[i] for i in range(tokens // 2)]
-        self.add(sums, final, done, [scales[i] for i in range(2)], [x_scales[i] for i in range(tokens // 4)])
-        return stage, phase, last
-
-    def take(self, memory, stage, place, words, operands) -> None:
-        """Loads a stage's codes, and decodes those of the first tile."""
-        config = self.config
-        found = self.kernel.load_codes(memory.codes + stage * config.code_stage_bytes + place.code_offset)
-        for i, word in enumerate(word for tile in found for chunk in tile for word in chunk):
-            words[i] = word
-        for i, register in enumerate(self.operands(found[0], place.masks)):
-            operands[i] = register
+                started = following if ahead else self.start([following], x, tokens)[0]
 
     def load(self, memory, stage, place, x_place, tokens: int) -> tuple[Any, Any, Any]:
         """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""
@@ -183,12 +119,15 @@ class DigitUnits:
         ]
 
     def start(self, operands, x, tokens: int) -> list[Any]:
-        """Starts the products of a tile's unit: [digit][tokens / 2] sums of high and of low digits."""
-        ready = wgmma.fence(operands)
-        dots: list[Any] = []
+        """Starts the products of tiles' units: [tile][digit][tokens / 2] sums of high and of low digits."""
+        ready = wgmma.fence([register for tile in operands for register in tile])
+        each = len(operands[0])
+        dots: list[Any] = [[] for _ in operands]
         for step in range(self.config.unit_k // MMA_K):
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
-            dots = wgmma.multiply_bytes(dots, tokens, ready[4 * step : 4 * step + 4], b)
+            for i in range(len(operands)):
+                first = i * each + 4 * step
+                dots[i] = wgmma.multiply_bytes(dots[i], tokens, ready[first : first + 4], b)
         wgmma.commit()
         return dots
 

@@ -133,7 +133,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
 
 
 class GroupedDigitKernel(GroupedWgmmaKernel):
-    """The same of activations in digits, as `cute_kernels.moe.digits` leaves them."""
+    """The same of activations in digits, as `cute_kernels.linear.wgmma.digit_rows` leaves them."""
 
     @cute.jit
     def __call__(  # type: ignore[override]

@@ -1,6 +1,6 @@
 """Rows of x in the order of their places, as two signed digits of 8 bits and a scale for each 128 inputs.
 
-What products of bytes take (`cute_kernels.linear.wgmma.digits`). Of 128 inputs of a row the largest says the power of
+What products of bytes take (:mod:`.digits`). Of 128 inputs of a row the largest says the power of
 two of the others: 16 bits of fixed point, as 256 times a high digit and a low one, both from -128 to 127. Whatever is
 at least a 128th of the largest (a 16th with fp16) is exact; what is smaller is off by at most 2**-16 of the largest. A
 row with infinities or NaN among 128 inputs has NaN for their scale.
@@ -15,10 +15,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, ptx
-from cute_kernels.moe.config import DigitsConfig
+from cute_kernels.linear.wgmma.config import DigitRowsConfig
 
 PIECE_BYTES = 16  # of a lane: 8 inputs
 GROUP_LANES = 16
@@ -34,10 +34,10 @@ CODE_UNIT_BITS = 4  # bytes of codes are 16 times the codes
 MAGIC = 0x4B400000  # 1.5 * 2**23: added to a float it leaves the nearest integer in the lower bits
 
 
-class DigitsKernel:
-    """One compiled variant; :class:`DigitsConfig` says which."""
+class DigitRowsKernel:
+    """One compiled variant; :class:`DigitRowsConfig` says which."""
 
-    def __init__(self, config: DigitsConfig):
+    def __init__(self, config: DigitRowsConfig):
         self.config = config
 
     @cute.jit
@@ -65,7 +65,7 @@ class DigitsKernel:
         self.kernel(ptx.address(x), end, rows, out, scales, row_pieces, groups, pitch).launch(
             grid=(places, cute.ceil_div(groups, groups_at_once), 1),
             block=(self.config.num_threads, 1, 1),
-            use_pdl=self.config.use_pdl,
+            use_pdl=True,
             stream=stream,
         )
 
@@ -85,10 +85,9 @@ class DigitsKernel:
         place, block, _ = cute.arch.block_idx()
         group = block * (self.config.num_threads // GROUP_LANES) + thread // GROUP_LANES
         lane = thread % GROUP_LANES
-        if const_expr(self.config.use_pdl):
-            # In this order: what comes next reads weights and routing without waiting for digits.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        # In this order: what comes next reads weights and routing without waiting for digits.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         count = place + 1
         if end != 0:
             count = Int32(ptx.load_global_words(end, 0, 1, constant=False)[0])

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.moe import digits
-from cute_kernels.moe.config import DigitsConfig
+from cute_kernels.linear.wgmma import digit_rows
+from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from tests.attention.warp import LANES
 from tests.linear.digits import GROUP, digits_of
 from tests.linear.warp import LinearWarp
@@ -22,13 +22,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def split(dtype: str, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, np.ndarray]:
     """(int8 [2, 2, 128], fp32 [2]) of x [2, 128], a row for each half of a warp, as the kernel makes them."""
     gpu = LinearWarp(np.zeros(0, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, digits)
+    gpu.install(monkeypatch, digit_rows)
     words = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
-    subject = digits.DigitsKernel(DigitsConfig(dtype))
-    lane = LANES % digits.GROUP_LANES
+    subject = digit_rows.DigitRowsKernel(DigitRowsConfig(dtype))
+    lane = LANES % digit_rows.GROUP_LANES
     scale, found = subject.split([gpu.pinned(np.ascontiguousarray(words[:, i]).view(type(LANES))) for i in range(4)], lane)
     memory = np.zeros(2 * 2 * GROUP, np.uint8)
-    target = LANES // 16 * digits.GROUP_BYTES + (lane & 1) * (digits.GROUP_BYTES // 2) + (lane >> 1) * 16
+    target = LANES // 16 * digit_rows.GROUP_BYTES + (lane & 1) * (digit_rows.GROUP_BYTES // 2) + (lane >> 1) * 16
     for i, word in enumerate(found):
         memory.view(np.uint32)[target // 4 + i] = np.asarray(word)
     return memory.view(np.int8).reshape(2, 2, GROUP), np.asarray(scale).view(np.float32)[::16]
