@@ -33,7 +33,7 @@ JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
 # Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
 # scales of its sums: per k16 step of a tile, tensor cores included.
 DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
-DIGIT_ROWS_CLOCKS = 1600  # of the launch that makes them, beyond what it does at the same time as others
+DIGIT_ROWS_CLOCKS = 1000  # of the launch that makes them, beyond what it does at the same time as others
 MAX_SPLITS = 16
 MAX_STAGES = 8
 
