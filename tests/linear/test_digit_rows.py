@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +24,9 @@ def split(dtype: str, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, np.ndar
     words = x.contiguous().view(torch.int32).numpy().view(np.uint32).reshape(32, 4)
     subject = digit_rows.DigitRowsKernel(DigitRowsConfig(dtype))
     lane = LANES % digit_rows.GROUP_LANES
-    scale, found = subject.split([gpu.pinned(np.ascontiguousarray(words[:, i]).view(type(LANES))) for i in range(4)], lane)
+    scale, found = subject.split(
+        [gpu.pinned(np.ascontiguousarray(words[:, i]).view(type(LANES))) for i in range(4)], lane
+    )
     memory = np.zeros(2 * 2 * GROUP, np.uint8)
     target = LANES // 16 * digit_rows.GROUP_BYTES + (lane & 1) * (digit_rows.GROUP_BYTES // 2) + (lane >> 1) * 16
     for i, word in enumerate(found):

@@ -24,7 +24,9 @@ from tests.linear.warpgroup import WarpgroupWarp, put_box
 
 X_SCALES = 13 << 14
 CONFIGS = [
-    WgmmaConfig(4, dtype, group_size, tokens=tokens, row_parts=parts, m_tiles=tiles, unit_k=128, num_stages=2, digits=True)
+    WgmmaConfig(
+        4, dtype, group_size, tokens=tokens, row_parts=parts, m_tiles=tiles, unit_k=128, num_stages=2, digits=True
+    )
     for dtype, group_size, tokens, parts, tiles in (
         ("bf16", 128, 16, 2, 2),
         ("fp16", 128, 16, 1, 1),
@@ -39,7 +41,9 @@ CASES = [
 ]
 
 
-def load_stage(shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, present: int, shift: int):
+def load_stage(
+    shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, present: int, shift: int
+):
     """Fills a stage with the first unit of a weight and of x, as the copying warps do: parts without gaps."""
     for tile in range(config.block_tiles):
         for part, start, stage_bytes in (

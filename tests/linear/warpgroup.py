@@ -84,7 +84,9 @@ class WarpgroupWarp(LinearWarp):
         for register, word in enumerate(a):
             column = 16 * (register // 2) + 4 * COLUMN
             for byte in range(4):
-                left[ROW + 8 * (register % 2), column + byte] = (np.asarray(word, np.uint32) >> 8 * byte).astype(np.int8)
+                left[ROW + 8 * (register % 2), column + byte] = (np.asarray(word, np.uint32) >> 8 * byte).astype(
+                    np.int8
+                )
         start, stride = self.described(int(np.unique(b_low).item()))
         n, k = np.indices((2 * count, 32))
         right = self.shared_memory.view(np.int8)[swizzled(start + n // 8 * stride + n % 8 * 128 + k)]

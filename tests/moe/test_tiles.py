@@ -150,7 +150,9 @@ def measured_problem(case: measured.Case, digits: bool = False) -> GroupedProble
     return problem(tokens * chosen, experts, n, k, zero=not digits)
 
 
-def measured_layouts(case: measured.Case, times: Mapping[Any, float], digits: bool = False) -> list[tuple[float, float]]:
+def measured_layouts(
+    case: measured.Case, times: Mapping[Any, float], digits: bool = False
+) -> list[tuple[float, float]]:
     """(expected, measured) microseconds of every tile that was measured."""
     grouped = measured_problem(case, digits)
     found = [(layout, times.get(measured.tile_of(layout.config))) for layout in layouts(grouped)]
@@ -198,7 +200,9 @@ def test_weights_that_digits_multiply_are_served_by_what_is_nearly_the_fastest(c
     assert has_many_rows(grouped)
     config = make_tiles(grouped).config
     # Tiles of 32 rows were not measured where experts have fewer than 7; they take as long as those of 16 elsewhere.
-    tile = measured.tile_of(replace(config, tokens=16) if config.tokens == 32 and grouped.places < 7 * grouped.num_experts else config)
+    tile = measured.tile_of(
+        replace(config, tokens=16) if config.tokens == 32 and grouped.places < 7 * grouped.num_experts else config
+    )
     us = times[tile] if config.digits else times[("before",)]
     assert us <= 1.04 * min(times.values())
     for expected, us in measured_layouts(case, times, digits=True) if grouped.places >= 2 * grouped.num_experts else ():

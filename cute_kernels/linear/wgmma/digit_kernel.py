@@ -1,4 +1,4 @@
-"""Weight-only GEMM for few rows of x that come in digits: the launch of :mod:`.kernel`, behind that which makes them."""
+"""Weight-only GEMM for few rows of x that come in digits: :mod:`.kernel`, behind the launch that makes them."""
 
 from __future__ import annotations
 

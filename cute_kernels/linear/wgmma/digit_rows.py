@@ -56,8 +56,8 @@ class DigitRowsKernel:
         """Launches over places, and groups of 128 inputs.
 
         x: [.., k] of 16-bit elements, k a multiple of 8, on 16 bytes. Addresses: end, of the int32 that says how many
-        places have a row, or 0: all; rows, int32 [places], or 0: each place's own number; out [places, groups, 2, 128] int8;
-        scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
+        places have a row, or 0: all; rows, int32 [places], or 0: each place's own number; out int8 [places, groups, 2,
+        128]; scales fp32 [groups, pitch]. Inputs beyond k, up to 128 * groups, are 0.
         """
         shape: Any = x.shape
         row_pieces = shape[1] // (PIECE_BYTES // 2)

@@ -106,7 +106,9 @@ class DigitUnits:
         """Scales of x of the thread's tokens, two of every eight."""
         address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
         return [
-            ptx.load_shared(address, 4 * (8 * block + i)).bitcast(Float32) for block in range(tokens // 8) for i in range(2)
+            ptx.load_shared(address, 4 * (8 * block + i)).bitcast(Float32)
+            for block in range(tokens // 8)
+            for i in range(2)
         ]
 
     def operands(self, words, masks) -> list[Any]:

@@ -244,7 +244,7 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
 def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that ship: every tile in the most common formats, one for few and one for many rows in others.
 
-    8-bit codes come without zero points.
+    8-bit codes come without zero points, digits with groups of 128.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -253,6 +253,8 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+    for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
+        configs |= dict.fromkeys(digit_configs(Problem(tokens, 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
 
 

@@ -100,7 +100,9 @@ def has_many_rows(problem: GroupedProblem) -> bool:
         return True
     # Tiles of digits are the faster ones of few rows too, where there are enough for nearly all SMs.
     narrow = next((layout for layout in layouts(problem) if layout.config.digits), None)
-    return rows > DIGIT_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
+    return (
+        rows > DIGIT_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
+    )
 
 
 @lru_cache(maxsize=4096)
