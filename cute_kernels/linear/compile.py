@@ -60,6 +60,18 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     return PortableSpec(config) if isinstance(config, PortableConfig) else WgmmaSpec(config)
 
 
+def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """All kernels that a product of a configuration launches."""
+    return [*digit_specs(config), spec_of(config)]
+
+
+def digit_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """What makes digits of x for a configuration that takes them."""
+    from cute_kernels.linear.wgmma.compile import DigitRowsSpec
+
+    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if getattr(config, "digits", False) else []
+
+
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 

@@ -145,6 +145,11 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpe
     return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
 
 
+def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """All kernels that a product of a configuration launches, but for what brings rows in order."""
+    return [*linear.digit_specs(config), spec_of(config)]
+
+
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 

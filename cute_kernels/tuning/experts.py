@@ -12,7 +12,7 @@ from cute_kernels.linear import plan as linear_plan
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe.compile import GatherSpec, spec_of
+from cute_kernels.moe.compile import GatherSpec, specs_of
 from cute_kernels.moe.config import GatherConfig
 from cute_kernels.moe.launch import Routing, Weights, addresses_of, launch_gather
 from cute_kernels.moe.plan import ProductPlan, make_product_plan
@@ -70,7 +70,7 @@ class ExpertsSubject:
 
     def specs(self) -> list[KernelSpec]:
         """The kernels of all candidates, and what brings rows in order."""
-        found: list[KernelSpec] = [spec_of(one.schedule.config) for one in self.candidates]
+        found = [spec for one in self.candidates for spec in specs_of(one.schedule.config)]
         return list(dict.fromkeys([*found, GatherSpec(GatherConfig(self.problem.dtype))]))
 
     def calls(self) -> list[Callable[[], object] | None]:

@@ -2,7 +2,7 @@
 
 What products of bytes take (:mod:`.digits`). Of 128 inputs of a row the largest says the power of
 two of the others: 16 bits of fixed point, as 256 times a high digit and a low one, both from -128 to 127. Whatever is
-at least a 128th of the largest (a 16th with fp16) is exact; what is smaller is off by at most 2**-16 of the largest. A
+at least a 64th of the largest (an 8th with fp16) is exact; what is smaller is off by at most 2**-15 of the largest. A
 row with infinities or NaN among 128 inputs has NaN for their scale.
 
 A half warp takes 128 inputs of a row, 8 a lane. In memory 128 high digits come first, then the low ones; of 16 inputs
