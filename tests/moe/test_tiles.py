@@ -183,7 +183,8 @@ def test_expected_times_are_near_the_measured_ones(case):
 
 @pytest.mark.parametrize("case", measured.FEW_ROWS, ids=str)
 def test_with_few_rows_what_is_chosen_of_both_kernels_is_nearly_the_fastest(case):
-    grouped, times, memory_bound = measured_problem(case), measured.FEW_ROWS[case], measured.MEMORY_BOUND[case]
+    times: Mapping[Any, float] = measured.FEW_ROWS[case]
+    grouped, memory_bound = measured_problem(case), measured.MEMORY_BOUND[case]
     config = make_tiles(grouped).config
     us = times[measured.tile_of(config)] if has_many_rows(grouped) else memory_bound
     assert us <= 1.05 * min(memory_bound, *times.values())
@@ -216,7 +217,7 @@ def test_digits_are_of_weights_without_zero_points_in_large_groups():
 
     assert tiles_of() == tiles_of(group=256) == [16, 32, 64]
     assert not tiles_of(zero=True) and not tiles_of(bits=8) and not tiles_of(group=64) and not tiles_of(group=0)
-    wide = {"n": 28672, "k": 4096}
+    wide: dict[str, Any] = {"n": 28672, "k": 4096}
     assert has_many_rows(problem(16, 8, **wide)) and not has_many_rows(problem(16, 8, **wide, zero=True))
     assert not has_many_rows(problem(16, 8, 1024, 1024)), "tiles for a few SMs only"
 

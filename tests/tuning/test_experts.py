@@ -45,7 +45,7 @@ class CpuPlan:
 
     @property
     def gathers(self) -> bool:
-        return self.candidate.kernel == FEW or self.candidate.schedule.config.digits
+        return self.candidate.kernel == FEW or getattr(self.candidate.schedule.config, "digits", False)
 
     @property
     def stores_fp32(self) -> bool:

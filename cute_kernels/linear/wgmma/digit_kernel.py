@@ -40,8 +40,8 @@ class DigitWgmmaKernel(WgmmaKernel):
         for 68 scales from any row on. It may begin before the launch before it, which makes digits, has ended.
         """
         copy_x, x_view = self.box_copy(x)
-        sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
-        shape = DigitShape(*sizes, x_scales, x_scale_pitch)
+        sizes = *self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind), x_scales, x_scale_pitch
+        shape = DigitShape(*sizes)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),

@@ -42,10 +42,11 @@ class DigitRows:
         pitch, row_bytes = self.pitch, 2 * self.groups * DIGIT_GROUP
         # Digits take the bytes of x; all groups' scales lie behind the last place's.
         size = (self.places + -(-pitch // ROW_SCALES), self.groups * DIGIT_GROUP)
-        digits = torch.empty(size, dtype=x.dtype, device=x.device)
-        scales = digits.data_ptr() + self.places * row_bytes
-        self.function(x, end, rows, digits.data_ptr(), scales, self.places, self.groups, pitch)
-        return digits, scales
+        memory = torch.empty(size, dtype=x.dtype, device=x.device)
+        digits = memory.data_ptr()
+        scales = digits + self.places * row_bytes
+        self.function(x, end, rows, digits, scales, self.places, self.groups, pitch)
+        return memory[: self.places], scales  # the product has as many rows as what it is given
 
 
 @dataclass(frozen=True)
