@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 MMA_K = 2 * STEP_K
 DIGIT_BASE = 256
-CODE_UNIT = 16  # by which bytes are larger than codes less 8; the scales of x make up for it
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 TOGETHER_TOKENS = 40  # for which a thread has registers for the products of two tiles at a time
 
@@ -64,22 +63,16 @@ class DigitUnits:
         tiles = self.config.m_tiles
         words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
         x = self.descriptor(memory, stage)
-        if self.config.group_steps == 4 and tokens <= TOGETHER_TOKENS and tiles == 2:
-            started = self.start([self.operands(words[i], place.masks) for i in range(tiles)], x, tokens)
-            done = wgmma.wait_for_dots(started[0] + started[1], 0)
-            for i in range(tiles):
-                self.add(sums, i, self.join(done[i * tokens : (i + 1) * tokens]), scales[i], x_scales)
-            return
-        started = self.start([self.operands(words[0], place.masks)], x, tokens)[0]
+        started = self.start(self.operands(words[0], place.masks), x, tokens)
         for i in range(tiles):
             following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
             ahead = i + 1 < tiles and tokens <= TOGETHER_TOKENS
             if ahead:
-                following = self.start([following], x, tokens)[0]
+                following = self.start(following, x, tokens)
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
             self.add(sums, i, self.join(dots), scales[i], x_scales)
             if i + 1 < tiles:
-                started = following if ahead else self.start([following], x, tokens)[0]
+                started = following if ahead else self.start(following, x, tokens)
 
     def load(self, memory, stage, place, x_place, tokens: int) -> tuple[Any, Any, Any]:
         """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""
@@ -121,15 +114,12 @@ class DigitUnits:
         ]
 
     def start(self, operands, x, tokens: int) -> list[Any]:
-        """Starts the products of tiles' units: [tile][digit][tokens / 2] sums of high and of low digits."""
-        ready = wgmma.fence([register for tile in operands for register in tile])
-        each = len(operands[0])
-        dots: list[Any] = [[] for _ in operands]
+        """Starts the products of a tile's unit: [digit][tokens / 2] sums of high and of low digits."""
+        ready = wgmma.fence(operands)
+        dots: list[Any] = []
         for step in range(self.config.unit_k // MMA_K):
             b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
-            for i in range(len(operands)):
-                first = i * each + 4 * step
-                dots[i] = wgmma.multiply_bytes(dots[i], tokens, ready[first : first + 4], b)
+            dots = wgmma.multiply_bytes(dots, tokens, ready[4 * step : 4 * step + 4], b)
         wgmma.commit()
         return dots
 
