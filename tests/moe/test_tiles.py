@@ -183,7 +183,7 @@ def test_expected_times_are_near_the_measured_ones(case):
 
 @pytest.mark.parametrize("case", measured.FEW_ROWS, ids=str)
 def test_with_few_rows_what_is_chosen_of_both_kernels_is_nearly_the_fastest(case):
-    times: Mapping[Any, float] = measured.FEW_ROWS[case]
+    times: Any = measured.FEW_ROWS[case]
     grouped, memory_bound = measured_problem(case), measured.MEMORY_BOUND[case]
     config = make_tiles(grouped).config
     us = times[measured.tile_of(config)] if has_many_rows(grouped) else memory_bound

@@ -41,7 +41,7 @@ class DigitWgmmaKernel(WgmmaKernel):
         """
         copy_x, x_view = self.box_copy(x)
         sizes = *self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind), x_scales, x_scale_pitch
-        shape = DigitShape(*sizes)
+        shape = DigitShape(*sizes)  # pyright: ignore[reportCallIssue]
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
