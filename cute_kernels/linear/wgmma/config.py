@@ -225,11 +225,8 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-<<<<<<< HEAD
-        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}{f'f{self.in_flight}' if self.in_flight > 1 else ''}"
-=======
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
->>>>>>> main
+        groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
 
