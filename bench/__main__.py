@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--batches", nargs="+", type=int, metavar="B", help="batches of the main table")
     decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")
     decode.add_argument("--no-peers", action="store_true")
-    decode.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    decode.add_argument("--samples", type=int, default=16, help="timed calls per figure")
     decode.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     decode.set_defaults(run=_decode)
 
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     append.add_argument("--formats", nargs="+", metavar="FORMAT")
     append.add_argument("--batches", nargs="+", type=int, metavar="B", help="batches of decode")
     append.add_argument("--no-peers", action="store_true")
-    append.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    append.add_argument("--samples", type=int, default=16, help="timed calls per figure")
     append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     append.set_defaults(run=_append)
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RECORD",
         help="take peers that are missing here from a run of this command by another process on this GPU",
     )
-    linear.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    linear.add_argument("--samples", type=int, default=16, help="timed calls per figure")
     linear.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     linear.set_defaults(run=_linear)
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--tokens", nargs="+", type=int, metavar="T")
     moe.add_argument("--quick", action="store_true", help="fewer tokens and floor kernels")
     moe.add_argument("--no-peers", action="store_true")
-    moe.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    moe.add_argument("--samples", type=int, default=16, help="timed calls per figure")
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.set_defaults(run=_moe)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     mla.add_argument("--suite", choices=(*mla_workloads.SUITES, "all"), default="all")
     mla.add_argument("--quick", action="store_true", help="fewer shapes and floor kernels")
     mla.add_argument("--no-peers", action="store_true")
-    mla.add_argument("--samples", type=int, default=15, help="timed calls per figure")
+    mla.add_argument("--samples", type=int, default=16, help="timed calls per figure")
     mla.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     mla.set_defaults(run=_mla)
 

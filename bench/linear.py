@@ -16,7 +16,7 @@ from bench.report import aligned, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
 from cute_kernels.linear import PackedWeight, linear
-from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import chosen
@@ -70,7 +70,7 @@ def specs(layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS
             for m in rows:
                 k_pad = padded_shape((n, k), GROUP_SIZE)[1]
                 problem = Problem(m, n, k, k_pad, bits, "bf16", GROUP_SIZE)
-                found[spec_of(chosen(problem, GPU).config)] = None
+                found |= dict.fromkeys(specs_of(chosen(problem, GPU).config))
     return list(found)
 
 

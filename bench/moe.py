@@ -19,7 +19,7 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, spec_of
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, specs_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import launch_routing
 from cute_kernels.moe.schedule import GroupedProblem
@@ -89,7 +89,7 @@ def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -
             for n, k in model.products:
                 k_pad = padded_shape((n, k), GROUP_SIZE)[1]
                 problem = GroupedProblem(count * model.topk, model.experts, n, k, k_pad, BITS, "bf16", GROUP_SIZE)
-                found[spec_of(chosen(problem, GPU).config)] = None
+                found |= dict.fromkeys(specs_of(chosen(problem, GPU).config))
     return list(found)
 
 

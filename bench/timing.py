@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from cute_kernels.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
+from cute_kernels.tuning.timing import shift_launches
 
 CLOCKS_PER_US = 2000  # of the GPU, at most about
 HEAD_START = 2.0  # of the host before the GPU, in times that it took to launch the same calls; events come on top
@@ -25,7 +26,7 @@ MAX_HEAD_START_US = 50_000  # calls that wait for the GPU would ask for any amou
 class Protocol:
     """How one number is obtained: `samples` event-timed calls after `warmup` untimed ones, each with a cold L2."""
 
-    samples: int = 15
+    samples: int = 16
     warmup: int = 3
 
 
@@ -65,6 +66,8 @@ def time_cold_in_turn(
 
     All samples are queued behind a kernel that runs for as long as the host takes to do so. Thus an event pair encloses
     GPU work and the launch's own latency, never the host: a flush of some 60 us alone would not hide every call.
+
+    The samples of each call fall evenly on every place in four launches, whose latencies differ: `shift_launches`.
     """
     for call in calls.values():
         for _ in range(protocol.warmup):
@@ -75,7 +78,8 @@ def time_cold_in_turn(
     head_start_us = min(HEAD_START * round_us * protocol.samples, MAX_HEAD_START_US)
     torch.cuda._sleep(int(CLOCKS_PER_US * head_start_us))
     flush()
-    for _ in range(protocol.samples):
+    for sample in range(protocol.samples):
+        shift_launches(sample)
         for name, call in calls.items():
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush()

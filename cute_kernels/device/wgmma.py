@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -101,6 +101,43 @@ def mma(sums: Sequence[Float32], a: Sequence[Uint32], b_low: Uint32, *, dtype: s
 def first_mma(num_sums: int, a: Sequence[Uint32], b_low: Uint32, *, dtype: str, loc=None, ip=None) -> list[Float32]:
     """As `mma`, of ``num_sums`` sums that start from zero, for which no register has to be set."""
     return _mma([], num_sums, a, b_low, dtype, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def wait_for_dots(dots: Sequence[Int32], pending: int, *, loc=None, ip=None) -> list[Int32]:
+    """As `wait_for`, of the sums of `multiply_bytes`."""
+    return _through(f"wgmma.wait_group.sync.aligned {pending};", dots, Int32, "r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def multiply_bytes(
+    sums: Sequence[Int32], count: int, a: Sequence[Uint32], b_low: Uint32, *, loc=None, ip=None
+) -> list[Int32]:
+    """Starts D += A B^T of signed bytes, exact in int32: A [64, 32], B [2 * count, 32]; without ``sums`` D = A B^T.
+
+    Of lane (g, t) A register 0 is row g, columns 4t to 4t + 3, low byte first; 1 is eight rows below; 2 and 3 are as
+    these, 16 columns on. Sums are as those of `mma`. Rows of B of 128 bytes, 32 for an instruction: `STEP_BYTES`.
+    """
+    d = ", ".join(f"${i}" for i in range(count))
+    a_registers = ", ".join(f"${count + i}" for i in range(4))
+    asm = (
+        f"{{ .reg .b64 b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
+        f"mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.s32.s8.s8 {{{d}}}, {{{a_registers}}}, b, p; }}"
+    )
+    i32 = Int32.mlir_type
+    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, b_low)]
+    operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in sums]
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([i32] * count),  # pyright: ignore[reportAttributeAccessIssue]
+        operands,
+        asm,
+        ",".join(["=r"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Int32(llvm.extractvalue(i32, struct, [i], loc=loc, ip=ip)) for i in range(count)]
 
 
 def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):

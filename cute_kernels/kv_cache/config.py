@@ -123,6 +123,15 @@ class AppendConfig:
         return DECODE_CTAS_PER_SM if self.decode else CTAS_PER_SM
 
     @property
+    def smem_percent(self) -> int:
+        """Of an SM's memory for L1 and shared memory, what is shared.
+
+        All that attention needs if it `leads`: attention would not start on an SM before this kernel is done there. For
+        decode what its CTAs have for pages' numbers (1 KiB each is the hardware's). Else nothing.
+        """
+        return 100 if self.leads else DECODE_SMEM_PERCENT if self.decode else 0
+
+    @property
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
@@ -217,6 +226,7 @@ class BulkConfig:
 RESIDENT_WARPS = 16  # that the registers of an SM must have room for
 CTAS_PER_SM = 9  # that fit with the registers the append kernels need
 DECODE_CTAS_PER_SM = 16  # those for decode need fewer
+DECODE_SMEM_PERCENT = 14  # 32 of 228 KiB
 MAX_ROWS_PER_TEAM = 16  # what precedes the first row, angles above all, is then little beside the rows
 
 

@@ -3,7 +3,7 @@
 Shape of the work: a *team* of lanes takes one token and a few of its q heads, k heads or v heads; the teams of a CTA
 take other tokens and the same heads, so a CTA runs one of three loops. A team first asks for its first rows and for
 where its token goes, makes the angles of its token once, then works row by row in registers. Nothing is shared between
-teams: no shared memory, no barriers.
+teams; for decode, the numbers of their pages come through shared memory.
 
 What cannot be written anywhere (an unmapped page, a position outside the table or the cache, slot -1) is not written;
 q is, all the same.
@@ -29,6 +29,7 @@ from cute_kernels.kv_cache.config import (
     rows_per_team,
 )
 from cute_kernels.kv_cache.operands import Extras, Heads, Inputs, Place, Shares, Targets, Where
+from cute_kernels.kv_cache.page import PageFetch
 from cute_kernels.kv_cache.rotate import Rotator
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -45,6 +46,7 @@ class AppendKernel:
         self.k_row: Any = make_row(config.k_format, config.head_dim_k, config.lanes, config.runs)
         self.v_row: Any = make_row(config.v_format, config.head_dim_v, config.lanes, config.runs)
         self.rotator = Rotator(config.rope, config.rotary_dim, config.head_dim_k, config.lanes, config.runs)
+        self.pages = PageFetch(config.lanes, config.num_warps)
         self.row_words = max(self.k_elements.piece.num_words, self.v_elements.piece.num_words)
         self.raw_words = max(config.rows_in_flight, config.q_rows_in_flight) * self.row_words
 
@@ -147,9 +149,7 @@ class AppendKernel:
             block=(config.num_threads, 1, 1),
             # Said, or ptxas keeps some variants at 80 registers and spills.
             min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
-            # All of it for L1; or the split of the two that attention needs, which else would not start on an SM before
-            # this one is done there.
-            preferred_smem_carveout=100 if config.leads else 0,
+            preferred_smem_carveout=config.smem_percent,
             stream=stream,
         )
 
@@ -175,6 +175,9 @@ class AppendKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         warp_token = (block * config.num_warps + warp) * config.tokens_per_warp
+        page_slot = None
+        if const_expr(config.decode):
+            page_slot = self.pages.allocate(warp, lane)
         if warp_token < inputs.num_tokens:
             token = warp_token + lane // config.lanes
             valid = token < inputs.num_tokens
@@ -193,19 +196,21 @@ class AppendKernel:
             steps = cute.make_rmem_tensor(max(2 * self.rotator.num_angles, 1), Uint32)
             self.fetch(raw, source, heads.count, is_q, is_v, team_lane)
             length, own, slot = self.ask(steps, where, phase_steps, is_q, token, team_lane)
+            if const_expr(config.decode):
+                self.pages.open(page_slot, ~is_q, lane)
             scales = cute.make_rmem_tensor(config.rows_in_flight, Float32)
             if const_expr(self.asks_scales(self.k_row) or self.asks_scales(self.v_row)):
                 if is_v:
                     self.ask_scales(scales, self.v_row, extras.v_scale, heads.first, heads.count)
                 elif ~is_q:
                     self.ask_scales(scales, self.k_row, extras.k_scale, heads.first, heads.count)
-            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot)
+            position, inside, page, row = self.locate(where, is_q, token, lane, length, slot, page_slot)
             if const_expr(not config.decode):
                 position = cutlass.select_(where.position_ids != 0, own, position)
             if const_expr(config.leads):
                 position = ptx.pinned(Int32(position))  # lengths and, very likely, rows have arrived
                 cute.arch.griddepcontrol_launch_dependents()
-            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane)
+            place = Place(token, valid & (is_q | inside), page, where.num_pages, row, team_lane, page_slot)
             if is_v:
                 self.process_v(raw, scales, source, heads, extras, targets, place)
             else:
@@ -295,7 +300,7 @@ class AppendKernel:
                     raw[u * self.row_words + i] = word
 
     @cute.jit
-    def locate(self, where, is_q, token, lane, length, slot):
+    def locate(self, where, is_q, token, lane, length, slot, page_slot):
         """(position for RoPE, whether there is a place, page, row of the page) of a team's token.
 
         ``length`` and ``slot`` as `ask` gave them. The page is not waited for, and may be none of the cache's. Teams of
@@ -306,7 +311,7 @@ class AppendKernel:
             position = length - 1
             inside = position >= 0
             if ~is_q:
-                page, row, inside = self.find_page(where, token, position, inside)
+                page, row, inside = self.find_page(where, token, position, inside, page_slot)
             return position, inside, page, row
         request, inside = token, where.mode & HAS_SEQ_LENS != 0
         if where.mode & HAS_SEQ_LENS != 0:
@@ -327,22 +332,39 @@ class AppendKernel:
                 page = quotient.to(Int32)
                 row = (slot - quotient * Int64(where.page_size)).to(Int32)
             else:
-                page, row, inside = self.find_page(where, request, position, inside)
+                page, row, inside = self.find_page(where, request, position, inside, page_slot)
         return position, inside, page, row
 
     @cute.jit
-    def find_page(self, where, request, position, inside):
+    def find_page(self, where, request, position, inside, page_slot):
         """(page, row of it, whether it is ``inside`` and table or cache go that far) of a request's position."""
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
             entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
-            page = ptx.load_global_words(where.block_table + entry * 4, 0, 1)[0].to(Int32)
+            page = self.ask_page(where.block_table + entry * 4, page_slot)
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)
         else:
             inside = inside & (position < where.page_size)
+            if const_expr(self.config.decode):
+                page = self.pages.give(page_slot, request)
         return page, row, inside
+
+    def ask_page(self, address, page_slot):
+        """Asks for the page whose number is at an address; `page_of` waits for it."""
+        if self.config.decode:
+            return self.pages.ask(page_slot, address)
+        return ptx.load_global_words(address, 0, 1)[0].to(Int32)
+
+    def page_of(self, place):
+        """A team's page, looked at where a row is ready, and no earlier: it comes last.
+
+        Else than for decode a shuffle, of equal words, is what keeps the compiler from waiting for it before the loop.
+        """
+        if self.config.decode:
+            return self.pages.wait(place.page_slot, place.page)
+        return cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
 
     @cute.jit
     def find_request(self, where, token, lane):
@@ -455,9 +477,7 @@ class AppendKernel:
     def write(self, cache_row, values, given, cache, strides, place, head):
         """Quantises a row and stores it where the team's token goes."""
         encoded = encode_row(cache_row, values, given)
-        # The team's page is looked at here, where a row is ready, and no earlier: it comes last, two latencies after
-        # the beginning. The shuffle, of equal words, is what keeps the compiler from doing it before the loop.
-        page = cute.arch.shuffle_sync(place.page, cute.arch.lane_idx())
+        page = self.page_of(place)
         if place.valid & (page >= 0) & (page < place.num_pages):
             page_stride, token_stride, head_stride = strides
             row = Int64(page) * page_stride + Int64(place.row) * token_stride + Int64(head) * head_stride

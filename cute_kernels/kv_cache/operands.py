@@ -87,8 +87,8 @@ class Heads:
 class Place:
     """A team's token and lane, and the page and row where its K and V go.
 
-    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on
-    its way still.
+    Nothing is to be written there unless ``valid`` and the page is one of the cache's. ``page`` may be on its way
+    still; for decode it says where in ``page_slot`` it comes to, see :mod:`cute_kernels.kv_cache.page`.
     """
 
     token: Int32
@@ -97,3 +97,4 @@ class Place:
     num_pages: Int32
     row: Int32
     lane: Int32
+    page_slot: Any = None

@@ -10,7 +10,7 @@ from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import DTYPES, DigitRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
@@ -43,8 +43,11 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
+    from cute_kernels.linear.wgmma.compile import DigitRowsSpec
+
     configs = [*few_rows.shipped_configs(), *many_rows.shipped_configs(), *tuned.shipped_configs()]
-    return [spec_of(config) for config in dict.fromkeys(configs)]
+    digits = [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in DTYPES]
+    return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
 
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
@@ -55,6 +58,18 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
     return PortableSpec(config) if isinstance(config, PortableConfig) else WgmmaSpec(config)
+
+
+def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """All kernels that a product of a configuration launches."""
+    return [*digit_specs(config), spec_of(config)]
+
+
+def digit_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """What makes digits of x for a configuration that takes them."""
+    from cute_kernels.linear.wgmma.compile import DigitRowsSpec
+
+    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if getattr(config, "digits", False) else []
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

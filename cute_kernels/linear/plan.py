@@ -15,6 +15,7 @@ from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen
+from cute_kernels.linear.wgmma.digit_launch import DigitProduct, digit_rows
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -30,7 +31,7 @@ class Plan:
     """Everything about a launch that does not change between calls of the same shapes and formats.
 
     Attributes:
-        function: the compiled kernel, of few rows, of many, or the portable one.
+        function: the compiled kernel, of few rows, of many, or the portable one; or two launches that are called alike.
         schedule: what it was made of.
         sizes: what stands between n and the activation among the function's arguments.
         num_words: of workspace, 0 if there is nothing to combine.
@@ -94,14 +95,14 @@ def plan_of(
         batch_invariant=batch_invariant,
     )
     if portable or not is_supported(device):
-        return make_tile_plan(make_portable_schedule(problem), device)
+        return make_tile_plan(make_portable_schedule(problem), m, device)
     return make_plan(chosen(problem, torch.cuda.get_device_name(device)), m, device)
 
 
 def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> Plan:
     """The plan of a given schedule for products of ``m`` rows."""
     if isinstance(schedule, TileSchedule):
-        return make_tile_plan(schedule, device_index)
+        return make_tile_plan(schedule, m, device_index)
     return Plan(
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
@@ -111,11 +112,15 @@ def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> P
     )
 
 
-def make_tile_plan(schedule: TileSchedule, device_index: int) -> Plan:
-    """The plan of a given schedule of the kernel for many rows, or of the portable one."""
+def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
+    """The plan of a given schedule of the kernel for many rows, or of the portable one, for products of ``m`` rows."""
     is_portable = isinstance(schedule.config, PortableConfig)
+    arch = (portable_arch_of if is_portable else arch_of)(device_index)
+    function = load(spec_of(schedule.config), arch)
+    if not is_portable and schedule.config.digits:
+        function = DigitProduct(digit_rows(schedule.config.dtype, m, schedule.units, arch), function)
     return Plan(
-        function=load(spec_of(schedule.config), (portable_arch_of if is_portable else arch_of)(device_index)),
+        function=function,
         schedule=schedule,
         device_index=device_index,
         sizes=(schedule.num_tiles, schedule.units, schedule.whole, schedule.splits, schedule.num_ctas),

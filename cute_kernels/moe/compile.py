@@ -17,6 +17,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product of few rows, after x,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
+NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
@@ -144,6 +145,11 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpe
     return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
 
 
+def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """All kernels that a product of a configuration launches, but for what brings rows in order."""
+    return [*linear.digit_specs(config), spec_of(config)]
+
+
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
@@ -157,13 +163,14 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    from cute_kernels.moe.wgmma.kernel import GroupedWgmmaKernel
+    from cute_kernels.moe.wgmma.kernel import GroupedDigitKernel, GroupedWgmmaKernel
 
     check_config(config)
     if config.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
-    counts = (NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS)
-    return compile_matrix_kernel(GroupedWgmmaKernel(config), config.dtype, counts, arch, *options)
+    counts = (NUM_TILE_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_TILE_INTEGERS)
+    kernel = (GroupedDigitKernel if config.digits else GroupedWgmmaKernel)(config)
+    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 
 def compile_gather(config: GatherConfig, arch: str, *options: str) -> Any:

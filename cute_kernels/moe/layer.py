@@ -117,7 +117,7 @@ def make_moe_plan(
         for w in (gate_up, down)
     ]
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
-    between = torch.float32 if plans[1].gathers else x.dtype
+    between = torch.float32 if plans[1].stores_fp32 else x.dtype
     name = DTYPE_NAMES[x.dtype]
     return MoePlan(
         num_places=num_places,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.wgmma.digit_launch import DigitRows, digit_rows
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
@@ -28,6 +29,7 @@ class GroupedPlan:
         num_words: of workspace.
         launches: for each launch what stands between n and the activation among the function's arguments.
         gathers: whether rows of x are taken by index.
+        stores_fp32: whether what a layer adds up is best stored in fp32: few results.
     """
 
     function: Callable[..., Any]
@@ -36,6 +38,7 @@ class GroupedPlan:
     num_words: int
     launches: tuple[tuple[int, ...], ...]
     gathers: bool = True
+    stores_fp32: bool = True
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """Launches on the current stream of the plan's device, which is the current one.
@@ -69,6 +72,7 @@ class TilesPlan:
     tiles: GroupedTiles
     sizes: tuple[int, ...]  # between n and the activation among the function's arguments
     gathers: bool = False
+    stores_fp32: bool = False
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
         """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
@@ -76,7 +80,34 @@ class TilesPlan:
         self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
 
 
-ProductPlan = GroupedPlan | TilesPlan
+@dataclass(frozen=True)
+class DigitsPlan:
+    """A product of activations in digits, of which it has a launch before it make those of all places.
+
+    Attributes:
+        rows: that launch.
+        sizes: between n and the activation among the function's arguments.
+    """
+
+    function: Callable[..., Any]
+    rows: DigitRows
+    tiles: GroupedTiles
+    sizes: tuple[int, ...]
+    num_experts: int
+    gathers: bool = True
+    stores_fp32: bool = False
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
+        """As :meth:`GroupedPlan.run`; without an address of rows they are the places' own."""
+        codes, scales, _, bias, out = addresses
+        offsets, rows = routing
+        n, activation, out_kind = numbers
+        digits, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
+        tail = *self.sizes, activation, out_kind, self.rows.pitch
+        self.function(digits, codes, scales, x_scales, bias, out, offsets, n, *tail)
+
+
+ProductPlan = GroupedPlan | TilesPlan | DigitsPlan
 
 
 @lru_cache(maxsize=4096)
@@ -105,13 +136,14 @@ def plan_of(
         zero_point=zero_point,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-    return make_product_plan(chosen(problem, torch.cuda.get_device_name(device)), num_experts, device)
+    return make_product_plan(chosen(problem, torch.cuda.get_device_name(device)), places, num_experts, device)
 
 
-def make_product_plan(layout: GroupedLayout, num_experts: int, device_index: int) -> ProductPlan:
+def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> ProductPlan:
     """The plan of a given layout, of few rows an expert or of many."""
     if isinstance(layout, GroupedTiles):
-        return make_tiles_plan(layout, num_experts, device_index)
+        make = make_digits_plan if layout.config.digits else make_tiles_plan
+        return make(layout, places, num_experts, device_index)
     return make_plan(layout, num_experts, device_index)
 
 
@@ -130,10 +162,22 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
     )
 
 
-def make_tiles_plan(tiles: GroupedTiles, num_experts: int, device_index: int) -> TilesPlan:
+def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
     sizes = tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas
     return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, sizes)
+
+
+def make_digits_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> DigitsPlan:
+    """The plan of given tiles whose activations come in digits."""
+    arch = arch_of(device_index)
+    return DigitsPlan(
+        function=load(GroupedWgmmaSpec(tiles.config), arch),
+        rows=digit_rows(tiles.config.dtype, places, tiles.units, arch),
+        tiles=tiles,
+        sizes=(tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas),
+        num_experts=num_experts,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from cute_kernels.linear import plan as linear_plan
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.moe.compile import GatherSpec, spec_of
+from cute_kernels.moe.compile import GatherSpec, specs_of
 from cute_kernels.moe.config import GatherConfig
 from cute_kernels.moe.launch import Routing, Weights, addresses_of, launch_gather
 from cute_kernels.moe.plan import ProductPlan, make_product_plan
@@ -70,7 +70,7 @@ class ExpertsSubject:
 
     def specs(self) -> list[KernelSpec]:
         """The kernels of all candidates, and what brings rows in order."""
-        found: list[KernelSpec] = [spec_of(one.schedule.config) for one in self.candidates]
+        found = [spec for one in self.candidates for spec in specs_of(one.schedule.config)]
         return list(dict.fromkeys([*found, GatherSpec(GatherConfig(self.problem.dtype))]))
 
     def calls(self) -> list[Callable[[], object] | None]:
@@ -87,7 +87,7 @@ class ExpertsSubject:
         first = None
         for candidate in self.candidates:
             made = self.plan(candidate, x.get_device())
-            out = outs[made.gathers and not self.is_first]  # a layer keeps such results in fp32
+            out = outs[made.stores_fp32 and not self.is_first]  # a layer keeps such results in fp32
             call = partial(self._run, made, x, weight, routing, out)
             out.fill_(torch.nan)
             call()
@@ -96,7 +96,7 @@ class ExpertsSubject:
         return calls
 
     def plan(self, candidate: GroupedCandidate, device: int) -> ProductPlan:
-        return make_product_plan(candidate.schedule, self.problem.num_experts, device)
+        return make_product_plan(candidate.schedule, self.problem.places, self.problem.num_experts, device)
 
     def _run(
         self, plan: ProductPlan, x: torch.Tensor, weight: PackedExperts, routing: Routing, out: torch.Tensor

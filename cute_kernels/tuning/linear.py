@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 
 from cute_kernels.linear import plan
-from cute_kernels.linear.compile import spec_of
+from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.config import NO_ACTIVATION
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import Candidate, key_of, worth_measuring
@@ -97,7 +97,7 @@ class LinearSubject:
 
     def specs(self) -> list[KernelSpec]:
         """The kernels of all candidates."""
-        return list(dict.fromkeys(spec_of(one.schedule.config) for one in self.candidates))
+        return list(dict.fromkeys(spec for one in self.candidates for spec in specs_of(one.schedule.config)))
 
     def calls(self) -> list[Callable[[], object] | None]:
         """See `Subject.calls`: launches that write to one output."""

@@ -99,7 +99,7 @@ def test_parts_of_k_add_up(splits):
     config = make_portable_schedule(problem).config
     found = [one for one in portable_schedules(problem) if one.splits == splits and one.config == config]
     out = torch.full((16, 512), torch.nan, dtype=torch.bfloat16, device=CUDA)
-    plan = make_tile_plan(found[0], x.get_device())
+    plan = make_tile_plan(found[0], 16, x.get_device())
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0, out.data_ptr())
     for _ in range(3):  # what a launch leaves in the workspace is the next one's
         plan.run(x, addresses, 512, 0, 0)

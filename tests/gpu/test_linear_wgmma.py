@@ -13,8 +13,10 @@ from cute_kernels.linear.plan import make_tile_plan
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.compile import DigitRowsSpec, WgmmaSpec
+from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
+from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
 from tests.gpu.test_linear import CUDA, DTYPES, TOLERANCE, activations, assert_near, every_format, exact_product, run
 from tests.gpu.test_linear import FORMATS as FORMAT_PARAMS
@@ -24,7 +26,10 @@ pytestmark = pytest.mark.gpu
 
 # W is rounded to the activations' dtype first, so fp32 results are those of fp64 on the rounded one.
 SUMS = 3e-5
-FORMAT_ROWS = (17, 100)
+DIGITS = 2e-4  # of the largest result; x in digits is off by at most 2**-15 of the largest of 128 inputs
+FORMAT_ROWS = (33, 100)
+DIGIT_ROWS = (9, 16, 17, 25, 32)
+DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
@@ -35,7 +40,7 @@ def problem(m: int, n: int, k: int, bits: int = 4, dtype=torch.bfloat16, group=1
     return Problem(m, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
 
 
-def specs() -> list[WgmmaSpec]:
+def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     formats: list[Any] = [param.values for param in FORMAT_PARAMS]
     found = [problem(m, 200, 520, *form) for form in formats for m in FORMAT_ROWS]
@@ -46,7 +51,16 @@ def specs() -> list[WgmmaSpec]:
         configs += [schedule.config for schedule in tile_schedules(problem(m, 1000, 2048))]
     for m in INVARIANT_ROWS:
         configs += [make_tile_schedule(replace(problem(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
-    return [WgmmaSpec(config) for config in dict.fromkeys(configs)]
+    for dtype, group in DIGIT_FORMATS:
+        for m in DIGIT_ROWS:
+            configs += [schedule.config for schedule in in_digits(problem(m, 1000, 2048, dtype=dtype, group=group))]
+    digits: list[KernelSpec] = [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    return [*digits, *(WgmmaSpec(config) for config in dict.fromkeys(configs))]
+
+
+def in_digits(case: Problem) -> list[TileSchedule]:
+    """Schedules that take x in digits."""
+    return [schedule for schedule in tile_schedules(case) if schedule.config.digits]
 
 
 @every_format
@@ -86,8 +100,35 @@ def test_any_number_of_rows(n, k):
 def launch(schedule: TileSchedule, weight, x: torch.Tensor) -> torch.Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0, out.data_ptr())
-    make_tile_plan(schedule, torch.cuda.current_device()).run(x, addresses, weight.shape[0], 0, 2)
+    make_tile_plan(schedule, x.shape[0], torch.cuda.current_device()).run(x, addresses, weight.shape[0], 0, 2)
     return out
+
+
+@pytest.mark.parametrize("m", DIGIT_ROWS)
+@pytest.mark.parametrize("dtype, group", DIGIT_FORMATS, ids=str)
+@pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520)])
+def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
+    """Against weights that are not rounded; the same bits in every run."""
+    reference = known(n, k, group_size=group, dtype=dtype)
+    packed = reference.pack()
+    weight, x = packed.to(CUDA), activations(m, k, dtype)
+    exact = x.double().cpu() @ packed.dequantize(torch.float32).double().T
+    schedules = in_digits(problem(m, n, k, dtype=dtype, group=group))
+    assert schedules
+    for schedule in schedules:
+        results = [launch(schedule, weight, x) for _ in range(3)]
+        assert_near(results[0], exact, DIGITS)
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_one_hot_rows_of_digits_return_the_weights():
+    packed = known(1000, 2048, group_size=128).pack()
+    inputs = torch.arange(32) * 61 + 7
+    x = torch.zeros(32, 2048, dtype=torch.bfloat16)
+    x[torch.arange(32), inputs] = 1
+    for schedule in in_digits(problem(32, 1000, 2048)):
+        found = launch(schedule, packed.to(CUDA), x.to(CUDA))
+        assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", [40, 300])

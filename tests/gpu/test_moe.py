@@ -12,11 +12,13 @@ from cute_kernels.linear.config import BF16, FP32, NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.compile import DigitRowsSpec
+from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import Weights, addresses_of, launch_routing
-from cute_kernels.moe.plan import make_tiles_plan
+from cute_kernels.moe.plan import GroupedPlan, make_product_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of
@@ -35,6 +37,7 @@ FORMATS = [
     pytest.param(bits, dtype, group, zero, id=f"w{bits}-{str(dtype)[6:]}-g{group}{'-zero' if zero else ''}")
     for bits, dtype, group, zero in (
         (4, torch.bfloat16, 128, False),
+        (4, torch.float16, 256, False),
         (4, torch.float16, 32, True),
         (8, torch.bfloat16, None, True),
         (8, torch.float16, 64, False),
@@ -66,6 +69,7 @@ def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     found += [GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")]
+    found += [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
     found += [CombineSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
     found += [CombineSpec(CombineConfig("fp32", "bf16"))]
     formats: list[Any] = [param.values for param in FORMATS]
@@ -78,16 +82,16 @@ def specs() -> list[KernelSpec]:
         found += [grouped_spec(problem(2 * tokens, experts, n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
-        found += [GroupedWgmmaSpec(layout.config) for layout in synchronous_tiles(*form)]
+        found += [GroupedWgmmaSpec(layout.config) for layout in tiles_of_few_rows(*form)]
     for pair in PAIRS:
         found += [spec_of(one.schedule.config) for one in tuned_products(pair).values()]
     return list(dict.fromkeys(found))
 
 
-def synchronous_tiles(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
-    """Tiles of few rows, for a product of SHAPES[0]."""
+def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
+    """Synchronous tiles, and those whose activations come in digits, for a product of SHAPES[0]."""
     every = layouts(problem(sum(FEW_ROWS), len(FEW_ROWS), *SHAPES[0], bits, dtype, group, zero))
-    return [layout for layout in every if layout.config.synchronous]
+    return [layout for layout in every if layout.config.synchronous or layout.config.digits]
 
 
 def tuned_products(pair: tuple[int | None, int | None]) -> dict[str, GroupedCandidate]:
@@ -181,7 +185,7 @@ def test_every_tile_gives_the_same_numbers_each_time(number, counts):
     x = numbers(places, k)
     wanted = grouped_linear_reference(x, weight, offsets, activation="swiglu", out_dtype=torch.float32)
     packed, given, starts = weight.to(CUDA), x.to(CUDA), offsets.to(CUDA)
-    plan = make_tiles_plan(layout, len(counts), torch.cuda.current_device())
+    plan = make_product_plan(layout, places, len(counts), torch.cuda.current_device())
     results = []
     for _ in range(3):
         out = torch.full((places, n // 2), math.nan, device=CUDA, dtype=torch.bfloat16)
@@ -195,11 +199,9 @@ def test_every_tile_gives_the_same_numbers_each_time(number, counts):
 
 
 @every_format
-@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("swiglu", [True, False], ids=["first product", "second product"])
-def test_synchronous_tiles_of_every_number_of_rows(swiglu, number, bits, dtype, group, zero):
+def test_tiles_of_every_number_of_few_rows(swiglu, bits, dtype, group, zero):
     (n, k), experts = SHAPES[0], len(FEW_ROWS)
-    layout = synchronous_tiles(bits, dtype, group, zero)[number]
     weight = experts_of(experts, n, k, bits, group, zero, dtype)
     offsets, _ = routing_of(FEW_ROWS, 1)
     total = sum(FEW_ROWS)
@@ -207,15 +209,16 @@ def test_synchronous_tiles_of_every_number_of_rows(swiglu, number, bits, dtype, 
     activation = "swiglu" if swiglu else None
     wanted = grouped_linear_reference(x, weight, offsets, bias=bias, activation=activation, out_dtype=torch.float32)
     packed, given, starts, added = weight.to(CUDA), x.to(CUDA), offsets.to(CUDA), bias.to(CUDA)
-    plan = make_tiles_plan(layout, experts, torch.cuda.current_device())
-    results = []
-    for _ in range(2):
-        out = torch.full((total + SPARE, wanted.shape[1]), math.nan, device=CUDA)
-        addresses = (*addresses_of(Weights.of(packed)), added.data_ptr(), out.data_ptr())
-        plan.run(given, addresses, (starts.data_ptr(), 0), (n, SWIGLU if swiglu else NO_ACTIVATION, FP32))
-        results.append(out)
-    assert results[0][total:].isnan().all() and torch.equal(results[0][:total], results[1][:total])
-    assert_near(results[0][:total], wanted[:total], TOLERANCE[dtype])
+    for layout in tiles_of_few_rows(bits, dtype, group, zero):
+        plan = make_product_plan(layout, total + SPARE, experts, torch.cuda.current_device())
+        results = []
+        for _ in range(2):
+            out = torch.full((total + SPARE, wanted.shape[1]), math.nan, device=CUDA)
+            addresses = (*addresses_of(Weights.of(packed)), added.data_ptr(), out.data_ptr())
+            plan.run(given, addresses, (starts.data_ptr(), 0), (n, SWIGLU if swiglu else NO_ACTIVATION, FP32))
+            results.append(out)
+        assert results[0][total:].isnan().all() and torch.equal(results[0][:total], results[1][:total])
+        assert_near(results[0][:total], wanted[:total], TOLERANCE[dtype])
 
 
 def layer() -> tuple[PackedExperts, PackedExperts]:
@@ -260,7 +263,8 @@ def test_a_table_may_give_each_product_to_either_kernel(pair, tmp_path, monkeypa
     finally:
         forget()
     assert_near(out, wanted, 6e-3)
-    assert (made.gate_up.gathers, made.down.gathers) == tuple(capacity is not None for capacity in pair)
+    products = made.gate_up, made.down
+    assert [type(product) is GroupedPlan for product in products] == [capacity is not None for capacity in pair]
 
 
 def forget() -> None:

@@ -22,12 +22,35 @@ def _unwrapped(kind: type, *names: str) -> type:
     return type("Simulated", (kind,), {name: getattr(kind, name).__wrapped__ for name in names})
 
 
+class PageFetch:
+    """What stands for `kv_cache.page.PageFetch`, whose copies no warp in NumPy can make: pages are there at once."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def allocate(self, warp: Any, lane: Any) -> None:
+        return None
+
+    def open(self, slot: None, wanted: Any, lane: Any) -> None:
+        return None
+
+    def ask(self, slot: None, address: Any) -> Any:
+        return Int32(self.gpu.load_global_words(address, 0, 1)[0])
+
+    def give(self, slot: None, page: Any) -> Any:
+        return page
+
+    def wait(self, slot: None, word: Any) -> Any:
+        return word
+
+
 def _make_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     from cute_kernels.device import rows, write_row
     from cute_kernels.kv_cache import bulk, kernel, operands, rotate
 
     gpu = Gpu()
     gpu.install(monkeypatch, rows, write_row, bulk, kernel, operands, rotate)
+    monkeypatch.setattr(kernel, "PageFetch", lambda lanes, num_warps: PageFetch(gpu))
     for module in (kernel, bulk):
         monkeypatch.setattr(module, "encode_row", write_row.encode_row.__wrapped__)
     return gpu

@@ -10,9 +10,10 @@ from cute_kernels.runtime.resources import cubins_in, find_tool
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)(?: (.*?))? ;")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
+MMAS = ("HGMMA", "IGMMA")  # of warpgroups: of floats and of bytes
 _WIDTHS = {".64": 2, ".128": 4}
 # What writes no register although one stands first, or only predicates.
-_NO_RESULT = ("ST", "HGMMA", "WARPGROUP", "BRA", "SYNCS", "UBLKCP", "BAR", "UTMA", "MEMBAR", "EXIT")
+_NO_RESULT = ("ST", *MMAS, "WARPGROUP", "BRA", "SYNCS", "UBLKCP", "BAR", "UTMA", "MEMBAR", "EXIT")
 
 
 def instructions(object_code: bytes, folder: Path) -> list[tuple[str, str, str]]:
@@ -33,7 +34,7 @@ def instructions(object_code: bytes, folder: Path) -> list[tuple[str, str, str]]
 def main_loop(code: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """From the target of the first branch back after the last MMA to that branch."""
     places = {label: place for place, (labels, _, _) in enumerate(code) for label in labels.split()}
-    mmas = [place for place, (_, opcode, _) in enumerate(code) if opcode.startswith("HGMMA")]
+    mmas = [place for place, (_, opcode, _) in enumerate(code) if opcode.startswith(MMAS)]
     for place in range(mmas[-1], len(code)):
         target = re.search(r"\.L_x_\d+", code[place][2]) if code[place][1] == "BRA" else None
         if target and places[target[0]] < mmas[0]:
@@ -47,7 +48,7 @@ def early_writes(loop: list[tuple[str, str, str]]) -> list[str]:
     current: set[int] = set()
     wrong = []
     for _, opcode, operands in loop * 2:
-        if opcode.startswith("HGMMA"):
+        if opcode.startswith(MMAS):
             sums, first = (int(operand.strip()[1:].split(".")[0]) for operand in operands.split(",")[:2])
             columns = int(opcode.split(".")[1].split("x")[1])
             current |= {*range(sums, sums + columns // 2), *range(first, first + 4)}

@@ -39,6 +39,9 @@ class LinearWarp(warp.Warp):
         )
         return from_halves((left * right + addend).astype(np.float16).view(np.uint16))
 
+    def to_float(self, x: Lanes) -> Lanes:
+        return Float32(np.asarray(x, np.int32))
+
     def load_shared_part(self, address: Lanes, offset: int, num_bytes: int) -> Lanes:
         places = np.asarray(address, np.int64) + offset
         self.accesses.append(Access("ld", num_bytes, tuple(places.tolist())))

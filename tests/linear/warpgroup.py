@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.attention.warp import COLUMN, ROW, Access, Float32, Lanes, elements, halves
+from tests.attention.warp import COLUMN, ROW, Access, Float32, Int32, Lanes, elements, halves
 from tests.linear.warp import LinearWarp
 
 SWIZZLE_BYTES = 1024  # eight rows of 128 bytes, among which pieces of 16 bytes change places
@@ -36,7 +36,7 @@ class WarpgroupWarp(LinearWarp):
                 module.cute.arch.make_warp_uniform = lambda value: value
             if hasattr(module, "wgmma"):
                 # Descriptors are plain integer arithmetic and stay as they are.
-                for name in ("fence", "commit", "wait", "mma"):
+                for name in ("fence", "commit", "wait", "mma", "multiply_bytes", "wait_for_dots"):
                     monkeypatch.setattr(module.wgmma, name, getattr(self, name))
                 monkeypatch.setattr(module.wgmma, "Uint32", module.Uint32)
 
@@ -76,6 +76,24 @@ class WarpgroupWarp(LinearWarp):
     def wait(self, pending: int) -> None:
         pass
 
+    def wait_for_dots(self, dots: Sequence[Lanes], pending: int) -> list[Lanes]:
+        return list(dots)
+
+    def multiply_bytes(self, sums: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
+        left = np.zeros((16, 32), np.int64)
+        for register, word in enumerate(a):
+            column = 16 * (register // 2) + 4 * COLUMN
+            for byte in range(4):
+                left[ROW + 8 * (register % 2), column + byte] = (np.asarray(word, np.uint32) >> 8 * byte).astype(
+                    np.int8
+                )
+        start, stride = self.described(int(np.unique(b_low).item()))
+        n, k = np.indices((2 * count, 32))
+        right = self.shared_memory.view(np.int8)[swizzled(start + n // 8 * stride + n % 8 * 128 + k)]
+        total = left @ right.T.astype(np.int64)
+        products = [total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2] for i in range(count)]
+        return [Int32(value + (np.int64(sums[i]) if sums else 0)) for i, value in enumerate(products)]
+
     def mma(self, sums: Sequence[Lanes], a: Sequence[Lanes], b_low: Lanes, *, dtype: str) -> list[Lanes]:
         columns = 2 * len(sums)
         left = np.zeros((16, 16))
@@ -90,13 +108,17 @@ class WarpgroupWarp(LinearWarp):
             for i, value in enumerate(sums)
         ]
 
-    def b_operand(self, low: int, columns: int, dtype: str) -> np.ndarray:
-        """B [columns, 16] behind a descriptor, K-major."""
+    def described(self, low: int) -> tuple[int, int]:
+        """Start and stride of eight rows of what a descriptor describes."""
         from cute_kernels.device import wgmma
 
         high = wgmma.DESCRIPTOR_HIGH
         assert high >> 30 == 1, "want 128-byte swizzling"
-        start, stride = (low & 0x3FFF) * 16, (high & 0x3FFF) * 16
+        return (low & 0x3FFF) * 16, (high & 0x3FFF) * 16
+
+    def b_operand(self, low: int, columns: int, dtype: str) -> np.ndarray:
+        """B [columns, 16] behind a descriptor, K-major."""
+        start, stride = self.described(low)
         n, k = np.indices((columns, 16))
         bits = self.shared_memory.view(np.uint16)[swizzled(start + n // 8 * stride + n % 8 * 128 + 2 * k) // 2]
         if dtype == "f16":

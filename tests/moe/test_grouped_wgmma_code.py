@@ -9,26 +9,28 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.linear.wgmma.digits import MMA_K
 from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts
 from cute_kernels.runtime import default_cache
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
-from tests.linear.machine_code import early_writes, instructions
+from tests.linear.machine_code import MMAS, early_writes, instructions
 
 TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
-CONFIGS = [config for config in TILES if not config.synchronous]
+CONFIGS = [config for config in TILES if not config.synchronous and not config.digits]
+DIGITS = [config for config in TILES if config.digits]
 SYNCHRONOUS = [config for config in TILES if config.synchronous]
 
 
 def loops_around_mmas(code: list[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
     """For each kind of MMA the shortest loop that has it and no other: waits stand apart and jump back from afar."""
-    places = {label: place for place, (label, _, _) in enumerate(code) if label}
+    places = {label: place for place, (labels, _, _) in enumerate(code) for label in labels.split()}
     found: dict[str, list[tuple[str, str, str]]] = {}
     for place, (_, opcode, operands) in enumerate(code):
         target = re.search(r"\.L_x_\d+", operands) if opcode == "BRA" else None
         body = code[places[target[0]] : place + 1] if target else []
-        kinds = {opcode for _, opcode, _ in body if opcode.startswith("HGMMA")}
+        kinds = {opcode for _, opcode, _ in body if opcode.startswith(MMAS)}
         if len(kinds) == 1:
             (kind,) = kinds
             found[kind] = min(found.get(kind, body), body, key=len)
@@ -55,6 +57,25 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path):
     for kind, loop in loops.items():
         count = sum(opcode == kind for _, opcode, _ in loop)
         assert count == config.m_tiles * config.unit_steps and early_writes(loop) == []
+
+
+@pytest.mark.parametrize("config", DIGITS, ids=lambda config: config.name)
+def test_digits_are_multiplied_by_mmas_of_bytes(config, tmp_path):
+    """Every number of parts has its loop, of MMAs with two columns a row, none of which waits for the one before."""
+    try:
+        find_tool("nvdisasm")
+    except ToolMissingError as error:
+        pytest.skip(str(error))
+    (artifact,) = default_cache().artifacts([GroupedWgmmaSpec(config)], "sm_90a")
+    (resources,) = resource_report(artifact)
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
+    assert resources.opcodes["WARPGROUP"] == 2 * config.row_parts * config.m_tiles
+    loops = loops_around_mmas(instructions(artifact.object_code, tmp_path))
+    widths = range(config.part_tokens, config.tokens + 1, config.part_tokens)
+    assert loops.keys() == {f"IGMMA.64x{2 * tokens}x32.S8.S8" for tokens in widths}
+    for kind, loop in loops.items():
+        count = sum(opcode == kind for _, opcode, _ in loop)
+        assert count == config.m_tiles * config.unit_k // MMA_K and early_writes(loop) == []
 
 
 @pytest.mark.parametrize("config", SYNCHRONOUS, ids=lambda config: config.name)

@@ -45,6 +45,10 @@ class CpuPlan:
 
     @property
     def gathers(self) -> bool:
+        return self.candidate.kernel == FEW or getattr(self.candidate.schedule.config, "digits", False)
+
+    @property
+    def stores_fp32(self) -> bool:
         return self.candidate.kernel == FEW
 
     def run(self, x, addresses, places, numbers) -> None:

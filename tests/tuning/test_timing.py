@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from bench.timing import time_cold_in_turn
 from cute_kernels.tuning import timing
-from cute_kernels.tuning.timing import FEWEST_SAMPLES, SAMPLES, ColdTimer
+from cute_kernels.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, ColdTimer
 
 FLUSH_US = 70.0
 
 
 class Gpu:
-    """Its clock, in microseconds, and the events that tell it."""
+    """Its clock, in microseconds, the events that tell it, and how many kernels it was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now, self.flushed = 0.0, False
+        self.now, self.flushed, self.launches = 0.0, False, 0
         gpu = self
 
         class Event:
@@ -30,12 +32,30 @@ class Gpu:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) / 1e3
 
-        for name, replacement in (("Event", Event), ("_sleep", lambda cycles: None), ("synchronize", lambda: None)):
+        for name, replacement in (
+            ("Event", Event),
+            ("_sleep", lambda cycles: self._launch()),
+            ("synchronize", lambda: None),
+        ):
             monkeypatch.setattr(torch.cuda, name, replacement)
         monkeypatch.setattr(timing, "ColdL2", lambda device: self._flush)
 
+    def _launch(self) -> None:
+        self.launches += 1
+
     def _flush(self) -> None:
+        self._launch()
         self.now, self.flushed = self.now + FLUSH_US, True
+
+    def launch(self, count: int, us: tuple[float, ...]) -> Callable[[], None]:
+        """A call of ``count`` launches that takes as long as its first one's place says."""
+
+        def run() -> None:
+            self.now += us[self.launches % len(us)]
+            for _ in range(count):
+                self._launch()
+
+        return run
 
     def call(self, us: list[float]) -> Any:
         """A call that takes us[i] the i-th time, and the last of them from then on."""
@@ -62,3 +82,18 @@ def test_long_calls_have_fewer_samples(monkeypatch, us: float, samples: int):
     call = Gpu(monkeypatch).call([us])
     assert ColdTimer("cpu")([call]) == pytest.approx([us])
     assert call.count == 2 + samples
+
+
+PLACES_US = (3.4, 3.4, 3.1, 4.05)  # of an empty launch by its number
+
+
+@pytest.mark.parametrize("counts", [(1,), (2,), (1, 1), (1, 1, 1, 1), (1, 2, 3), (3, 1), (2, 1, 1)])
+def test_a_calls_time_does_not_depend_on_where_it_stands(monkeypatch, counts):
+    """Every place in four launches is met alike, so that equal calls get equal medians."""
+    for before in range(LAUNCH_PLACES):
+        gpu = Gpu(monkeypatch)
+        gpu.launches = before
+        times = time_cold_in_turn({str(i): gpu.launch(n, PLACES_US) for i, n in enumerate(counts)}, gpu._flush)
+        assert [timing.median_us for timing in times.values()] == pytest.approx([3.4] * len(counts))
+        assert [timing.min_us for timing in times.values()] == pytest.approx([3.1] * len(counts))
+        assert ColdTimer("cpu")([gpu.launch(n, PLACES_US) for n in counts]) == pytest.approx([3.4] * len(counts))

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
-KERNEL_MODULES = ("compile", "config", "epilogue", "kernel", "synchronous", "tiles")
+KERNEL_MODULES = ("compile", "config", "digit_kernel", "digits", "epilogue", "kernel", "synchronous", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
+NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
+NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS = 4, 3  # of the launch that makes them
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +41,43 @@ class WgmmaSpec(KernelSpec):
         return compile_wgmma(self.config, arch)
 
 
+@dataclass(frozen=True, eq=False)
+class DigitRowsSpec(KernelSpec):
+    """The kernel that makes digits of rows of x: takes what `DigitRowsKernel.__call__` describes."""
+
+    config: DigitRowsConfig
+    family: ClassVar[str] = "linear"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "digit_rows"))
+
+    def compile(self, arch: str) -> Any:
+        return compile_digit_rows(self.config, arch)
+
+
+def compile_digit_rows(config: DigitRowsConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.linear.wgmma.digit_rows import DigitRowsKernel
+
+    check_config(config)
+    counts = (NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS)
+    return compile_matrix_kernel(DigitRowsKernel(config), config.dtype, counts, arch, *options)
+
+
 def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
 
     Raises ValueError if the configuration cannot be implemented.
     """
+    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
     check_config(config)
-    return compile_matrix_kernel(WgmmaKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+    counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
+    kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
+    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)

@@ -14,6 +14,7 @@ WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
+DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
@@ -25,6 +26,10 @@ MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 # The same where MMAs are synchronous: the copying warps are given more, of which none is missed.
 SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
+DIGIT_GROUP = 128  # inputs of a row of x that share a scale where x comes in digits: rows of a box of bytes
+DIGIT_TOKENS = 64
+DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
+X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
 
 
@@ -53,6 +58,8 @@ class WgmmaConfig:
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
+        digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
+            are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
     """
 
     bits: int
@@ -70,6 +77,7 @@ class WgmmaConfig:
     splits_k: bool = False
     cluster: int = 1
     synchronous: bool = False
+    digits: bool = False
 
     @property
     def tile_k(self) -> int:
@@ -148,6 +156,11 @@ class WgmmaConfig:
         return self.unit_k // BOX_K * self.box_bytes
 
     @property
+    def x_scale_stage_bytes(self) -> int:
+        """Scales of a tile's rows of x in fp32, from a multiple of 16 bytes on."""
+        return 4 * (self.tokens + X_SCALE_ALIGNMENT) if self.digits else 0
+
+    @property
     def code_stage_bytes(self) -> int:
         return self.block_tiles * self.unit_tiles * TILE_BYTES
 
@@ -166,7 +179,7 @@ class WgmmaConfig:
 
     @property
     def stage_bytes(self) -> int:
-        return self.x_stage_bytes + self.weight_stage_bytes
+        return self.x_stage_bytes + self.x_scale_stage_bytes + self.weight_stage_bytes
 
     @property
     def chunk_tokens(self) -> int:
@@ -210,7 +223,7 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
-        groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
+        groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
 
@@ -221,7 +234,7 @@ class WgmmaConfig:
         """Why this configuration cannot be compiled, or None."""
         choices = {
             "bits": (4, 8),
-            "dtype": ("bf16", "fp16"),
+            "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
             "row_parts": (1, 2, 4),
@@ -254,8 +267,37 @@ class WgmmaConfig:
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"
         if self.synchronous and self.cluster > 1:
             return f"synchronous warpgroups do not exchange sums in a cluster of {self.cluster}"
+        if self.digits and (self.bits != 4 or self.zero_point or self.unit_k != DIGIT_GROUP):
+            return f"digits want 4 bits without zero points and units of {DIGIT_GROUP} inputs"
+        if self.digits and (self.group_size < DIGIT_GROUP or self.synchronous or self.cluster > 1):
+            return f"digits want groups of at least {DIGIT_GROUP} inputs, MMAs of warpgroups and no cluster"
+        if self.digits and self.tokens > DIGIT_TOKENS:
+            return f"{self.tokens} tokens are more than the {DIGIT_TOKENS} whose digits an MMA takes"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
         return None
+
+
+@dataclass(frozen=True)
+class DigitRowsConfig:
+    """The kernel that makes digits of rows of x.
+
+    Attributes:
+        dtype: of x, "bf16" or "fp16".
+    """
+
+    dtype: str = "bf16"
+
+    @property
+    def num_threads(self) -> int:
+        return DIGIT_ROWS_THREADS
+
+    @property
+    def name(self) -> str:
+        return f"linear_digits_{self.dtype}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"

@@ -32,8 +32,10 @@ from cute_kernels.linear.wgmma.config import (
     BOX_K,
     TOKEN_BAND,
     WARPGROUP_WARPS,
+    X_SCALE_ALIGNMENT,
     WgmmaConfig,
 )
+from cute_kernels.linear.wgmma.digits import DigitUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
@@ -59,6 +61,7 @@ class Memory:
     full: Any
     empty: Any
     table: Any
+    x_scales: Any
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class WgmmaKernel:
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
+        self.digits = DigitUnits(self)
 
     @cute.jit
     def __call__(
@@ -113,13 +117,8 @@ class WgmmaKernel:
         out_kind: see `cute_kernels.linear.epilogue`.
         """
         config = self.config
-        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         copy_x, x_view = self.box_copy(x)
-        scale_groups = Int32(1)
-        if const_expr(config.group_size):
-            scale_groups = units * config.unit_k // config.group_size
-        split_units = cute.ceil_div(units, splits)
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind)
+        shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(
             grid=(num_ctas, 1, 1),
@@ -128,6 +127,14 @@ class WgmmaKernel:
             min_blocks_per_mp=1,
             stream=stream,
         )
+
+    def sizes(self, x, n, num_tiles, units, whole, splits, activation, out_kind) -> tuple[Any, ...]:
+        """The fields of a `Shape`."""
+        config = self.config
+        m, k = x.shape
+        scale_groups = units * config.unit_k // config.group_size if config.group_size else Int32(1)
+        split_units = cute.ceil_div(units, splits)
+        return m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind
 
     def x_layout(self):
         """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
@@ -187,6 +194,9 @@ class WgmmaKernel:
             scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
         if const_expr(config.zero_stage_bytes):
             zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
+        x_scales = Int32(0)
+        if const_expr(config.digits):
+            x_scales = smem.allocate(stages * config.x_scale_stage_bytes, byte_alignment=128).toint()
         staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
         table = Int32(0)
@@ -202,6 +212,7 @@ class WgmmaKernel:
             full=full,
             empty=full + stages,
             table=table,
+            x_scales=x_scales,
         )
 
     def init_barriers(self, memory: Memory):
@@ -235,6 +246,9 @@ class WgmmaKernel:
         somebody else that of bringing them.
         """
         config = self.config
+        if const_expr(config.digits):
+            # The launch before made them. All else it had waited for itself, before it let this one begin.
+            cute.arch.griddepcontrol_wait()
         boxes, parts = config.unit_k // BOX_K, config.row_parts
         targets = cute.group_modes(cute.local_tile(memory.x, (config.part_tokens, BOX_K), (None, 0, None)), 0, 2)
         stage, phase = Int32(0), Int32(1)
@@ -245,23 +259,48 @@ class WgmmaKernel:
             places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
             target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
             present = self.parts_of(shape, item)
-            size = present * (config.x_stage_bytes // parts)
+            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                    if const_expr(config.digits):
+                        self.copy_x_scales(shape, memory, item, unit, stage)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:
                         for box in cutlass.range_constexpr(boxes):
                             chosen = source[None, part, unit * boxes + box]
-                            place = target[None, part, stage * boxes + box]
+                            place = target[(None, *self.box_place(stage, part, box, present))]
                             cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
+
+    def box_place(self, stage, part: int, box: int, present) -> tuple[Any, Any]:
+        """(part, box of the ring) where a part's box lies; both digits of x are one operand, so without gaps."""
+        boxes, parts = self.config.unit_k // BOX_K, self.config.row_parts
+        if not self.config.digits:
+            return part, stage * boxes + box
+        place = box * present + part
+        return place & (parts - 1), stage * boxes + (place >> (parts.bit_length() - 1))
+
+    def copy_x_scales(self, shape, memory, item, unit, stage):
+        """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on."""
+        size = self.config.x_scale_stage_bytes
+        first, _ = self.rows_of(shape, item)
+        ptx.bulk_copy_to_shared(
+            memory.x_scales + stage * size,
+            shape.x_scales + (Int64(unit) * shape.x_scale_pitch + (first & -X_SCALE_ALIGNMENT)) * 4,
+            Int32(size),
+            Int32((memory.full + stage).toint()),
+        )
 
     def rows_of(self, shape, item) -> tuple[Any, Any]:
         """The first row of x of an item, and what is behind the last that its tile may have."""
         return item.token_tile * self.config.tokens, shape.m
+
+    def x_scale_shift(self, item):
+        """How many scales of x lie between the last multiple of 16 bytes and an item's first one."""
+        return Int32(0)
 
     def parts_of(self, shape, item):
         """How many parts of an item's tile have rows."""
@@ -330,7 +369,11 @@ class WgmmaKernel:
             + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
             + lane * FRAGMENT_BYTES,
             row=first_tile * TILE_N + row_warp * 16 + lane // 4,
-            masks=self.decoder.masks(self.nothing(shape, lane)),
+            masks=(
+                self.digits.masks(Uint32(shape.m >> 31))
+                if config.digits
+                else self.decoder.masks(self.nothing(shape, lane))
+            ),
         )
 
     def nothing(self, shape, lane):
@@ -366,7 +409,7 @@ class WgmmaKernel:
             channel = self.load_channel(operands, shape, item, first_tile, place)
             ring = (stage, phase, last)
             stage, phase, last = self.multiply_item(sums, memory, shape, item, place, channel, ring, teller)
-            if const_expr(config.synchronous):
+            if const_expr(config.synchronous or config.digits):
                 self.put_sums(sums, [sums[i] for i in range(config.thread_sums)], channel)
             else:
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
@@ -424,6 +467,8 @@ class WgmmaKernel:
         """As :meth:`multiply_item`, of the first ``tokens`` tokens of the tile."""
         if const_expr(self.config.synchronous):
             stage, phase, last = self.synchronous.multiply(sums, memory, item, place, channel, ring, teller, tokens)
+        elif const_expr(self.config.digits):
+            stage, phase, last = self.digits.multiply(sums, memory, item, place, ring, teller, tokens)
         else:
             stage, phase, last = self.multiply_each(sums, memory, item, place, channel, ring, teller, tokens)
         return stage, phase, last

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, TOKEN_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 CLOCKS_PER_US = 1650.0
@@ -30,6 +30,10 @@ COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
+# Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
+# scales of its sums: per k16 step of a tile, tensor cores included.
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
+DIGIT_ROWS_CLOCKS = 1000  # of the launch that makes them, beyond what it does at the same time as others
 MAX_SPLITS = 16
 MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -51,6 +55,8 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
+# The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
+DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -164,6 +170,7 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+    clocks += DIGIT_ROWS_CLOCKS if config.digits else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
@@ -171,6 +178,10 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     """Clocks of a unit of a CTA's tile, the mean over token tiles."""
     config = schedule.config
     fragments = config.block_tiles * config.unit_steps
+    if config.digits:
+        tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
+        decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
+        return max(decoding, config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
     tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
     decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
     # Token tiles that run side by side read a weight from memory once.
@@ -206,13 +217,36 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
-    return configs
+    return configs + digit_configs(problem)
+
+
+def digit_configs(problem: Problem) -> list[WgmmaConfig]:
+    """Configurations of x in digits. Rows would depend on how many there are: more than these are not in digits."""
+    if problem.batch_invariant or problem.m > DIGIT_SHAPES[-1][0]:
+        return []
+    configs = (
+        WgmmaConfig(
+            bits=problem.bits,
+            dtype=problem.dtype,
+            group_size=problem.group_size,
+            zero_point=problem.zero_point,
+            tokens=tokens,
+            row_parts=row_parts,
+            m_tiles=m_tiles,
+            unit_k=DIGIT_GROUP,
+            splits_k=True,
+            digits=True,
+        )
+        for tokens, row_parts, m_tiles in DIGIT_SHAPES
+        if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
+    )
+    return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
 
 
 def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that ship: every tile in the most common formats, one for few and one for many rows in others.
 
-    8-bit codes come without zero points.
+    8-bit codes come without zero points, digits with groups of 128.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -221,6 +255,8 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+    for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
+        configs |= dict.fromkeys(digit_configs(Problem(tokens, 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
 
 

@@ -7,17 +7,19 @@ at. What it brings beyond the expert's last row are other columns of the product
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.config import TOKEN_BAND, X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES
-from cute_kernels.moe.wgmma.tiles import GroupedItems, GroupedShape, fill_table
+from cute_kernels.moe.wgmma.tiles import DigitShape, GroupedItems, GroupedShape, fill_table
 
 
 class GroupedWgmmaKernel(WgmmaKernel):
@@ -50,35 +52,42 @@ class GroupedWgmmaKernel(WgmmaKernel):
         and zeros as in the dense kernel, those of all experts one behind the other; bias [experts, n] of x's dtype or
         0; out [places, n] (half of n for swiglu); offsets int32 [num_experts + 1], the first place of each expert.
         """
-        config = self.config
-        m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         copy_x, x_view = self.box_copy(x)
-        scale_groups = Int32(1)
-        if cutlass.const_expr(config.group_size):
-            scale_groups = units * config.unit_k // config.group_size
-        shape = GroupedShape(
-            m=m,
-            n=n,
-            k=k,
-            num_tiles=num_tiles,
-            units=units,
-            scale_groups=scale_groups,
-            whole=Int32(0),
-            splits=Int32(1),
-            split_units=units,
-            activation=activation,
-            out_kind=out_kind,
-            num_experts=num_experts,
-            blocks=cute.ceil_div(num_tiles, config.block_tiles),
-        )
+        shape = GroupedShape(**self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
-        self.kernel(operands, shape, offsets, copy_x, x_view).launch(
-            grid=(num_ctas, 1, 1),
-            block=(config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.grid(num_ctas, stream))
+
+    def sizes(  # type: ignore[override]
+        self, x, n, num_tiles, units, num_experts, activation, out_kind
+    ) -> dict[str, Any]:
+        """The fields of a `GroupedShape`."""
+        config = self.config
+        m, k = x.shape
+        return {
+            "m": m,
+            "n": n,
+            "k": k,
+            "num_tiles": num_tiles,
+            "units": units,
+            "scale_groups": units * config.unit_k // config.group_size if config.group_size else Int32(1),
+            "whole": Int32(0),
+            "splits": Int32(1),
+            "split_units": units,
+            "activation": activation,
+            "out_kind": out_kind,
+            "num_experts": num_experts,
+            "blocks": cute.ceil_div(num_tiles, config.block_tiles),
+        }
+
+    def grid(self, num_ctas, stream) -> dict[str, Any]:
+        """How the kernel is launched."""
+        return {
+            "grid": (num_ctas, 1, 1),
+            "block": (self.config.num_threads, 1, 1),
+            "min_blocks_per_mp": 1,
+            "use_pdl": True,
+            "stream": stream,
+        }
 
     @cute.kernel
     def kernel(self, operands, shape, offsets, copy_x, x_view):  # type: ignore[override]
@@ -88,7 +97,8 @@ class GroupedWgmmaKernel(WgmmaKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not config.digits):
+            cute.arch.griddepcontrol_wait()
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
@@ -121,3 +131,40 @@ class GroupedWgmmaKernel(WgmmaKernel):
 
     def bias_place(self, shape, item, row):
         return item.expert * shape.n + row
+
+    def x_scale_shift(self, item):
+        return item.token & (X_SCALE_ALIGNMENT - 1)
+
+
+class GroupedDigitKernel(GroupedWgmmaKernel):
+    """The same of activations in digits, as `cute_kernels.linear.wgmma.digit_rows` leaves them."""
+
+    @cute.jit
+    def __call__(  # type: ignore[override]
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        x_scales: Int64,
+        bias: Int64,
+        out: Int64,
+        offsets: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        units: Int32,
+        num_experts: Int32,
+        num_ctas: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        x_scale_pitch: Int32,
+        stream,
+    ):
+        """As `GroupedWgmmaKernel`, but for x, [places, padded k] of 16 bits: of each 128 inputs first the high digits,
+        then the low ones. x_scales: address, on 16 bytes, of fp32 [units, x_scale_pitch], a multiple of 4 and large
+        enough for 68 scales from any place on.
+        """
+        copy_x, x_view = self.box_copy(x)
+        sizes = self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind)
+        shape = DigitShape(**sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
+        operands = Operands(Int64(0), codes, scales, Int64(0), bias, Int64(0), out, Int64(0))
+        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.grid(num_ctas, stream))

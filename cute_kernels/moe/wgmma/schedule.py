@@ -25,6 +25,8 @@ TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the 
 # it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
 MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITIES[0], CAPACITIES[0] - 1
 MANY_EXPERTS = 64
+MOST_SMS = 7 / 8
+DIGIT_ROWS = 2  # the same where tiles of digits are possible, and enough of them
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
 SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
 
@@ -32,6 +34,10 @@ DECODE_CLOCKS = {4: 25, 8: 30}  # per k16 step of a tile of 64 features, however
 DECODE_TOKEN_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
 SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for itself: scales are on sums,
 SYNCHRONOUS_TOKEN_CLOCKS = 0.43  # and each of them has instructions of its own
+# The same where products are of bytes, tensor cores included: decoding is little, and what there is left to do for each
+# row are its digits' columns and the scales of its sums.
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
+SHORT_RING, SHORT_RING_COST = 5, 1.05  # the memory's time with so few stages
 MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
 ITEM_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
 TENSOR_ITEM_CLOCKS = 1500  # and where tensor cores are
@@ -47,10 +53,14 @@ class Shape(NamedTuple):
     row_parts: int
     warpgroups: int = 2
     synchronous: bool = False
+    digits: bool = False
 
 
 # An expert's last tile is half empty on average, so all have parts.
 SHAPES = (
+    Shape(16, 2, 128, 2, digits=True),
+    Shape(32, 2, 128, 4, digits=True),
+    Shape(64, 2, 128, 4, digits=True),
     Shape(256, 1, 64, 2),
     Shape(128, 1, 128, 4),
     Shape(64, 2, 128, 4),
@@ -85,7 +95,14 @@ class GroupedTiles:
 
 def has_many_rows(problem: GroupedProblem) -> bool:
     """Whether experts usually have too many rows for the memory-bound kernel, `cute_kernels.moe.schedule`."""
-    return usual_rows(problem) > (MANY_ROWS if problem.num_experts < MANY_EXPERTS else MANY_ROWS_OF_MANY)
+    rows = usual_rows(problem)
+    if rows > (MANY_ROWS if problem.num_experts < MANY_EXPERTS else MANY_ROWS_OF_MANY):
+        return True
+    # Tiles of digits are the faster ones of few rows too, where there are enough for nearly all SMs.
+    narrow = next((layout for layout in layouts(problem) if layout.config.digits), None)
+    return (
+        rows > DIGIT_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -121,6 +138,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
         unit_k=shape.unit_k if problem.k_pad % shape.unit_k == 0 else 64,
         num_stages=2,
         synchronous=shape.synchronous,
+        digits=shape.digits,
     )
     room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
@@ -148,7 +166,10 @@ def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
     """Clocks of a tile of which ``tokens`` are computed, in an expert of so many tiles."""
     config = layout.config
     fragments = config.block_tiles * config.unit_steps
-    if config.synchronous:
+    if config.digits:
+        tensor = 0.0
+        decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
+    elif config.synchronous:
         tensor = 0.0
         decoding = UNIT_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_TOKEN_CLOCKS * tokens)
     else:
@@ -157,6 +178,8 @@ def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), TOKEN_BAND)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
+    if config.digits and config.num_stages <= SHORT_RING:
+        memory *= SHORT_RING_COST
     unit = max(tensor, decoding, memory)
     # Of the tensor cores the other warpgroup makes use while one stores results.
     results = ITEM_CLOCKS * config.warpgroups / 2 if unit > tensor else TENSOR_ITEM_CLOCKS

@@ -31,6 +31,14 @@ class GroupedShape(Shape):
 
 
 @dataclass(frozen=True)
+class DigitShape(GroupedShape):
+    """Sizes of a launch whose x comes in digits, and where its scales are: fp32 [units, x_scale_pitch]."""
+
+    x_scales: Any
+    x_scale_pitch: Any
+
+
+@dataclass(frozen=True)
 class GroupedItem:
     """A tile of an expert's output; run-time integers.
 

@@ -1,0 +1,85 @@
+"""A page's number from the block table, past the queue of an SM's loads.
+
+Loads of an SM come back in the order in which they were asked for, those that hit a cache, too. Where in the table its
+page stands a team knows when its request's length has come. By then the rows of all teams of its SM have been asked
+for, and a load of the page would come back behind the last of them: as late as everything has been read. A bulk copy
+(TMA) goes past that queue. It copies no less than 16 aligned bytes, to shared memory, and a barrier says when they are
+there: one a warp, for the copies of its teams. Bytes beside a page's number that are not the table's are not looked at;
+allocations begin and end on larger units.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device import ptx
+from cute_kernels.sm90 import WARP_THREADS
+
+BLOCK_BYTES = 16  # of the smallest bulk copy
+
+
+@dataclass(frozen=True)
+class PageSlot:
+    """Where a team's page comes to: the warp's barrier, and the address in shared memory of the team's 16 bytes."""
+
+    barrier: Any
+    address: Int32
+
+
+class PageFetch:
+    """Fetches a page for each team of each warp of a CTA, once.
+
+    Args:
+        lanes: lanes of a team.
+        num_warps: warps of the CTA.
+    """
+
+    def __init__(self, lanes: int, num_warps: int):
+        self.lanes = lanes
+        self.num_warps = num_warps
+        self.teams = WARP_THREADS // lanes
+
+    def allocate(self, warp, lane) -> PageSlot:
+        """The slots of all teams, in shared memory; returns this one's."""
+        smem = cutlass.utils.SmemAllocator()
+        slots = smem.allocate(BLOCK_BYTES * self.teams * self.num_warps, byte_alignment=BLOCK_BYTES).toint()
+        barriers = smem.allocate_array(cutlass.Int64, self.num_warps)
+        return PageSlot(barriers + warp, slots + BLOCK_BYTES * (warp * self.teams + lane // self.lanes))
+
+    @cute.jit
+    def open(self, slot, wanted, lane):
+        """Makes the warp's barrier ready if ``wanted``, which is the same in all lanes."""
+        if wanted & (lane == 0):
+            cute.arch.mbarrier_init(slot.barrier, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def ask(self, slot, address):
+        """Asks for the page whose number is at a global address; returns what `wait` takes."""
+        lane = cute.arch.lane_idx()
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(slot.barrier, BLOCK_BYTES * self.teams)
+        if lane % self.lanes == 0:
+            block = address & -BLOCK_BYTES
+            ptx.bulk_copy_to_shared(slot.address, block, Int32(BLOCK_BYTES), slot.barrier.toint())
+        return slot.address + (address & (BLOCK_BYTES - 4)).to(Int32)
+
+    @cute.jit
+    def give(self, slot, page):
+        """As `ask`, for a page that is known."""
+        lane = cute.arch.lane_idx()
+        if lane % self.lanes == 0:
+            ptx.store_shared(slot.address, 0, [page])
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(slot.barrier)
+        return slot.address
+
+    def wait(self, slot, word) -> Int32:
+        """The page, when it is there; ``word``: what `ask` or `give` returned."""
+        cute.arch.mbarrier_wait(slot.barrier, 0)
+        return ptx.load_shared(word, 0).to(Int32)

@@ -1,0 +1,52 @@
+"""Weight-only GEMM for few rows of x that come in digits: :mod:`.kernel`, behind the launch that makes them."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.linear.wgmma.kernel import WgmmaKernel
+from cute_kernels.linear.wgmma.tiles import DigitShape
+from cute_kernels.linear.work import Operands
+
+
+class DigitWgmmaKernel(WgmmaKernel):
+    """One compiled variant; its configuration says ``digits``."""
+
+    @cute.jit
+    def __call__(  # type: ignore[override]
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        x_scales: Int64,
+        bias: Int64,
+        residual: Int64,
+        out: Int64,
+        workspace: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        units: Int32,
+        whole: Int32,
+        splits: Int32,
+        num_ctas: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        x_scale_pitch: Int32,
+        stream,
+    ):
+        """As :class:`WgmmaKernel`, but for x, [m, padded k] of 16 bits: of each 128 inputs first the high digits, then
+        the low ones. x_scales: address, on 16 bytes, of fp32 [units, x_scale_pitch], a multiple of 4 and large enough
+        for 68 scales from any row on. It may begin before the launch before it, which makes digits, has ended.
+        """
+        copy_x, x_view = self.box_copy(x)
+        sizes = *self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind), x_scales, x_scale_pitch
+        shape = DigitShape(*sizes)  # pyright: ignore[reportCallIssue]
+        operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
+        self.kernel(operands, shape, copy_x, x_view).launch(
+            grid=(num_ctas, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            min_blocks_per_mp=1,
+            use_pdl=True,
+            stream=stream,
+        )

@@ -1,0 +1,144 @@
+"""Units of a tile of few rows by MMAs of bytes: x in two digits of 8 bits, sums in int32, exact.
+
+A 4-bit code less 8, times 16, is a signed byte: a nibble at the upper end of its byte, with its first bit turned. Three
+instructions make the bytes of 8 codes where bf16 takes 11, and none are left for scales, which meet the sums of a
+group. x comes in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed digits to the base
+256 (`.digit_rows`). All tokens' high digits and then all low ones are the columns of one operand, so a code
+is decoded once and multiplied with both: twice the columns at twice the rate of bf16. 256 times the high digits' sum
+and the low digits' are the exact sum of the group's products.
+
+The k order of an operand is free if both have the same. A thread's nibbles of a k16 step, in the blob of
+`layouts.weights.hopper`, are those of its row g in the lower halves of their bytes, of row g + 8 in the upper ones, for
+inputs 2t, 2t + 8, 2t + 1, 2t + 9: so x takes the first and the second eight of 16 inputs in turn.
+
+That integer products of weights in groups are scaled on the way from one accumulator to another is known from DeepGEMM
+and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from layouts.weights.hopper import STEP_K, TILE_N
+
+if TYPE_CHECKING:
+    from cute_kernels.linear.wgmma.kernel import WgmmaKernel
+
+MMA_K = 2 * STEP_K
+DIGIT_BASE = 256
+SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
+TOGETHER_TOKENS = 40  # for which a thread has registers for the products of two tiles at a time
+
+
+class DigitUnits:
+    """What a multiplying warpgroup does with the units of an item, for a configuration that says ``digits``."""
+
+    def __init__(self, kernel: WgmmaKernel):
+        self.kernel = kernel
+        self.config: WgmmaConfig = kernel.config
+
+    @cute.jit
+    def multiply(self, sums, memory, item, place, ring, teller, tokens: int):
+        """As `WgmmaKernel.multiply_units`; waits for all MMAs of a unit, and gives back every stage itself."""
+        stage, phase, last = ring
+        x_place = self.x_scale_place(item)
+        for _ in cutlass.range(item.begin, item.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.multiply_unit(sums, memory, stage, place, x_place, tokens)
+            cute.arch.sync_warp()
+            self.kernel.release(memory, stage, teller)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
+
+    def multiply_unit(self, sums, memory, stage, place, x_place, tokens: int):
+        """Adds a unit's products. While sums of a tile are scaled the next one's are under way, if there is room."""
+        tiles = self.config.m_tiles
+        words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
+        x = self.descriptor(memory, stage)
+        started = self.start(self.operands(words[0], place.masks), x, tokens)
+        for i in range(tiles):
+            following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
+            ahead = i + 1 < tiles and tokens <= TOGETHER_TOKENS
+            if ahead:
+                following = self.start(following, x, tokens)
+            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
+            self.add(sums, i, self.join(dots), scales[i], x_scales)
+            if i + 1 < tiles:
+                started = following if ahead else self.start(following, x, tokens)
+
+    def load(self, memory, stage, place, x_place, tokens: int) -> tuple[Any, Any, Any]:
+        """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""
+        config = self.config
+        words = self.kernel.load_codes(memory.codes + stage * config.code_stage_bytes + place.code_offset)
+        scales = [self.load_scales(memory, stage, place, i) for i in range(config.m_tiles)]
+        return words, scales, self.load_x_scales(memory, stage, x_place, tokens)
+
+    def descriptor(self, memory, stage):
+        """Of a stage's digits."""
+        return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
+
+    def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
+        """Scales of the thread's two rows of a tile, fp32."""
+        row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+        address = memory.scales + stage * self.config.scale_stage_bytes + row * 2
+        return [self.kernel.to_float(ptx.load_shared_part(address, 16 * half, 2)) for half in range(2)]
+
+    def x_scale_place(self, item):
+        """Bytes from a stage's scales of x to that of the thread's first token."""
+        return (self.kernel.x_scale_shift(item) + cute.arch.lane_idx() % 4 * 2) * 4
+
+    def load_x_scales(self, memory, stage, x_place, tokens: int) -> list[Any]:
+        """Scales of x of the thread's tokens, two of every eight."""
+        address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
+        return [
+            ptx.load_shared(address, 4 * (8 * block + i)).bitcast(Float32)
+            for block in range(tokens // 8)
+            for i in range(2)
+        ]
+
+    def operands(self, words, masks) -> list[Any]:
+        """The A operands of a tile's unit: two registers for each k16 step."""
+        steps = self.kernel.decoder.steps
+        return [
+            register
+            for step in range(self.config.unit_steps)
+            for register in self.fragment(words[step // steps][step % steps], masks)
+        ]
+
+    def start(self, operands, x, tokens: int) -> list[Any]:
+        """Starts the products of a tile's unit: [digit][tokens / 2] sums of high and of low digits."""
+        ready = wgmma.fence(operands)
+        dots: list[Any] = []
+        for step in range(self.config.unit_k // MMA_K):
+            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
+            dots = wgmma.multiply_bytes(dots, tokens, ready[4 * step : 4 * step + 4], b)
+        wgmma.commit()
+        return dots
+
+    def fragment(self, word, masks) -> list[Any]:
+        """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
+        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
+
+    def masks(self, nothing) -> Any:
+        """A constant for `fragment`, kept in a register: an instruction has room for one."""
+        return nothing + Uint32(SIGNS)
+
+    def join(self, dots) -> list[Any]:
+        """The exact products of a tile's group, of both digits' sums."""
+        count = len(dots) // 2
+        return [dots[i] * DIGIT_BASE + dots[count + i] for i in range(count)]
+
+    def add(self, sums, tile: int, products, scales, x_scales) -> None:
+        """Adds the products of a tile's group, scaled, to its sums."""
+        first = tile * (self.config.tokens // 2)
+        for i, exact in enumerate(products):
+            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
+            sums[first + i] = ptx.fma(value, scales[i // 2 % 2], sums[first + i])
