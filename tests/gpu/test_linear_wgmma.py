@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 SUMS = 3e-5
 DIGITS = 2e-4  # of the largest result; x in digits is off by at most 2**-15 of the largest of 128 inputs
 FORMAT_ROWS = (33, 100)
-DIGIT_ROWS = (9, 16, 17, 25, 32)
+DIGIT_ROWS = (9, 16, 17, 24)
 DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
@@ -123,12 +123,12 @@ def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
 
 def test_one_hot_rows_of_digits_return_the_weights():
     packed = known(1000, 2048, group_size=128).pack()
-    inputs = torch.arange(32) * 61 + 7
-    x = torch.zeros(32, 2048, dtype=torch.bfloat16)
-    x[torch.arange(32), inputs] = 1
-    for schedule in in_digits(problem(32, 1000, 2048)):
+    inputs = torch.arange(24) * 61 + 7
+    x = torch.zeros(24, 2048, dtype=torch.bfloat16)
+    x[torch.arange(24), inputs] = 1
+    for schedule in in_digits(problem(24, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
-        assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
+        assert torch.equal(found.cpu(), packed.dequantize(torch.float24)[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", [40, 300])

@@ -56,6 +56,7 @@ SHAPES = (
     (16, 2, 2, 128, 1),
 )
 # The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
+MOST_DIGIT_ROWS = 24
 DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
@@ -223,7 +224,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
 
 def digit_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations of x in digits. Rows would depend on how many there are: more than these are not in digits."""
-    if problem.batch_invariant or problem.m > DIGIT_SHAPES[-1][0]:
+    if problem.batch_invariant or problem.m > MOST_DIGIT_ROWS:
         return []
     configs = (
         WgmmaConfig(
@@ -257,7 +258,7 @@ def shipped_configs() -> list[WgmmaConfig]:
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
-        configs |= dict.fromkeys(digit_configs(Problem(tokens, 8192, 8192, 8192, 4, dtype, 128)))
+        configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
 
 

@@ -36,7 +36,7 @@ SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for it
 SYNCHRONOUS_TOKEN_CLOCKS = 0.43  # and each of them has instructions of its own
 # The same where products are of bytes, tensor cores included: decoding is little, and what there is left to do for each
 # row are its digits' columns and the scales of its sums.
-DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.62
 SHORT_RING, SHORT_RING_COST = 5, 1.05  # the memory's time with so few stages
 MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
 ITEM_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
