@@ -21,6 +21,9 @@ NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
+# What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
+STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
+STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (208, 160, 72)

@@ -58,6 +58,7 @@ class MlaKernel:
         softmax_scale: Float32,
         num_parts: Int32,
         num_ctas: Int32,
+        flags: Int64,
         cache: Int64,
         page_stride: Int64,
         token_stride: Int32,
@@ -76,12 +77,13 @@ class MlaKernel:
         extra_topk_length: Int64,
         stream,
     ):
-        """Launches over (queries x blocks of 64 heads, parts), taken in turns by ``num_ctas`` CTAs.
+        """Launches over (queries x blocks of 64 heads, parts), ``num_ctas`` in all, or over the line of all queries,
+        in equal stretches, if num_parts is 0: see :mod:`.line`; num_ctas is a multiple of the blocks of heads then.
 
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
-        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; cache: pages
-        ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split),
+        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; on the line
+        that and flags are the words and the flags of `States`; cache: pages ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split),
         multiples of 16; num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk];
         topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1).
         """
@@ -95,7 +97,7 @@ class MlaKernel:
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
         extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
         results = Results(out, lse, max_logits, sinks, partials)
-        self.launch(q, SparseSource(main, extra), results, shape, num_ctas, softmax_scale, stream)
+        self.launch(q, SparseSource(main, extra), results, flags, shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
     def paged(
@@ -109,6 +111,7 @@ class MlaKernel:
         softmax_scale: Float32,
         num_parts: Int32,
         num_ctas: Int32,
+        flags: Int64,
         cache: Int64,
         page_stride: Int64,
         token_stride: Int32,
@@ -121,7 +124,7 @@ class MlaKernel:
         causal: Int32,
         stream,
     ):
-        """Launches over (requests x blocks of 64 of their queries' heads, parts), taken in turns by ``num_ctas`` CTAs.
+        """Launches over (requests x blocks of 64 of their queries' heads, parts), or over the line of all requests.
 
         As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
@@ -133,15 +136,16 @@ class MlaKernel:
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
-        self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, num_ctas, softmax_scale, stream)
+        results = Results(out, lse, max_logits, sinks, partials)
+        self.launch(q, source, results, flags, shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
-    def launch(self, q, source, results, shape, num_ctas, softmax_scale, stream):
+    def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
         queries = self.loader.source(q, shape)
-        counts = Counts.of(shape, head_blocks)
-        self.kernel(queries, source, results, shape, counts, softmax_scale).launch(
+        counts = Counts.of(shape, head_blocks, num_ctas)
+        self.kernel(queries, source, results, flags, shape, counts, softmax_scale).launch(
             grid=(num_ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
@@ -150,21 +154,19 @@ class MlaKernel:
         )
 
     @cute.kernel
-    def kernel(self, queries, source, results, shape, counts, softmax_scale: Float32):
+    def kernel(self, queries, source, results, flags: Int64, shape, counts, softmax_scale: Float32):
         cta, _, _ = cute.arch.block_idx()
-        num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
         cute.arch.griddepcontrol_launch_dependents()
-        items = Items(shape, source, queries, self.locator, counts, cta, num_ctas)
+        items = Items.of(shape, source, queries, self.locator, counts, (results.partials, flags), cta, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
-            row, head_block, _ = items.place(cta)
-            self.loader.ask(queries, memory, row, head_block)
+            self.loader.ask(queries, memory, items.row, items.head_block)
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import (
+    FLAG_WORDS,
+    STATE_WORDS,
+    STATS_BYTES,
+    V_HEAD_DIM,
+    CombineConfig,
+    MlaConfig,
+)
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import WorkShape, choose, count_ctas
+from cute_kernels.mla.schedule import LINE, WorkShape, choose, count_ctas
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.workspace import POOL
 from layouts.kv.mla import MlaModel1
 
 if TYPE_CHECKING:
@@ -29,8 +37,10 @@ class Plan:
     """What of a launch stays the same from call to call.
 
     Attributes:
+        num_parts: of a row; LINE if all rows are one line, cut evenly.
         num_ctas: of the launch.
-        part_words: fp32 words of all partial results, 0 if rows are not cut.
+        part_words: fp32 words of all partial results, or of what is put down on the line; 0 if rows are not cut.
+        flag_words: workspace words of the line; None for a kernel that takes none.
     """
 
     function: Callable[..., Any]
@@ -38,6 +48,7 @@ class Plan:
     num_parts: int
     num_ctas: int
     part_words: int
+    flag_words: int | None = None
 
     def run(
         self,
@@ -60,10 +71,18 @@ class Plan:
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
         addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
-        self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, self.num_ctas, *tokens)
+        cut = (self.num_parts, self.num_ctas, *self._flags(q.get_device()))
+        self.function(q, out.data_ptr(), *addresses, softmax_scale, *cut, *tokens)
         if self.combine is not None:
             self.combine(out, *addresses, self.num_parts)
         return out, lse
+
+    def _flags(self, device: int) -> tuple[int, ...]:
+        if self.flag_words is None:
+            return ()
+        if self.flag_words == 0:
+            return (0,)
+        return (POOL.get(device, torch._C._cuda_getCurrentRawStream(device), self.flag_words),)
 
 
 def dense(
@@ -82,7 +101,7 @@ def dense(
     if q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             return dense(problem, q, cache, block_table, seq_lens, softmax_scale, out)
-    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem), True)
+    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem))
     pages = (*_pages(problem.cache, cache), problem.cache.num_pages)
     table = block_table.data_ptr(), problem.table_stride, problem.max_pages, seq_lens.data_ptr(), int(problem.causal)
     return plan.run(q, softmax_scale, (*pages, *table), out)
@@ -118,7 +137,6 @@ def sparse(
         problem.batch * problem.q_len,
         problem.num_heads,
         topk,
-        problem.has_length or problem.has_extra_length,
     )
     main = _chosen(problem.cache, cache, indices, problem.topk, topk_length)
     extra = NO_CACHE
@@ -153,27 +171,30 @@ def _plan(
     rows: int,
     num_heads: int,
     num_tokens: int,
-    ragged: bool,
 ) -> Plan:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = WorkShape(rows, num_heads, num_tokens, num_sms, ragged)
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
     return make_plan(config, arch_of(device.index), shape, num_parts)
 
 
 def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, num_parts: int) -> Plan:
-    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one."""
+    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one, or the
+    line of all of them evenly (LINE)."""
     function = load(MlaSpec(config), arch)
     few = isinstance(config, FewHeadsConfig)
-    num_ctas = 0 if few else count_ctas(shape, config.cluster, num_parts)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
+    num_ctas = 0 if few else count_ctas(shape, num_parts)
+    if num_parts == LINE:
+        return Plan(function, None, LINE, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
+    flag_words = None if few else 0
     if num_parts == cluster:
-        return Plan(function, None, num_parts, num_ctas, 0)
+        return Plan(function, None, num_parts, num_ctas, 0, flag_words)
     words = shape.num_rows * shape.num_heads * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
     combine = load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch)
-    return Plan(function, combine, num_parts, num_ctas, words)
+    return Plan(function, combine, num_parts, num_ctas, words, flag_words)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

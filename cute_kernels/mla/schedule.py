@@ -27,7 +27,9 @@ COMBINE_US = 3.2
 COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 MAX_PARTS = 64
-MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
+LINE = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
+MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
+BOUNDARY_US = 1.5  # of a CTA's work between two rows of the line
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -60,16 +62,13 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class WorkShape:
-    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache.
-
-    ragged: rows may have any number of tokens up to ``num_tokens``, which only the device knows.
+    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache, at most.
     """
 
     num_rows: int
     num_heads: int
     num_tokens: int
     num_sms: int = NUM_SMS
-    ragged: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -78,11 +77,29 @@ class WorkShape:
 
     def num_ctas(self, heads: int) -> int:
         """CTAs of so many heads without a cut."""
-        return self.num_rows * -(-self.num_heads // heads)
+        return self.num_rows * self.head_blocks(heads)
+
+    def head_blocks(self, heads: int) -> int:
+        """CTAs of so many heads that a row has."""
+        return -(-self.num_heads // heads)
+
+    @property
+    def teams(self) -> int:
+        """Teams of CTAs for all heads of a row that there is room for at once."""
+        return self.num_sms // self.head_blocks(BLOCK_HEADS)
+
+    @property
+    def has_line(self) -> bool:
+        """Whether rows may be one line: a team has not less than a row, else it would wait for the one before; and to
+        add up their lengths must not take long."""
+        return 0 < self.teams <= self.num_rows <= MAX_LINE_REQUESTS
 
 
 def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     """Modelled time of a launch with so many parts."""
+    if num_parts == LINE:
+        rows = shape.num_rows / shape.teams
+        return rate.cta_us + rows * (BOUNDARY_US + shape.num_blocks * rate.block_us)
     blocks = -(-shape.num_blocks // num_parts)
     waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
     time = waves * (rate.cta_us + blocks * rate.block_us)
@@ -93,23 +110,27 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, the smallest of equals; none of them without blocks where all tokens count. A
+    """The cheapest number of parts, or LINE, the smallest of equals; no part is without blocks where all tokens count. A
     cluster's is its own."""
     if rate.cluster > 1:
         return rate.cluster
     most = min(MAX_PARTS, shape.num_blocks)
     candidates = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
+    if rate.heads == BLOCK_HEADS and shape.has_line:
+        candidates.append(LINE)
     return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
 
 
-def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
-    """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where shares are short and have the same
-    length as many as there are SMs, which take them in turns, else one for every share, which goes to the SM that is
-    free first."""
-    shares = shape.num_ctas(BLOCK_HEADS) * num_parts
-    blocks = -(-shape.num_blocks // num_parts)
-    in_turns = not shape.ragged and blocks <= MAX_TURN_BLOCKS
-    return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
+def count_ctas(shape: WorkShape, num_parts: int) -> int:
+    """CTAs of a launch of the kernel for 64 heads: one for every share, or all teams on the line.
+
+    Raises ValueError if there is no line.
+    """
+    if num_parts == LINE:
+        if not shape.has_line:
+            raise ValueError(f"num_parts: got {LINE}, the line; want rows for {shape.teams} teams, not {shape.num_rows}")
+        return shape.teams * shape.head_blocks(BLOCK_HEADS)
+    return shape.num_ctas(BLOCK_HEADS) * num_parts
 
 
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:

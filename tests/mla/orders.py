@@ -76,23 +76,34 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Items:
-    """Shares with so many blocks; every row is one."""
+    """Shares with so many blocks; every row is one, the first one the end of a row, the last one the beginning."""
 
     shares: list[int]
-    step: int = 1
-    first: int = 0
+    machine: Any
+    row: int = 0
+    start: int = 0
+    head_block: int = 0
     queries: Any = None
 
     @property
-    def count(self) -> int:
+    def left(self) -> int:
         return len(self.shares)
 
-    def place(self, index: int) -> tuple[int, int, int]:
-        return index, 0, 0
+    @property
+    def states(self) -> SimpleNamespace:
+        return SimpleNamespace(put_down=lambda *_: self.machine.step(), take_up=lambda *_: self.machine.step())
 
-    def work(self, index: int) -> SimpleNamespace:
-        before, shape = sum(self.shares[:index]), SimpleNamespace(slack=8.0)
-        return SimpleNamespace(begin=0, end=self.shares[index], before=before, shape=shape)
+    def work(self, row: int, start: int, left: int) -> SimpleNamespace:
+        assert left == len(self.shares) - row
+        before, shape = sum(self.shares[:row]), SimpleNamespace(slack=8.0)
+        ends = {"puts_down": self.cut and row == 0, "takes_up": self.cut and left == 1}
+        share = {"row": row, "begin": 0, "end": self.shares[row], "before": before, "left": left - 1}
+        return SimpleNamespace(shape=shape, **share, **ends)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the first and the last row are cut: those of odd numbers of shares are."""
+        return len(self.shares) % 2 == 1
 
 
 class Machine:
@@ -281,7 +292,7 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     def run_warp(warp: int) -> None:
         machine.local.warp = warp
         run = model.second if warp >= WARPGROUP_WARPS else model.first
-        run(Items(machine.shares), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
+        run(Items(machine.shares, machine), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
     bodies = [functools.partial(run_warp, warp) for warp in range(MULTIPLYING_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, sum(machine.shares))])

@@ -49,7 +49,7 @@ class Model(orders.Played, serial.Serial):
         self.sums[machine.warp].append(self.block)
 
 
-orders.run_body(Model, ("first", "second", "first_share", "second_share", "ask_next_queries"))
+orders.run_body(Model, ("first", "second", "first_share", "second_share", "ask_next_queries", "end_first", "end_second"))
 
 
 def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:

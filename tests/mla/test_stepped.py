@@ -68,7 +68,7 @@ class Model(orders.Played, stepped.Stepped):
             self.sums[machine.warp].append((block, step))
 
 
-orders.run_body(Model, ("first", "first_share", "weigh_and_add", "second", "second_share", "ask_next_queries"))
+orders.run_body(Model, ("first", "first_share", "weigh_and_add", "second", "second_share", "ask_next_queries", "end_first", "end_second"))
 
 
 def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None, fenced: bool = True) -> None:
