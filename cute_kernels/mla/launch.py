@@ -40,7 +40,7 @@ class Plan:
         num_parts: of a row; LINE if all rows are one line, cut evenly.
         num_ctas: of the launch.
         part_words: fp32 words of all partial results, or of what is put down on the line; 0 if rows are not cut.
-        flag_words: workspace words of the line; None for a kernel that takes none.
+        flag_words: workspace words of the line, else 0.
     """
 
     function: Callable[..., Any]
@@ -48,7 +48,7 @@ class Plan:
     num_parts: int
     num_ctas: int
     part_words: int
-    flag_words: int | None = None
+    flag_words: int
 
     def run(
         self,
@@ -61,7 +61,7 @@ class Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) on the current stream of q's device, which is the current one.
 
-        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind num_ctas.
+        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind flags.
         """
         shape = q.shape[:3]
         if out is None:
@@ -71,18 +71,14 @@ class Plan:
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
         addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
-        cut = (self.num_parts, self.num_ctas, *self._flags(q.get_device()))
+        flags, device = 0, q.get_device()
+        if self.flag_words:
+            flags = POOL.get(device, torch._C._cuda_getCurrentRawStream(device), self.flag_words)
+        cut = self.num_parts, self.num_ctas, flags
         self.function(q, out.data_ptr(), *addresses, softmax_scale, *cut, *tokens)
         if self.combine is not None:
             self.combine(out, *addresses, self.num_parts)
         return out, lse
-
-    def _flags(self, device: int) -> tuple[int, ...]:
-        if self.flag_words is None:
-            return ()
-        if self.flag_words == 0:
-            return (0,)
-        return (POOL.get(device, torch._C._cuda_getCurrentRawStream(device), self.flag_words),)
 
 
 def dense(
@@ -189,12 +185,11 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
     num_ctas = 0 if few else count_ctas(shape, num_parts)
     if num_parts == LINE:
         return Plan(function, None, LINE, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
-    flag_words = None if few else 0
     if num_parts == cluster:
-        return Plan(function, None, num_parts, num_ctas, 0, flag_words)
+        return Plan(function, None, num_parts, num_ctas, 0, 0)
     words = shape.num_rows * shape.num_heads * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
     combine = load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch)
-    return Plan(function, combine, num_parts, num_ctas, words, flag_words)
+    return Plan(function, combine, num_parts, num_ctas, words, 0)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

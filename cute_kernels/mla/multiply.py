@@ -177,29 +177,31 @@ class Multiplying:
     def end_first(self, rows: Rows, work, items, results, memory, scale, warp, lane):
         """The first warpgroup behind a share's last block, when the second one has read all that was published."""
         if work.puts_down:
+            self.hand_over_end()
             items.states.put_down(work, rows.sums, (rows.maxima, rows.totals), warp, lane, 0)
         else:
             self.end_rows(rows, scale)
             factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
-            self.hand_over_factors(factors, memory, warp, lane)
+            self.publish_rows(factors, memory, warp, lane)
+            self.hand_over_end()
             self.writer.write(work, results, rows.sums, factors, warp, lane, 0)
 
     @cute.jit
     def end_second(self, sums, work, items, results, memory, warp, lane):
         """The second warpgroup behind a share's last block."""
+        self.await_end()
         if work.puts_down:
             items.states.put_down(work, sums, (), warp, lane, 1)
         else:
-            self.await_factors()
             factors = self.load_rows(memory, warp, lane)
             self.writer.write(work, results, sums, factors, warp, lane, 1)
 
-    def hand_over_factors(self, factors, memory, warp, lane) -> None:
-        """Publishes by what the sums of a thread's two rows are to be multiplied in the end."""
+    def hand_over_end(self) -> None:
+        """Lets the second warpgroup end a share, if there is something to write by the factors published last."""
         raise NotImplementedError
 
-    def await_factors(self) -> None:
-        """Waits until they are published."""
+    def await_end(self) -> None:
+        """Waits until it may: before, it must not go on to the next share, where it says that weights are free."""
         raise NotImplementedError
 
     def end_rows(self, rows: Rows, scale) -> None:

@@ -48,8 +48,7 @@ class Serial(Multiplying):
         self.end_first(rows, work, items, results, memory, scale, warp, lane)
         return stage, phase
 
-    def hand_over_factors(self, factors, memory, warp, lane) -> None:
-        self.publish_rows(factors, memory, warp, lane)
+    def hand_over_end(self) -> None:
         self.hand_over_weights()
 
     def hand_over_weights(self) -> None:
@@ -76,5 +75,5 @@ class Serial(Multiplying):
         self.end_second(sums, work, items, results, memory, warp, lane)
         return stage, phase
 
-    def await_factors(self) -> None:
+    def await_end(self) -> None:
         cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)

@@ -54,8 +54,7 @@ class Stepped(Multiplying):
         self.end_first(rows, work, items, results, memory, scale, warp, lane)
         return stage, phase
 
-    def hand_over_factors(self, factors, memory, warp, lane) -> None:
-        self.publish_factors(factors, memory, warp, lane)
+    def hand_over_end(self) -> None:
         self.hand_over(0)
 
     @cute.jit
@@ -102,7 +101,7 @@ class Stepped(Multiplying):
         self.end_second(sums, work, items, results, memory, warp, lane)
         return stage, phase
 
-    def await_factors(self) -> None:
+    def await_end(self) -> None:
         self.await_weights(0)
 
     def pack_step(self, rows: Rows, step: int) -> None:
