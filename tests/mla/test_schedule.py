@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import MlaConfig, crosses, served_config
+from cute_kernels.mla.config import BLOCK_HEADS, MlaConfig, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
 from cute_kernels.mla.schedule import (
     CROSSING,
     FEW_HEADS,
+    LINE,
+    MAX_LINE_REQUESTS,
     MAX_PARTS,
     WIDE,
     WorkShape,
@@ -28,10 +30,13 @@ SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integ
 @given(SHAPES, st.sampled_from([rate for rate in (WIDE, CROSSING, *FEW_HEADS) if rate.cluster == 1]))
 def test_no_part_is_empty_and_none_is_cheaper(shape, rate):
     parts = choose_parts(shape, rate)
+    assert cost_us(shape, parts, rate) <= cost_us(shape, 1, rate)
+    if parts == LINE:
+        assert shape.has_line and rate.heads == BLOCK_HEADS
+        return
     size = -(-shape.num_blocks // parts)
     assert 1 <= parts <= min(MAX_PARTS, shape.num_blocks)
     assert (parts - 1) * size < shape.num_blocks
-    assert cost_us(shape, parts, rate) <= cost_us(shape, 1, rate)
 
 
 def test_few_heads_have_a_kernel_of_their_own():
@@ -41,7 +46,7 @@ def test_few_heads_have_a_kernel_of_their_own():
             assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
             assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
     wide = choose("sparse", "mla_fp8", 576, WorkShape(256, 128, 2048))
-    assert wide == (served_config("sparse", "mla_fp8", crossover=True), 1)
+    assert wide == (served_config("sparse", "mla_fp8", crossover=True), LINE)
     for form, head_dim in (("mla_bf16", 576), ("mla_bf16", 512), ("mla_model1", 512)):
         assert choose("paged", form, head_dim, WorkShape(128, 16, 8192)) == (served_config("paged", form, head_dim), 1)
 
@@ -81,7 +86,7 @@ def test_what_is_chosen_is_shipped(shape, tokens):
     config, parts = choose(tokens, "mla_fp8", 576, shape)
     crossover = crosses(tokens, "mla_fp8", shape.num_heads)
     assert config in (served_config(tokens, "mla_fp8", crossover=crossover), *shipped_few_heads())
-    assert config.can_implement() is None and 1 <= parts <= MAX_PARTS
+    assert config.can_implement() is None and LINE <= parts <= MAX_PARTS
     if isinstance(config, FewHeadsConfig) and config.cluster > 1:
         assert parts == config.cluster
 
@@ -108,13 +113,28 @@ def test_few_rows_are_cut_and_a_full_gpu_is_not():
     assert choose_parts(WorkShape(1, 128, 32768)) in range(24, 67)
 
 
-def test_rows_of_one_length_are_taken_in_turns():
-    for num_sms, cluster, num_ctas in ((132, 1, 132), (132, 2, 132), (131, 2, 130), (600, 2, 512)):
-        assert count_ctas(WorkShape(256, 128, 2048, num_sms, ragged=False), cluster, 1) == num_ctas
-        assert count_ctas(WorkShape(256, 128, 2048, num_sms), cluster, 1) == 512
-    assert count_ctas(WorkShape(4, 100, 2048, ragged=False), 1, 3) == 24
-    assert count_ctas(WorkShape(256, 128, 8192, ragged=False), 2, 1) == 132
-    assert count_ctas(WorkShape(256, 128, 8256, ragged=False), 2, 1) == 512
+def test_the_line_has_a_team_of_ctas_for_all_heads_of_a_row():
+    for heads, num_sms, teams in ((128, 132, 66), (128, 131, 65), (256, 132, 33), (40, 132, 132), (129, 132, 44)):
+        shape = WorkShape(256, heads, 2048, num_sms)
+        assert shape.teams == teams and count_ctas(shape, LINE) == teams * -(-heads // BLOCK_HEADS)
+    assert count_ctas(WorkShape(4, 100, 2048), 3) == 24
+    for shape in (WorkShape(65, 128, 2048), WorkShape(200, 128 * 200, 2048), WorkShape(MAX_LINE_REQUESTS + 1, 128, 64)):
+        assert not shape.has_line
+        with pytest.raises(ValueError, match="num_parts"):
+            count_ctas(shape, LINE)
+
+
+def test_rows_for_all_teams_are_a_line():
+    """Those of the benchmark: no turn is left half empty, and no partial results are added up by a second launch."""
+    for tokens, form, shape in (
+        ("sparse", "mla_fp8", WorkShape(256, 128, 2048)),
+        ("sparse", "mla_fp8", WorkShape(296, 128, 32768)),
+        ("paged", "mla_bf16", WorkShape(128, 256, 8192)),
+        ("sparse", "mla_fp8", WorkShape(100, 128, 2048)),
+    ):
+        assert choose(tokens, form, 576, shape)[1] == LINE
+    for shape in (WorkShape(128, 64, 8192), WorkShape(128, 16, 8192)):
+        assert choose("paged", "mla_bf16", 576, shape)[1] == 1
 
 
 def test_configurations_fit_and_say_why_not():
