@@ -64,7 +64,8 @@ class Items:
         """The shares of the ``cta``-th CTA. memory: addresses of what `States` describes, its words and its flags."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
         states = States(*memory, cta, cta - counts.head_blocks.value)
-        row, start, left = _first(shape, source, locator, counts, cta, team, lane)
+        first = _first(shape, source, locator, counts, cta, team, lane)
+        row, start, left = (cute.arch.make_warp_uniform(value) for value in first)
         return Items(shape, source, queries, locator, counts, states, head_block, row, start, left)
 
     def work(self, row, start, left) -> Work:
