@@ -30,6 +30,8 @@ class Locator:
 def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
     select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min, max=max)
     monkeypatch.setattr(items, "_first", inspect.unwrap(items._first))
+    arch = SimpleNamespace(make_warp_uniform=lambda value: value)
+    monkeypatch.setattr(items, "cute", SimpleNamespace(arch=arch))
     for module in (locate, items, work, line):
         for name in ("Int32", "Int64", "Uint32"):
             monkeypatch.setattr(module, name, int, raising=False)
