@@ -60,10 +60,10 @@ class Items:
     left: Any  # more than 0
 
     @staticmethod
-    def of(shape: Shape, source, queries, locator, counts: Counts, memory, cta, lane) -> Items:
-        """The shares of the ``cta``-th CTA. memory: addresses of what `States` describes, its words and its flags."""
+    def of(shape: Shape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> Items:
+        """The shares of the ``cta``-th CTA. words, flags: addresses of what `States` describes."""
         team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
-        states = States(*memory, cta, cta - counts.head_blocks.value)
+        states = States(words, flags, cta, cta - counts.head_blocks.value)
         first = _first(shape, source, locator, counts, cta, team, lane)
         row, start, left = (cute.arch.make_warp_uniform(value) for value in first)
         return Items(shape, source, queries, locator, counts, states, head_block, row, start, left)

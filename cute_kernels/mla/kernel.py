@@ -83,9 +83,10 @@ class MlaKernel:
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
         `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; on the line
-        that and flags are the words and the flags of `States`; cache: pages ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split),
-        multiples of 16; num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk];
-        topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1).
+        that and flags are the words and the flags of `States`; cache: pages ``page_stride`` bytes apart, of page_size
+        tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16; num_tokens: indices below
+        it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for
+        the extra cache; extra_topk is 0 without one (page_size is then 1).
         """
         sizes: Any = q.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
@@ -161,7 +162,7 @@ class MlaKernel:
         memory = self.allocate()
         # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
         cute.arch.griddepcontrol_launch_dependents()
-        items = Items.of(shape, source, queries, self.locator, counts, (results.partials, flags), cta, lane)
+        items = Items.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)

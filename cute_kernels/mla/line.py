@@ -4,10 +4,11 @@ A team has a CTA for each block of 64 heads: they go along the same tokens toget
 whole rows, and the beginning of another one, whatever the lengths of rows (the idea is that of stream-K, Osama et al.
 2023). What is cut is not added up in the end: the team with the end of a row has it first, puts its sums, maxima and
 totals down in memory, and the one with the beginning has it last, and takes them up in place of zeros. So it takes one
-launch, no partial result is scaled, and the order of additions depends on lengths alone.
+launch, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal length stay
+whole where teams that have one more of them than others cost less than cuts.
 
-Nobody waits for ever: stretches are dealt from the end of the line, so that a CTA waits for one of a lower number, which
-the hardware starts before it.
+Nobody waits for ever: stretches are dealt from the end of the line, so that a CTA waits for one of a lower number,
+which the hardware starts before it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class WorkShape:
-    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache, at most.
+    """What decides the cut: rows that share their tokens, heads of a row, its tokens with those of an extra cache, if
+    it has as many as there may be.
     """
 
     num_rows: int
@@ -110,8 +111,8 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, or LINE, the smallest of equals; no part is without blocks where all tokens count. A
-    cluster's is its own."""
+    """The cheapest number of parts, or LINE, the smallest of equals; no part is without blocks where all tokens count.
+    A cluster's is its own."""
     if rate.cluster > 1:
         return rate.cluster
     most = min(MAX_PARTS, shape.num_blocks)
@@ -128,7 +129,7 @@ def count_ctas(shape: WorkShape, num_parts: int) -> int:
     """
     if num_parts == LINE:
         if not shape.has_line:
-            raise ValueError(f"num_parts: got {LINE}, the line; want rows for {shape.teams} teams, not {shape.num_rows}")
+            raise ValueError(f"num_parts: got {LINE}, {shape.num_rows} rows on a line; want at least {shape.teams}")
         return shape.teams * shape.head_blocks(BLOCK_HEADS)
     return shape.num_ctas(BLOCK_HEADS) * num_parts
 

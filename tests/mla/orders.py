@@ -17,6 +17,10 @@ from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WAR
 
 WARP_THREADS = 32
 PRODUCER = MULTIPLYING_WARPS
+METHODS = ("first", "second", "first_share", "second_share", "ask_next_queries", "end_first", "end_second")
+"""Of an order, what the models run as it is."""
+SHARES = [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0], [2, 1, 3], [1, 0, 1]]
+"""Blocks of the shares of a CTA."""
 
 
 class Scheduler:

@@ -54,9 +54,7 @@ class Items:
     def next_work(self, row: int, left: int) -> SimpleNamespace:
         assert left == self.row + len(self.shares) - row
         begin, end = self.shares[row - self.row]
-        return SimpleNamespace(
-            row=row, begin=begin, end=end, length=0, main_blocks=0, extra_length=0, left=left - 1
-        )
+        return SimpleNamespace(row=row, begin=begin, end=end, length=0, main_blocks=0, extra_length=0, left=left - 1)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:

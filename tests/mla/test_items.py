@@ -43,7 +43,7 @@ def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
     counts = items.Counts.of(shape, head_blocks, num_ctas)
     shares: list[Any] = []
     for cta in range(num_ctas):
-        own = items.Items.of(shape, None, None, Locator(), counts, (0, 0), cta, 0)
+        own = items.Items.of(shape, None, None, Locator(), counts, 0, 0, cta, 0)
         shares.append(own.work(own.row, own.start, own.left))
     found = [(own.row, own.first_head, own.part) for own in shares]
     heads = range(0, head_blocks * BLOCK_HEADS, BLOCK_HEADS)

@@ -60,7 +60,7 @@ def shares_of(lengths: np.ndarray, request_rows: int, num_heads: int, teams: int
     counts = items.Counts(*map(divisor_of, (rows * head_blocks, head_blocks, request_rows, teams)))
     found = []
     for cta in range(teams * head_blocks):
-        own = items.Items.of(shape, lengths, None, Locator(), counts, (0, 0), Int32(cta), LANES)
+        own = items.Items.of(shape, lengths, None, Locator(), counts, 0, 0, Int32(cta), LANES)
         row, start, left, shares = own.row, own.start, own.left, []
         while left[0] > 0:
             work = own.work(row, start, left)
@@ -84,7 +84,15 @@ def whole_rows(lengths: np.ndarray, request_rows: int, teams: int) -> int:
 
 @pytest.mark.parametrize(
     ("requests", "request_rows", "num_heads", "teams"),
-    [(1, 1, 64, 1), (9, 2, 128, 3), (128, 1, 256, 33), (40, 1, 16, 40), (33, 3, 100, 2), (70, 1, 64, 32), (1, 5, 64, 5)],
+    [
+        (1, 1, 64, 1),
+        (9, 2, 128, 3),
+        (128, 1, 256, 33),
+        (40, 1, 16, 40),
+        (33, 3, 100, 2),
+        (70, 1, 64, 32),
+        (1, 5, 64, 5),
+    ],
 )
 @pytest.mark.parametrize("kind", ["equal", "any", "empty", "one", "turns"])
 def test_every_block_once(monkeypatch, requests, request_rows, num_heads, teams, kind):
