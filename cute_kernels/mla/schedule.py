@@ -29,7 +29,8 @@ PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 MAX_PARTS = 64
 LINE = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
 MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
-BOUNDARY_US = 1.5  # of a CTA's work between two rows of the line
+ROW_US = 2.0  # of a team, from one row of the line to the next
+CUT_US = 8.0  # of a team: to put a row down and to take one up
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -99,8 +100,10 @@ class WorkShape:
 def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     """Modelled time of a launch with so many parts."""
     if num_parts == LINE:
-        rows = shape.num_rows / shape.teams
-        return rate.cta_us + rows * (BOUNDARY_US + shape.num_blocks * rate.block_us)
+        # The kernel keeps rows whole if they turn out to have equal lengths and that is the faster way.
+        row_us = ROW_US + shape.num_blocks * rate.block_us
+        cut_us = CUT_US + shape.num_rows / shape.teams * row_us
+        return rate.cta_us + min(cut_us, -(-shape.num_rows // shape.teams) * row_us)
     blocks = -(-shape.num_blocks // num_parts)
     waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
     time = waves * (rate.cta_us + blocks * rate.block_us)
