@@ -281,8 +281,9 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     cute = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [0.0, 0.0])
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
     tiles = SimpleNamespace(commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
-    common = {"cute": cute, "cutlass": ranges}
+    common = {"cute": cute}
     own = {
+        "cutlass": ranges,
         "wgmma_tiles": tiles,
         "Rows": SimpleNamespace(make=model.no_rows),
         "advance": lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages)),
