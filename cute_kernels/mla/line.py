@@ -32,7 +32,7 @@ from cute_kernels.mla.config import (
 from cute_kernels.mla.locate import count_blocks
 from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
-CUT_UNITS, CUT_SHARE = 4, 25  # what cuts cost a team: so many units, and a share of all
+CUT_UNITS, CUT_SHARE = 2, 80  # what cuts cost a team: so many units, and a share of all
 ALL_LANES = (1, 2, 4, 8, 16)
 PUT_DOWN = 0  # a flag's value when there is something to take up; EMPTY_WORD otherwise
 LANE_BYTES = 16
@@ -64,17 +64,18 @@ class Line:
         """(row, unit of it, units in all) where a team's stretch begins; all lanes of a warp ask for the same.
 
         A lane adds up the units of its share of the requests, then looks among them for the one with the beginning.
+        Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
         """
         per_lane = (self.requests + (WARP_THREADS - 1)) // WARP_THREADS
         own, longest = Int32(0), Int32(0)
-        for i in cutlass.range(per_lane, unroll=4):
+        for i in cutlass.range(per_lane, unroll=1):
             of_row, of_request = self.request_units(lane * per_lane + i)
             own = own + of_request
             longest = cutlass.max(longest, of_row)
         before, total = lane_prefix(own, lane, Int32(0))
         longest = over_lanes(cutlass.max, longest, ALL_LANES)
-        piece = self.piece(total, longest)
-        size, rest = (Int32(value) for value in self.teams.divide(Uint32(total // piece)))
+        piece, pieces = self.pieces(total, longest)
+        size, rest = (Int32(value) for value in self.teams.divide(Uint32(pieces)))
         slot = self.teams.value - 1 - team
         begin = (slot * size + cutlass.min(slot, rest)) * piece
         found, offset, each = Int32(0), Int32(0), Int32(0)  # other than 0 in the lane that finds the request
@@ -87,19 +88,19 @@ class Line:
             each = cutlass.select_(inside, of_row, each)
             before = before + of_request
         found, offset, each = (lane_sum(value, ALL_LANES) for value in (found, offset, each))
-        row = offset // cutlass.max(each, Int32(1))
+        row = Int32(Uint32(offset) // Uint32(cutlass.max(each, Int32(1))))
         left = (size + cutlass.select_(slot < rest, Int32(1), Int32(0))) * piece
         return found * self.request_rows + row, offset - row * each, left
 
-    def piece(self, total, longest):
-        """Units that a stretch is a multiple of: those of a row where all rows are equal and teams would gain less by
-        cutting some than that costs, else 1."""
+    def pieces(self, total, longest):
+        """(units of what is not cut, how many such pieces there are): a row where all rows are equal and teams would
+        gain less by cutting some than that costs, else a unit."""
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
         evenly, _ = self.teams.divide(Uint32(total))
         gain = Int32(turns) * longest - Int32(evenly)
-        whole = (total == rows * longest) & (gain <= CUT_UNITS + Int32(evenly) // CUT_SHARE)
-        return cutlass.select_(whole, longest, Int32(1))
+        whole = (total == rows * longest) & (gain <= CUT_UNITS + Int32(evenly // CUT_SHARE))
+        return cutlass.select_(whole, longest, Int32(1)), cutlass.select_(whole, rows, total)
 
     @cute.jit
     def request_units(self, request):
