@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import (
-    FLAG_WORDS,
-    STATE_WORDS,
-    STATS_BYTES,
-    V_HEAD_DIM,
-    CombineConfig,
-    MlaConfig,
-)
+from cute_kernels.mla.config import FLAG_WORDS, PARTIALS, STATE_WORDS, V_HEAD_DIM, CombineConfig, MlaConfig
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import LINE, WorkShape, choose, count_ctas
+from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
@@ -39,8 +32,9 @@ class Plan:
     Attributes:
         num_parts: of a row; LINE if all rows are one line, cut evenly.
         num_ctas: of the launch.
-        part_words: fp32 words of all partial results, or of what is put down on the line; 0 if rows are not cut.
+        part_words: words of all partial results, or of what is put down on the line; 0 if rows are not cut.
         flag_words: workspace words of the line, else 0.
+        combine_row_bits: as the combining function takes it.
     """
 
     function: Callable[..., Any]
@@ -48,7 +42,8 @@ class Plan:
     num_parts: int
     num_ctas: int
     part_words: int
-    flag_words: int
+    flag_words: int = 0
+    combine_row_bits: int = 0
 
     def run(
         self,
@@ -77,7 +72,7 @@ class Plan:
         cut = self.num_parts, self.num_ctas, flags
         self.function(q, out.data_ptr(), *addresses, softmax_scale, *cut, *tokens)
         if self.combine is not None:
-            self.combine(out, *addresses, self.num_parts)
+            self.combine(out, *addresses, self.num_parts, self.combine_row_bits)
         return out, lse
 
 
@@ -186,10 +181,12 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
     if num_parts == LINE:
         return Plan(function, None, LINE, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
     if num_parts == cluster:
-        return Plan(function, None, num_parts, num_ctas, 0, 0)
-    words = shape.num_rows * shape.num_heads * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
-    combine = load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch)
-    return Plan(function, combine, num_parts, num_ctas, words, 0)
+        return Plan(function, None, num_parts, num_ctas, 0)
+    form = PARTIALS[config.partials]
+    words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
+    slots, row_bits = choose_combine(shape)
+    combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
+    return Plan(function, combine, num_parts, num_ctas, words, combine_row_bits=row_bits)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
