@@ -24,10 +24,11 @@ STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (208, 160, 72)
+BOXES_REGISTERS = (240, 184, 80)
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
-ORDERS = ("plain", "stepped")
+ORDERS = ("plain", "stepped", "lagging")
 MAX_PREFETCH = 16
 # A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
 ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
@@ -67,6 +68,10 @@ class MlaConfig:
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
+    boxes: bool = False
+    held: int = 0
+    head: int = 0
+    tail: int = 0
 
     @property
     def name(self) -> str:
@@ -78,6 +83,8 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
+        if self.boxes:
+            order += f"_boxes_x{self.held}{self.head}{self.tail}"
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
 
     @property
@@ -109,7 +116,12 @@ class MlaConfig:
     @property
     def empty_arrivals(self) -> int:
         """How many times the barrier of a tile is arrived at when it is given back."""
-        return MULTIPLYING_WARPS * self.cluster
+        return MULTIPLYING_WARPS // self.tile_parts * self.cluster
+
+    @property
+    def tile_parts(self) -> int:
+        """Parts of a tile that are filled and given back by themselves."""
+        return 2 if self.boxes else 1
 
     @property
     def sent_bytes(self) -> int:
@@ -134,11 +146,15 @@ class MlaConfig:
     @property
     def full_arrivals(self) -> int:
         """How many times a barrier of a tile is arrived at when the tile is full."""
+        if self.boxes:
+            return 1
         return self.gather_warps * (WARP_THREADS + 1 if self.copies else 1)
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread: with the scores, with the right half of the output, gathering."""
+        if self.boxes:
+            return BOXES_REGISTERS
         if self.gather_warps != GATHER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
@@ -166,7 +182,7 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * BARRIER_BYTES) + BARRIER_BYTES
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.tile_parts * BARRIER_BYTES) + BARRIER_BYTES
         others = WEIGHT_BYTES + ROW_VALUE_BYTES + self.entry_bytes
         return stages + self.query_bytes + others
 
@@ -190,6 +206,8 @@ class MlaConfig:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
+        if self.boxes:
+            return None
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:

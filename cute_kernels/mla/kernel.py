@@ -25,8 +25,10 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
+from cute_kernels.mla.boxes import BoxLoader
 from cute_kernels.mla.gather import make_gatherer
 from cute_kernels.mla.items import Counts, Items
+from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.queries import QueryLoader
@@ -43,7 +45,7 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = {"plain": Serial, "stepped": Stepped}[config.order](config)
+        self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -133,6 +135,8 @@ class MlaKernel:
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
+        if const_expr(self.config.boxes):
+            source = BoxLoader(self.config).source(source, cache, page_stride, token_stride, page_size, num_pages)
         self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
@@ -196,7 +200,8 @@ class MlaKernel:
         row_values = smem.allocate(ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
         entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
-        full = smem.allocate_array(cutlass.Int64, 2 * NUM_STAGES + 1)
+        barriers = NUM_STAGES * self.config.tile_parts
+        full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -207,12 +212,12 @@ class MlaKernel:
             flags=flags.toint(),
             entries=entries.toint(),
             full=full,
-            empty=full + NUM_STAGES,
-            queries_full=full + 2 * NUM_STAGES,
+            empty=full + barriers,
+            queries_full=full + 2 * barriers,
         )
 
     def init_barriers(self, memory: Memory) -> None:
-        for i in range(NUM_STAGES):
+        for i in range(NUM_STAGES * self.config.tile_parts):
             cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
             cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)
         cute.arch.mbarrier_init(memory.queries_full, 1)
