@@ -106,7 +106,7 @@ class MlaConfig:
     def value_columns(self) -> int:
         """N of a product of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas
         refuses a product whose sums are as many."""
-        return V_HEAD_DIM // 2 if self.gather_warps == GATHER_WARPS[0] else V_HEAD_DIM // 4
+        return V_HEAD_DIM // 2 if self.gather_warps != GATHER_WARPS[1] else V_HEAD_DIM // 4
 
     @property
     def warp_groups(self) -> int:

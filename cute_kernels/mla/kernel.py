@@ -189,7 +189,7 @@ class MlaKernel:
         count = self.config.registers[warpgroup]
         if count > self.config.launch_registers:
             cute.arch.setmaxregister_increase(count)
-        else:
+        elif count < self.config.launch_registers:
             cute.arch.setmaxregister_decrease(count)
 
     def allocate(self) -> Memory:
