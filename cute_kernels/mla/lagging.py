@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
@@ -34,7 +34,7 @@ class Lagging(Stepped):
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weight_place(memory, warp, lane))
         rows = Rows.make()
-        factors = cute.make_rmem_tensor(2, cutlass.Float32)
+        factors = cute.make_rmem_tensor(2, Float32)
         held = self.hold_queries(memory, warp, lane)
         self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
         if const_expr(self.config.head > 0):
