@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
-from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax, softmax_steps
 from cute_kernels.mla.boxes import part_slabs
@@ -19,6 +19,7 @@ from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES, V_HEA
 from cute_kernels.mla.gather import SLAB_BYTES
 from cute_kernels.mla.layout import VALUE_SLABS
 from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Rows
+from cute_kernels.mla.softmax import NUM_SCORES
 from cute_kernels.mla.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, Stepped
 
 LOOSE = 6  # named barrier: the right half of the block before may be added
@@ -37,36 +38,21 @@ class Lagging(Stepped):
         factors = cute.make_rmem_tensor(2, Float32)
         held = self.hold_queries(memory, warp, lane)
         self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
-        if const_expr(self.config.head > 0):
-            self.score_head(work.begin < work.end, rows.scores, held, memory, stage, phase)
-        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.score_rest(rows.scores, held, memory, stage, phase)
-            if const_expr(self.config.tail > 0):
-                wgmma_tiles.wait(1)
-            else:
-                wgmma_tiles.wait()
-            if block > work.begin:
-                self.let_loose()
-            if const_expr(self.config.tail > 0):
-                wgmma_tiles.wait()
-            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
-            self.mask(rows.scores, Uint32(0), work, memory, stage, block, warp, lane)
-            softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
-            self.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
-            softmax_steps.add_totals(rows, factors)
+        if work.begin < work.end:
+            self.score_first(rows, held, memory, stage, phase)
+            self.ask_next_queries(work.begin + 1 == work.end, items, index, memory, warp)
+        for block in cutlass.range(work.begin, work.end - 1, 1, unroll=1):
+            self.weigh_block(rows, factors, work, memory, places, stage, block, scale, warp, lane)
             following = advance(stage, phase, NUM_STAGES)
-            last = block + 1 == work.end
-            if last:
-                self.let_loose()
-            if const_expr(self.config.head > 0):
-                self.score_head(block + 1 < work.end, rows.scores, held, memory, *following)
-                wgmma_tiles.wait(1)
-            else:
-                wgmma_tiles.wait()
-            self.release(memory, 2 * stage, lane)
+            self.score_next(rows, held, memory, stage, *following, lane)
+            self.ask_next_queries(block + 2 == work.end, items, index, memory, warp)
             stage, phase = following
-        if const_expr(self.config.head > 0):
+        if work.begin < work.end:
+            self.weigh_block(rows, factors, work, memory, places, stage, work.end - 1, scale, warp, lane)
+            self.let_loose()
             wgmma_tiles.wait()
+            self.release(memory, 2 * stage, lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
         self.end_rows(rows, scale)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         ends = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
@@ -74,6 +60,14 @@ class Lagging(Stepped):
         self.hand_over(0)
         self.writer.write(work, results, rows.sums, ends, warp, lane, 0)
         return stage, phase
+
+    @cute.jit
+    def weigh_block(self, rows, factors, work, memory, places, stage, block, scale, warp, lane):
+        """From a block's scores to its left half's products, which are under way then."""
+        self.mask(rows.scores, Uint32(0), work, memory, stage, block, warp, lane)
+        softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
+        self.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
+        softmax_steps.add_totals(rows, factors)
 
     @cute.jit
     def second_share(self, work, results, memory, warp, lane, stage, phase):
@@ -109,22 +103,38 @@ class Lagging(Stepped):
         first = part_slabs(self.config.layout.num_slabs, 0)
         return tuple(sorted(first, key=lambda slab: (slab < VALUE_SLABS, slab))), part_slabs(0, 1)
 
-    @cute.jit
-    def score_head(self, exists, scores, held, memory, stage, phase):
-        """Issues the first of a block's scores' products; of no block, nonsense that nobody reads: a product behind a
-        branch would be waited for at once."""
-        if exists:
-            self.await_tile(memory, 2 * stage, phase)
+    def score_first(self, rows, held, memory, stage, phase) -> None:
+        """A share's first scores."""
+        fresh = wgmma_tiles.make_sums(BLOCK_TOKENS)
+        self.score_head(fresh, held, memory, stage, phase)
+        self.score_rest(fresh, held, memory, stage, phase)
+        self.finish_scores(rows, fresh, False)
+
+    def score_next(self, rows, held, memory, stage, next_stage, next_phase, lane) -> None:
+        """The next block's scores."""
+        fresh = wgmma_tiles.make_sums(BLOCK_TOKENS)
+        if self.config.head > 0:
+            self.score_head(fresh, held, memory, next_stage, next_phase)
+            wgmma_tiles.commit()
+            wgmma_tiles.wait(1)
+            self.release(memory, 2 * stage, lane)
+        else:
+            wgmma_tiles.wait()
+            self.release(memory, 2 * stage, lane)
+            self.score_head(fresh, held, memory, next_stage, next_phase)
+        self.score_rest(fresh, held, memory, next_stage, next_phase)
+        self.finish_scores(rows, fresh, True)
+
+    def score_head(self, scores, held, memory, stage, phase) -> None:
+        """Issues the first of a block's scores' products."""
+        self.await_tile(memory, 2 * stage, phase)
         wgmma_tiles.begin()
         for slab in self.slabs()[0][: self.config.head]:
             self.score_slab(scores, held, memory, stage, slab)
-        wgmma_tiles.commit()
 
     def score_rest(self, scores, held, memory, stage, phase) -> None:
         """Issues the other products of a block's scores; the last ones are a group of their own."""
         left, right = self.slabs()
-        if self.config.head == 0:
-            self.await_tile(memory, 2 * stage, phase)
         wgmma_tiles.begin()
         for slab in left[self.config.head :]:
             self.score_slab(scores, held, memory, stage, slab)
@@ -138,6 +148,16 @@ class Lagging(Stepped):
         if self.config.tail:
             self.score_slab(scores, held, memory, stage, right[-1], range(behind, SLAB_STEPS))
             wgmma_tiles.commit()
+
+    def finish_scores(self, rows, fresh, loose: bool) -> None:
+        """Waits for scores; loose: lets the second warpgroup go on shortly before."""
+        if loose:
+            wgmma_tiles.wait(1 if self.config.tail else 0)
+            self.let_loose()
+        wgmma_tiles.wait()
+        # Through the wait, so that no copy of what a product still writes stands before it.
+        for i, value in enumerate(wgmma.wait_all([fresh[i] for i in range(NUM_SCORES)])):
+            rows.scores[i] = value
 
     def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
         """Issues scores += queries times keys, of 64 columns."""
