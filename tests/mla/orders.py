@@ -268,6 +268,7 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     cute = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [0.0, 0.0])
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
     tiles = SimpleNamespace(begin=lambda: None, commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
+    tiles.make_sums = lambda columns: [0.0] * (columns // 2)
     common = {"cute": cute, "cutlass": ranges}
     own = {
         "wgmma_tiles": tiles,

@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import boxes, lagging, multiply, stepped
+from cute_kernels.mla import boxes, lagging, multiply, softmax, stepped
 from cute_kernels.mla.config import NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 from tests.mla import orders
 from tests.mla.test_stepped import Model as SteppedModel
 
-CONFIG = MlaConfig("paged", "mla_bf16", fence="writer", order="lagging", boxes=True)
+CONFIG = MlaConfig("paged", "mla_bf16", fence="writer", order="lagging", boxes=True, head=1, tail=4)
 
 
 class Model(lagging.Lagging, SteppedModel):
@@ -25,6 +25,11 @@ class Model(lagging.Lagging, SteppedModel):
         SteppedModel.__init__(self, machine)
         self.taken: dict[tuple[int, int], int] = {}  # of each warp and step: whose weights were loaded last
         self.loose = 0
+
+    def no_rows(self) -> SimpleNamespace:
+        rows = SteppedModel.no_rows(self)
+        rows.scores = [0.0] * softmax.NUM_SCORES
+        return rows
 
     def hold_queries(self, memory, warp, lane) -> list:
         return []
@@ -79,7 +84,7 @@ class Model(lagging.Lagging, SteppedModel):
 
 
 orders.run_body(
-    Model, ("first", "first_share", "weigh_and_add", "second", "second_share", "ask_next_queries", "score_rest")
+    Model, ("first", "first_share", "weigh_block", "weigh_and_add", "second", "second_share", "ask_next_queries")
 )
 
 
@@ -91,6 +96,11 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None,
     for module in (stepped, lagging):
         for name, value in (("Float32", float), ("const_expr", lambda value: value), ("Uint32", int)):
             monkeypatch.setattr(module, name, value, raising=False)
+    def wait_all(values: list) -> list:
+        machine.wait()
+        return values
+
+    monkeypatch.setattr(lagging, "wgmma", SimpleNamespace(wait_all=wait_all))
     monkeypatch.setattr(stepped.ptx, "pinned", lambda value: value)
     monkeypatch.setattr(stepped.softmax_steps, "begin", model.rescale)
     monkeypatch.setattr(stepped.softmax, "rescale", model.rescale)
