@@ -48,14 +48,16 @@ class MlaConfig:
     scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
-    crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
-        number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
+    crossover: two CTAs with different heads of a row bring half of the tokens each: they decode them and send them to
+        each other, or have them copied to both. The number of blocks of 64 heads of a row must be even.
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; 1 or 0 in order
+        "lagging".
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
     order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
-        gathering warps.
+        gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
+        tensor map brings, of which every 64 lie side by side in a page.
     """
 
     tokens: str = "sparse"
@@ -68,10 +70,6 @@ class MlaConfig:
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
-    boxes: bool = False
-    held: int = 0
-    head: int = 0
-    tail: int = 0
 
     @property
     def name(self) -> str:
@@ -83,8 +81,6 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
-        if self.boxes:
-            order += f"_boxes_x{self.held}{self.head}{self.tail}"
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
 
     @property
@@ -106,7 +102,7 @@ class MlaConfig:
     def value_columns(self) -> int:
         """N of a product of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas
         refuses a product whose sums are as many."""
-        return V_HEAD_DIM // 2 if self.gather_warps != GATHER_WARPS[1] else V_HEAD_DIM // 4
+        return V_HEAD_DIM // 2 if self.gather_warps == GATHER_WARPS[0] else V_HEAD_DIM // 4
 
     @property
     def warp_groups(self) -> int:
@@ -114,14 +110,19 @@ class MlaConfig:
         return BLOCK_TOKENS // GROUP_TOKENS // self.gather_warps // self.cluster
 
     @property
-    def empty_arrivals(self) -> int:
-        """How many times the barrier of a tile is arrived at when it is given back."""
-        return MULTIPLYING_WARPS // self.tile_parts * self.cluster
+    def boxes(self) -> bool:
+        """Whether a tensor map brings tiles, in two parts."""
+        return self.order == "lagging"
 
     @property
     def tile_parts(self) -> int:
         """Parts of a tile that are filled and given back by themselves."""
         return 2 if self.boxes else 1
+
+    @property
+    def empty_arrivals(self) -> int:
+        """How many times the barrier of a tile, or of a part of one, is arrived at when it is given back."""
+        return MULTIPLYING_WARPS // self.tile_parts * self.cluster
 
     @property
     def sent_bytes(self) -> int:
@@ -204,10 +205,10 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
+        if self.boxes:
+            return self._boxes_reason()
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
-        if self.boxes:
-            return None
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
@@ -224,6 +225,18 @@ class MlaConfig:
             return f"stretch is {self.stretch}; want 1 to {WHOLE} pieces"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
+        return None
+
+    def _boxes_reason(self) -> str | None:
+        """As `can_implement`, of order "lagging"."""
+        if self.tokens != "paged" or not self.copies:
+            return f"order is {self.order!r}; {self.tokens} tokens of {self.form} want another, see ORDERS"
+        wanted = {"fence": "writer", "gather_warps": GATHER_WARPS[0], "stretch": WHOLE}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
+        if self.prefetch not in (0, 1):
+            return f"prefetch is {self.prefetch}; order {self.order!r} wants 0 or 1"
         return None
 
 

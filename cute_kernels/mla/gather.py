@@ -348,12 +348,8 @@ class Copying:
                 numbers.copy_async(target + slab * SLAB_BYTES, source, size)
 
 
-def make_gatherer(config: MlaConfig) -> Any:
+def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
     """What fills tiles from a cache of the configuration's format."""
-    if config.boxes:
-        from cute_kernels.mla.boxes import Boxes
-
-        return Boxes(config)
     if config.copies:
         return Copying(config)
     if config.crossover:

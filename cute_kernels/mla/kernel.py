@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.mla.boxes import Boxes, BoxLoader
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
@@ -25,7 +26,6 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.boxes import BoxLoader
 from cute_kernels.mla.gather import make_gatherer
 from cute_kernels.mla.items import Counts, Items
 from cute_kernels.mla.lagging import Lagging
@@ -44,7 +44,7 @@ class MlaKernel:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.gatherer = make_gatherer(config)
+        self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
         self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
         self.loader = QueryLoader(config)
 
@@ -136,7 +136,7 @@ class MlaKernel:
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
         if const_expr(self.config.boxes):
-            source = BoxLoader(self.config).source(source, cache, page_stride, token_stride, page_size, num_pages)
+            source = BoxLoader(self.config).source(source, cache, page_stride, token_stride)
         self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
@@ -189,7 +189,7 @@ class MlaKernel:
         count = self.config.registers[warpgroup]
         if count > self.config.launch_registers:
             cute.arch.setmaxregister_increase(count)
-        elif count < self.config.launch_registers:
+        else:
             cute.arch.setmaxregister_decrease(count)
 
     def allocate(self) -> Memory:
@@ -200,8 +200,8 @@ class MlaKernel:
         row_values = smem.allocate(ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
         entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
-        barriers = NUM_STAGES * self.config.tile_parts
-        full = smem.allocate_array(cutlass.Int64, 2 * barriers + 1)
+        num_parts = NUM_STAGES * self.config.tile_parts
+        full = smem.allocate_array(cutlass.Int64, 2 * num_parts + 1)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -212,8 +212,8 @@ class MlaKernel:
             flags=flags.toint(),
             entries=entries.toint(),
             full=full,
-            empty=full + barriers,
-            queries_full=full + 2 * barriers,
+            empty=full + num_parts,
+            queries_full=full + 2 * num_parts,
         )
 
     def init_barriers(self, memory: Memory) -> None:

@@ -1,8 +1,12 @@
-"""The order of a block with the right half's products a block behind, for tiles that come in two parts.
+"""The order in steps with the right half of the values a block behind, for tiles that come in two parts.
 
-Between a block's scores and its first weights the tensor cores would rest: there the second warpgroup adds the right
-half of the values of the block before. It has that block's weights in registers by then, so that the next ones can be
-stored.
+Between a block's scores and its first weights the tensor cores would rest. Here the second warpgroup adds the right
+half of the block before then: it has loaded that block's weights as its A operand, in registers, so that their room is
+free for the next ones. The first warpgroup queues the next scores behind its own half. So the left part of a tile is
+given back a block before the right one, whose products come last.
+
+    tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
+    first          waits    | softmax b            | waits        | softmax b + 1
 """
 
 from __future__ import annotations
@@ -11,20 +15,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 
-from cute_kernels.device import numbers, ptx, wgmma, wgmma_tiles
+from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax, softmax_steps
-from cute_kernels.mla.boxes import part_slabs
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES, V_HEAD_DIM
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
 from cute_kernels.mla.gather import SLAB_BYTES
-from cute_kernels.mla.layout import VALUE_SLABS
 from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Rows
-from cute_kernels.mla.softmax import NUM_SCORES
 from cute_kernels.mla.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, Stepped
 
-LOOSE = 6  # named barrier: the right half of the block before may be added
+LOOSE = 6  # named barrier of both warpgroups: the right half of the block before may be added
+LEFT, RIGHT = 0, 1  # parts of a tile
+HELD_SLABS = 2  # of the queries, in registers as the A operand: shared memory is read that much less for scores
+HEAD_SLABS = 1  # of the next scores, queued behind the left half's products
+TAIL_STEPS = 4  # 16 columns each, of the last slab of scores: the right half's products are let loose before them
 SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
-SLAB_WORDS = 4 * SLAB_STEPS  # of a lane's fragment of 64 rows
 
 
 class Lagging(Stepped):
@@ -35,12 +39,13 @@ class Lagging(Stepped):
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weight_place(memory, warp, lane))
         rows = Rows.make()
-        factors = cute.make_rmem_tensor(2, Float32)
+        factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier sums
         held = self.hold_queries(memory, warp, lane)
         self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
         if work.begin < work.end:
             self.score_first(rows, held, memory, stage, phase)
             self.ask_next_queries(work.begin + 1 == work.end, items, index, memory, warp)
+        # The last block is apart: scores behind a branch would be waited for before it ends.
         for block in cutlass.range(work.begin, work.end - 1, 1, unroll=1):
             self.weigh_block(rows, factors, work, memory, places, stage, block, scale, warp, lane)
             following = advance(stage, phase, NUM_STAGES)
@@ -51,7 +56,7 @@ class Lagging(Stepped):
             self.weigh_block(rows, factors, work, memory, places, stage, work.end - 1, scale, warp, lane)
             self.let_loose()
             wgmma_tiles.wait()
-            self.release(memory, 2 * stage, lane)
+            self.release(memory, self.place(stage, LEFT), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
         self.end_rows(rows, scale)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
@@ -80,15 +85,16 @@ class Lagging(Stepped):
                 self.await_weights(part)
                 if const_expr(part == 0):
                     factors = self.load_rows(memory, warp, lane)
-                self.load_weights(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
+                self.load_fragment(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
             softmax.rescale(sums, factors, HALF_SUMS)
-            self.await_tile(memory, 2 * stage + 1, phase)
+            self.await_tile(memory, self.place(stage, RIGHT), phase)
             cute.arch.barrier(barrier_id=LOOSE, number_of_threads=MULTIPLYING_THREADS)
             self.add_values(sums, self.weight_fragment(packed), memory, stage, 1)
             wgmma_tiles.commit()
+            # Behind the barrier, so that the first warpgroup does not come to it twice before this one.
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             wgmma_tiles.wait()
-            self.release(memory, 2 * stage + 1, lane)
+            self.release(memory, self.place(stage, RIGHT), lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
         self.await_weights(0)
         ends = self.load_rows(memory, warp, lane)
@@ -97,118 +103,99 @@ class Lagging(Stepped):
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
-    def slabs(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The slabs of a key in the order in which scores are made of them, by parts of a tile: those behind the value
-        first."""
-        first = part_slabs(self.config.layout.num_slabs, 0)
-        return tuple(sorted(first, key=lambda slab: (slab < VALUE_SLABS, slab))), part_slabs(0, 1)
-
     def score_first(self, rows, held, memory, stage, phase) -> None:
         """A share's first scores."""
-        fresh = wgmma_tiles.make_sums(BLOCK_TOKENS)
-        self.score_head(fresh, held, memory, stage, phase)
-        self.score_rest(fresh, held, memory, stage, phase)
-        self.finish_scores(rows, fresh, False)
+        scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
+        self.begin_scores(scores, held, memory, stage, phase)
+        self.score_rest(scores, held, memory, stage, phase)
+        self.finish_scores(rows, scores)
 
     def score_next(self, rows, held, memory, stage, next_stage, next_phase, lane) -> None:
-        """The next block's scores."""
-        fresh = wgmma_tiles.make_sums(BLOCK_TOKENS)
-        if self.config.head > 0:
-            self.score_head(fresh, held, memory, next_stage, next_phase)
-            wgmma_tiles.commit()
-            wgmma_tiles.wait(1)
-            self.release(memory, 2 * stage, lane)
-        else:
-            wgmma_tiles.wait()
-            self.release(memory, 2 * stage, lane)
-            self.score_head(fresh, held, memory, next_stage, next_phase)
-        self.score_rest(fresh, held, memory, next_stage, next_phase)
-        self.finish_scores(rows, fresh, True)
+        """The next block's scores; the left part of this one's tile is given back meanwhile, and the second warpgroup
+        let loose.
 
-    def score_head(self, scores, held, memory, stage, phase) -> None:
-        """Issues the first of a block's scores' products."""
-        self.await_tile(memory, 2 * stage, phase)
+        They have registers of their own until they are there: ptxas waits after every product if others than products
+        write what a product adds to, or read it.
+        """
+        scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
+        self.begin_scores(scores, held, memory, next_stage, next_phase)
+        wgmma_tiles.commit()
+        wgmma_tiles.wait(1)
+        self.release(memory, self.place(stage, LEFT), lane)
+        self.score_rest(scores, held, memory, next_stage, next_phase)
+        wgmma_tiles.wait(1)
+        self.let_loose()
+        self.finish_scores(rows, scores)
+
+    def begin_scores(self, scores, held, memory, stage, phase) -> None:
+        """Issues the first products of a block's scores, to be committed."""
+        self.await_tile(memory, self.place(stage, LEFT), phase)
         wgmma_tiles.begin()
-        for slab in self.slabs()[0][: self.config.head]:
+        for slab in self.config.layout.parts[LEFT][:HEAD_SLABS]:
             self.score_slab(scores, held, memory, stage, slab)
 
     def score_rest(self, scores, held, memory, stage, phase) -> None:
-        """Issues the other products of a block's scores; the last ones are a group of their own."""
-        left, right = self.slabs()
+        """Issues the other products of a block's scores, of which the last ones are a group of their own."""
+        left, right = self.config.layout.parts
         wgmma_tiles.begin()
-        for slab in left[self.config.head :]:
+        for slab in left[HEAD_SLABS:]:
             self.score_slab(scores, held, memory, stage, slab)
-        self.await_tile(memory, 2 * stage + 1, phase)
+        self.await_tile(memory, self.place(stage, RIGHT), phase)
         for slab in right[:-1]:
             self.score_slab(scores, held, memory, stage, slab)
-        behind = SLAB_STEPS - self.config.tail
-        if behind:
-            self.score_slab(scores, held, memory, stage, right[-1], range(behind))
+        if TAIL_STEPS < SLAB_STEPS:
+            self.score_slab(scores, held, memory, stage, right[-1], range(SLAB_STEPS - TAIL_STEPS))
         wgmma_tiles.commit()
-        if self.config.tail:
-            self.score_slab(scores, held, memory, stage, right[-1], range(behind, SLAB_STEPS))
-            wgmma_tiles.commit()
+        self.score_slab(scores, held, memory, stage, right[-1], range(SLAB_STEPS - TAIL_STEPS, SLAB_STEPS))
+        wgmma_tiles.commit()
 
-    def finish_scores(self, rows, fresh, loose: bool) -> None:
-        """Waits for scores; loose: lets the second warpgroup go on shortly before."""
-        if loose:
-            wgmma_tiles.wait(1 if self.config.tail else 0)
-            self.let_loose()
+    def finish_scores(self, rows, scores) -> None:
+        """Waits for scores, which go through a wait: else LLVM puts copies of them before it."""
         wgmma_tiles.wait()
-        # Through the wait, so that no copy of what a product still writes stands before it.
-        for i, value in enumerate(wgmma.wait_all([fresh[i] for i in range(NUM_SCORES)])):
-            rows.scores[i] = value
+        values = wgmma.wait_all([scores[i] for i in range(softmax.NUM_SCORES)])
+        for i in range(softmax.NUM_SCORES):
+            rows.scores[i] = values[i]
 
     def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
         """Issues scores += queries times keys, of 64 columns."""
-        order = self.slabs()[0]
-        columns = wgmma_tiles.SLAB_COLUMNS
+        order = self.config.layout.parts[LEFT]
         place = memory.tile_pointer + (stage * self.config.tile_bytes + slab * SLAB_BYTES)
-        keys = wgmma_tiles.tile(place, BLOCK_TOKENS, columns, self.numbers.type)
-        if slab in order[: self.config.held]:
+        keys = wgmma_tiles.tile(place, BLOCK_TOKENS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
+        if slab in order[:HELD_SLABS]:
             queries = held[order.index(slab)]
         else:
             place = memory.query_pointer + slab * SLAB_BYTES
-            queries = wgmma_tiles.tile(place, BLOCK_HEADS, columns, self.numbers.type)
+            queries = wgmma_tiles.tile(place, BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
         wgmma_tiles.multiply(scores, queries, keys, BLOCK_TOKENS, zero=slab == order[0], steps=steps)
 
     def hold_queries(self, memory, warp, lane) -> list:
-        """The first slabs of the queries as A operands in registers."""
+        """The slabs of the queries that scores begin with, as A operands in registers."""
         held = []
-        for slab in self.slabs()[0][: self.config.held]:
-            words = cute.make_rmem_tensor(SLAB_WORDS, Uint32)
-            place = memory.queries + slab * SLAB_BYTES + wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
-            self.load_fragment(words, place, range(SLAB_STEPS))
+        for slab in self.config.layout.parts[LEFT][:HELD_SLABS]:
+            words = cute.make_rmem_tensor(4 * SLAB_STEPS, Uint32)
+            place = wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
+            self.load_fragment(words, memory.queries + slab * SLAB_BYTES + place, range(SLAB_STEPS))
             held.append(self.weight_fragment(words))
         return held
 
-    # -- what a warpgroup tells the other -----------------------------------------------------------------------------
-
     def load_fragment(self, words, place, steps: range) -> None:
-        """A lane's words of an A operand [64, 64], of 16 columns each; place: of its first piece."""
+        """A lane's words of an A operand [64, 64], 16 columns a step; place: of its first piece, see `weight_place`."""
         for step in steps:
             loaded = ptx.load_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, transpose=False)
             for i in range(4):
                 words[4 * step + i] = loaded[i]
 
-    def load_weights(self, packed, places, steps: range) -> None:
-        self.load_fragment(packed, places, steps)
+    # -- what a warpgroup tells others --------------------------------------------------------------------------------
 
     def let_loose(self) -> None:
         """Lets the second warpgroup add the right half of the block before."""
         cute.arch.barrier_arrive(barrier_id=LOOSE, number_of_threads=MULTIPLYING_THREADS)
 
     def await_weights(self, part: int) -> None:
-        """Waits for a part of a block's weights, or for the factors of the end. They go through registers: no fence."""
+        """Waits for a part of a block's weights, or for the factors of the end. No product reads them from shared
+        memory, so there is no fence."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=MULTIPLYING_THREADS)
 
-    @cute.jit
-    def release(self, memory, place, lane):
-        """A warp is done with a part of a tile."""
-        cute.arch.sync_warp()
-        barrier = memory.empty + place
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
-            if const_expr(self.config.cluster > 1):
-                other = 1 - cute.arch.block_idx_in_cluster()
-                numbers.arrive_in_cluster(numbers.address_in(barrier.toint(), other))
+    def place(self, stage, part: int):
+        """The number of a part of a tile among all barriers of them, for `await_tile` and `release`."""
+        return self.config.tile_parts * stage + part

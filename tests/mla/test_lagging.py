@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import boxes, lagging, multiply, softmax, stepped
+from cute_kernels.mla import lagging, multiply, softmax, stepped
 from cute_kernels.mla.config import NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 from tests.mla import orders
 from tests.mla.test_stepped import Model as SteppedModel
 
-CONFIG = MlaConfig("paged", "mla_bf16", fence="writer", order="lagging", boxes=True, head=1, tail=4)
+CONFIG = MlaConfig("paged", "mla_bf16", fence="writer", order="lagging")
 
 
 class Model(lagging.Lagging, SteppedModel):
@@ -24,7 +24,6 @@ class Model(lagging.Lagging, SteppedModel):
     def __init__(self, machine: orders.Machine):
         SteppedModel.__init__(self, machine)
         self.taken: dict[tuple[int, int], int] = {}  # of each warp and step: whose weights were loaded last
-        self.loose = 0
 
     def no_rows(self) -> SimpleNamespace:
         rows = SteppedModel.no_rows(self)
@@ -43,7 +42,7 @@ class Model(lagging.Lagging, SteppedModel):
         self.machine.step(lambda: self.machine.full.get(place, 0) > turn)
 
     def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
-        place = 2 * stage + int(slab in boxes.part_slabs(9, 1))
+        place = 2 * stage + int(slab in self.config.layout.parts[lagging.RIGHT])
         assert self.machine.holds[place] == self.block
         assert self.machine.holds["queries"] == self.share
         self.machine.issue({place, "scores", "queries"})
@@ -61,7 +60,7 @@ class Model(lagging.Lagging, SteppedModel):
         """The block whose ``step``-th weights a warp of the first warpgroup has just added."""
         return (len(self.sums[self.machine.warp]) - 1 - step) // self.additions
 
-    def load_weights(self, packed, warp, steps: range) -> None:
+    def load_fragment(self, packed, warp, steps: range) -> None:
         self.machine.step()
         assert not self.under_way("packed"), "weights replace those that are read"
         for step in steps:
@@ -79,23 +78,21 @@ class Model(lagging.Lagging, SteppedModel):
             machine.issue({2 * stage + half, "sums", "packed" if half else ("packed", step)})
             self.sums[machine.warp].append((block, step))
 
-    def release(self, memory, place, lane) -> None:
-        SteppedModel.release(self, memory, place, lane)
-
 
 orders.run_body(
     Model, ("first", "first_share", "weigh_block", "weigh_and_add", "second", "second_share", "ask_next_queries")
 )
 
 
-def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None, config: MlaConfig = CONFIG) -> None:
+def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
     """One CTA from its first to its last share. left_out: a named barrier that nobody waits at."""
-    machine = orders.Machine(seed, config, shares)
+    machine = orders.Machine(seed, CONFIG, shares)
     machine.ask(0)
     model = Model(machine)
     for module in (stepped, lagging):
         for name, value in (("Float32", float), ("const_expr", lambda value: value), ("Uint32", int)):
             monkeypatch.setattr(module, name, value, raising=False)
+
     def wait_all(values: list) -> list:
         machine.wait()
         return values
