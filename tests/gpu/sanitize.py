@@ -72,6 +72,7 @@ CASES = {
     "int4_g1-words": Case("int4_g1", (517, 5, 0), num_splits=2),
     "int4_g1-mha": Case("int4_g1", (96, 33, 0), num_kv_heads=32, group=1),
     "int4_g1-two-warps": Case("int4_g1", (300, 1), group=16),
+    "int4_g1-short-rows": Case("int4_g1", (130, 33, 0, 100) * 140),
     "int4_g2-d64": Case("int4_g2", (300, 64), num_kv_heads=3, head_dim=64, q_dtype="fp16"),
     "int4_g4-heads": Case("int4_g4", (96, 33, 0), num_splits=2, num_kv_heads=8),
     "int4_g8-d256": Case("int4_g8", (200, 31), head_dim=256),
