@@ -256,9 +256,16 @@ class CombineConfig:
         return f"mla_combine_{self.num_threads}{'' if self.dtype == 'bf16' else f'_{self.dtype}'}"
 
 
-def crosses(tokens: str, form: str, num_heads: int) -> bool:
-    """Whether calls with so many heads a row are served by crossover: chosen tokens, decoded, for CTAs in pairs."""
-    return tokens == "sparse" and form in SCALES and -(-num_heads // BLOCK_HEADS) % 2 == 0
+def crosses(tokens: str, form: str, num_heads: int, boxed: bool = False) -> bool:
+    """Whether calls with so many heads a row are served by crossover, CTAs in pairs: chosen tokens that are decoded, or
+    boxed ones, see `comes_boxed`."""
+    wanted = boxed or (tokens == "sparse" and form in SCALES)
+    return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
+
+
+def comes_boxed(tokens: str, form: str, page_size: int) -> bool:
+    """Whether a tensor map brings the tokens of calls: whole contexts of 16-bit tokens, every 64 side by side."""
+    return tokens == "paged" and form not in SCALES and page_size % BLOCK_TOKENS == 0
 
 
 def multiplies(tokens: str, form: str, num_heads: int) -> bool:
@@ -268,11 +275,19 @@ def multiplies(tokens: str, form: str, num_heads: int) -> bool:
 
 
 def served_config(
-    tokens: str, form: str, head_dim: int | None = None, crossover: bool = False, multiplying: bool = False
+    tokens: str,
+    form: str,
+    head_dim: int | None = None,
+    crossover: bool = False,
+    multiplying: bool = False,
+    boxed: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
-    multiplying: `multiplies`."""
+    multiplying: `multiplies`. boxed: `comes_boxed`."""
     head_dim = head_dim or format_of(form).head_dims[0]
+    if boxed:
+        # As measured: pairs gain by prefetching, CTAs by themselves lose.
+        return MlaConfig(tokens, form, head_dim, crossover=crossover, prefetch=int(crossover), order="lagging")
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[multiplying])
     served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
@@ -292,5 +307,6 @@ SHIPPED: tuple[tuple[Any, ...], ...] = (
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
     *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),
+    *(("paged", form, None, pairs, False, True) for form in ("mla_bf16", "mla_fp16") for pairs in (False, True)),
 )
 """What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""

@@ -25,9 +25,9 @@ from cute_kernels.mla.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, St
 
 LOOSE = 6  # named barrier of both warpgroups: the right half of the block before may be added
 LEFT, RIGHT = 0, 1  # parts of a tile
-HELD_SLABS = 2  # of the queries, in registers as the A operand: shared memory is read that much less for scores
+HELD_STEPS = 6  # 16 columns each, of the queries, in registers as A operands: scores read that much less memory
 HEAD_SLABS = 1  # of the next scores, queued behind the left half's products
-TAIL_STEPS = 4  # 16 columns each, of the last slab of scores: the right half's products are let loose before them
+TAIL_STEPS = 4  # of the last slab of scores: the right half's products are let loose before them
 SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
 
 
@@ -71,7 +71,8 @@ class Lagging(Stepped):
         """From a block's scores to its left half's products, which are under way then."""
         self.mask(rows.scores, Uint32(0), work, memory, stage, block, warp, lane)
         softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
-        self.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
+        # Places of steps are an xor from the first: made anew for every block, they take no registers of the loop.
+        self.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
         softmax_steps.add_totals(rows, factors)
 
     @cute.jit
@@ -158,24 +159,32 @@ class Lagging(Stepped):
 
     def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
         """Issues scores += queries times keys, of 64 columns."""
-        order = self.config.layout.parts[LEFT]
+        steps = steps or range(SLAB_STEPS)
         place = memory.tile_pointer + (stage * self.config.tile_bytes + slab * SLAB_BYTES)
         keys = wgmma_tiles.tile(place, BLOCK_TOKENS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
-        if slab in order[:HELD_SLABS]:
-            queries = held[order.index(slab)]
-        else:
-            place = memory.query_pointer + slab * SLAB_BYTES
-            queries = wgmma_tiles.tile(place, BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
-        wgmma_tiles.multiply(scores, queries, keys, BLOCK_TOKENS, zero=slab == order[0], steps=steps)
+        place = memory.query_pointer + slab * SLAB_BYTES
+        queries = wgmma_tiles.tile(place, BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
+        number = len(self.held_steps(slab))
+        first = slab == self.config.layout.parts[LEFT][0]
+        for a, part in ((held.get(slab), steps[:number]), (queries, steps[number:])):
+            if part:
+                wgmma_tiles.multiply(scores, a, keys, BLOCK_TOKENS, zero=first, steps=part)
 
-    def hold_queries(self, memory, warp, lane) -> list:
-        """The slabs of the queries that scores begin with, as A operands in registers."""
-        held = []
-        for slab in self.config.layout.parts[LEFT][:HELD_SLABS]:
-            words = cute.make_rmem_tensor(4 * SLAB_STEPS, Uint32)
-            place = wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
-            self.load_fragment(words, memory.queries + slab * SLAB_BYTES + place, range(SLAB_STEPS))
-            held.append(self.weight_fragment(words))
+    def held_steps(self, slab: int) -> range:
+        """Which 16 columns of a slab of the queries are in registers: the first ones that scores are made of."""
+        left = self.config.layout.parts[LEFT]
+        before = left.index(slab) * SLAB_STEPS if slab in left else HELD_STEPS
+        return range(min(max(HELD_STEPS - before, 0), SLAB_STEPS))
+
+    def hold_queries(self, memory, warp, lane) -> dict:
+        """`held_steps` of the slabs that have any, as A operands."""
+        held, place = {}, wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
+        for slab in self.config.layout.parts[LEFT]:
+            steps = self.held_steps(slab)
+            if steps:
+                words = cute.make_rmem_tensor(4 * SLAB_STEPS, Uint32)
+                self.load_fragment(words, memory.queries + slab * SLAB_BYTES + place, steps)
+                held[slab] = self.weight_fragment(words)
         return held
 
     def load_fragment(self, words, place, steps: range) -> None:

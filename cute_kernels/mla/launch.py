@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, comes_boxed
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.schedule import WorkShape, choose, count_ctas
 from cute_kernels.runtime.cache import load
@@ -156,7 +156,8 @@ def _plan(
     ragged: bool,
 ) -> Plan:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = WorkShape(rows, num_heads, num_tokens, num_sms, ragged)
+    boxed = comes_boxed(tokens, cache.form.name, cache.page_size)
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms, ragged, boxed)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
     return make_plan(config, arch_of(device.index), shape, num_parts)
 

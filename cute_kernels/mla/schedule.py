@@ -63,6 +63,7 @@ class WorkShape:
     """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache.
 
     ragged: rows may have any number of tokens up to ``num_tokens``, which only the device knows.
+    boxed: a tensor map brings the tokens, see `.config.comes_boxed`.
     """
 
     num_rows: int
@@ -70,6 +71,7 @@ class WorkShape:
     num_tokens: int
     num_sms: int = NUM_SMS
     ragged: bool = True
+    boxed: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +116,8 @@ def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
 
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
-    wide = CROSSING if crosses(tokens, form, shape.num_heads) else WIDE
+    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
+    wide = CROSSING if crossover and not shape.boxed else WIDE
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
@@ -122,7 +125,7 @@ def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[Mla
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
         multiplying = multiplies(tokens, form, shape.num_heads)
-        return served_config(tokens, form, head_dim, wide is CROSSING, multiplying), parts[rate]
+        return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 

@@ -250,8 +250,8 @@ def run_body(model: Any, methods: tuple[str, ...]) -> None:
 def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fenced: bool = True) -> None:
     """One CTA from its first to its last share.
 
-    order: the module (or modules) whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced: whether fences
-    make stores visible to products.
+    order: the module, or modules, whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced:
+    whether fences make stores visible to products.
     """
     machine = model.machine
 
