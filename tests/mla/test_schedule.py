@@ -64,10 +64,11 @@ def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks
         for heads, pairs in ((1, False), (64, False), (65, True), (192, False), (256, True)):
             config, parts = choose("paged", form, 576, WorkShape(128, heads, 8192, boxed=True))
             assert config == served_config("paged", form, None, pairs, False, True) and parts == 1
-            assert config.can_implement() is None and (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
+            assert isinstance(config, MlaConfig) and config.can_implement() is None
+            assert (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
             assert ("paged", form, None, pairs, False, True) in SHIPPED
             unboxed, same = choose("paged", form, 576, WorkShape(128, heads, 8192))
-            assert not unboxed.boxes and same == parts
+            assert isinstance(unboxed, MlaConfig) and not unboxed.boxes and same == parts
 
 
 def test_few_rows_of_few_heads_are_clusters():
