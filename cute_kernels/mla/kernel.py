@@ -1,8 +1,9 @@
 """MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
 Shape of the work: three or four warpgroups. Two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is
-all the registers that two warpgroups have left. :mod:`.serial` is their order. The others gather tokens and make bf16
-tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory.
+all the registers that two warpgroups have left. :mod:`.serial`, :mod:`.stepped` and :mod:`.lagging` are their orders.
+The others gather tokens and make bf16 tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory, or have
+them brought by a tensor map (:mod:`.boxes`).
 
 docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 """
