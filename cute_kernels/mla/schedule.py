@@ -28,6 +28,7 @@ COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 MAX_PARTS = 64
 MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
+PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -124,6 +125,8 @@ def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[Mla
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
+        if shape.boxed and -(-shape.num_blocks // parts[rate]) < PAIR_BLOCKS:
+            crossover = False
         multiplying = multiplies(tokens, form, shape.num_heads)
         return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]

@@ -69,6 +69,8 @@ def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks
             assert ("paged", form, None, pairs, False, True) in SHIPPED
             unboxed, same = choose("paged", form, 576, WorkShape(128, heads, 8192))
             assert isinstance(unboxed, MlaConfig) and not unboxed.boxes and same == parts
+    config, parts = choose("paged", "mla_bf16", 576, WorkShape(1, 128, 32768, boxed=True))
+    assert config == served_config("paged", "mla_bf16", boxed=True) and parts > 32, "shares are too short for pairs"
 
 
 def test_few_rows_of_few_heads_are_clusters():
