@@ -15,8 +15,7 @@ from bench.mla_workloads import SUITES, MlaInputs, MlaShape, make_inputs, shapes
 from bench.report import OURS, aligned, closing, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_graph_cold
-from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import CombineConfig
+from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.schedule import choose
 from cute_kernels.runtime import KernelSpec
 
@@ -35,7 +34,7 @@ def specs(suites: Iterable[str] = SUITES) -> list[KernelSpec]:
     for shape in shapes(suites):
         config, _ = choose("sparse" if shape.topk else "paged", shape.kv_format, shape.head_dim, shape.work)
         found[MlaSpec(config)] = None
-        found[CombineSpec(CombineConfig(dtype=config.layout.dtype))] = None
+        found |= dict.fromkeys(combine_specs(config.layout.dtype))
     if "append" in suites:
         found |= dict.fromkeys(mla_append.specs())
     return list(found)

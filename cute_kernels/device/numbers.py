@@ -191,17 +191,21 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def load_global_if(
-    condition: Int32, address: Int64, offset: int, num_words: int = 4, *, loc=None, ip=None
+    condition: Int32, address: Int64, offset: int, num_words: int = 4, *, constant: bool = True, loc=None, ip=None
 ) -> list[Uint32]:
-    """2 or 4 words of read-only global memory where ``condition`` is not 0, else zeros and no access."""
+    """2 or 4 words of global memory where ``condition`` is not 0, else zeros and no access.
+
+    constant: nobody writes them while the kernel runs. If not, the access stays behind what it must not pass.
+    """
     u32 = Uint32.mlir_type
     outputs = [f"${i}" for i in range(num_words)]
     struct = llvm.inline_asm(
         _struct(u32, num_words),
         [Int32(condition).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)],
         f"{{ .reg .pred p; setp.ne.b32 p, ${num_words}, 0; {' '.join(f'mov.u32 {word}, 0;' for word in outputs)} "
-        f"@p ld.global.nc.v{num_words}.u32 {{{', '.join(outputs)}}}, [${num_words + 1} + {offset}]; }}",
-        ",".join(["=&r"] * num_words) + ",r,l",
+        f"@p ld.global{'.nc' if constant else ''}.v{num_words}.u32 {{{', '.join(outputs)}}}, "
+        f"[${num_words + 1} + {offset}]; }}",
+        ",".join(["=&r"] * num_words) + (",r,l" if constant else ",r,l,~{memory}"),
         has_side_effects=True,
         loc=loc,
         ip=ip,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.mla.config import SHIPPED, CombineConfig, MlaConfig, served_config
+from cute_kernels.mla.config import COMBINE_SLOTS, SHIPPED, CombineConfig, MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -44,8 +44,13 @@ class CombineSpec(_MlaFamily):
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile."""
     configs = [*(served_config(*which) for which in SHIPPED), *shipped_few_heads()]
-    combining = [CombineSpec(CombineConfig(dtype=dtype)) for dtype in ("bf16", "fp16")]
-    return [*map(MlaSpec, configs), *combining]
+    return [*map(MlaSpec, configs), *combine_specs("bf16"), *combine_specs("fp16")]
+
+
+def combine_specs(dtype: str) -> list[CombineSpec]:
+    """Whatever launches with results of "bf16" or "fp16" may add up their parts by."""
+    kinds = (MlaConfig, FewHeadsConfig) if dtype == FewHeadsConfig.layout.dtype else (MlaConfig,)
+    return [CombineSpec(CombineConfig(dtype, slots, kind.partials)) for kind in kinds for slots in COMBINE_SLOTS]
 
 
 def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:
@@ -87,6 +92,7 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
         CombineKernel(config),
         _fake_rows(512, config.dtype),
         *[Int64(0)] * 4,
+        Int32(1),
         Int32(1),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
 from cute_kernels.mla.layout import TokenLayout, layout_of
@@ -20,7 +20,6 @@ GATHER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
-STATS_BYTES = 8  # maximum (in powers of 2) and sum of a partial result
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (208, 160, 72)
@@ -33,9 +32,32 @@ MAX_PREFETCH = 16
 # A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
 ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
+MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
 SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
 STRETCH_WITHOUT_SPILLS = 4  # of whole contexts of 656-byte tokens: with 5, ptxas keeps two words in local memory
+
+
+@dataclass(frozen=True)
+class PartialForm:
+    """What a part of a row leaves for the kernel that adds up the parts.
+
+    Attributes:
+        value_bytes: of a value: 4, fp32, or 2, fp16, of which the greatest of a row's half is between 2**14 and 2**15.
+        stats_bytes: of a row's fp32 numbers: maximum (in powers of 2) and sum of weights, and of fp16 values the powers
+            of 2 that both halves are to be multiplied with.
+    """
+
+    value_bytes: int
+    stats_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's values."""
+        return V_HEAD_DIM * self.value_bytes
+
+
+PARTIALS = {"fp32": PartialForm(4, 8), "fp16": PartialForm(2, 16)}
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,9 @@ class MlaConfig:
         gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
         tensor map brings, of which every 64 lie side by side in a page.
     """
+
+    # Which of `PARTIALS` a part of a row leaves: 64 heads of fp32 would be written and read for as long as two blocks.
+    partials: ClassVar[str] = "fp16"
 
     tokens: str = "sparse"
     form: str = "mla_fp8"
@@ -240,20 +265,38 @@ class MlaConfig:
         return None
 
 
+COMBINE_SLOTS = (1, 8)
+
+
 @dataclass(frozen=True)
 class CombineConfig:
     """The kernel that adds up the parts of split rows.
 
     dtype: "bf16" or "fp16", of the result.
+    slots: groups of 128 threads of a CTA. One for many rows, of which an SM then has many CTAs; 8 for few rows: an SM
+        has no more than one, so that all SMs have some.
+    partials: which of `PARTIALS` are added up.
     """
 
-    num_threads: int = V_HEAD_DIM // 4  # a vector of 4 columns each
     dtype: str = "bf16"
+    slots: int = COMBINE_SLOTS[0]
+    partials: str = "fp32"
+
+    @property
+    def num_threads(self) -> int:
+        """Of a CTA: a vector of 4 columns each."""
+        return self.slots * (V_HEAD_DIM // 4)
+
+    @property
+    def batch(self) -> int:
+        """Parts that a thread asks for at once."""
+        return 4 if self.slots == COMBINE_SLOTS[0] else 8
 
     @property
     def name(self) -> str:
         """C identifier of the variant."""
-        return f"mla_combine_{self.num_threads}{'' if self.dtype == 'bf16' else f'_{self.dtype}'}"
+        dtype = "" if self.dtype == "bf16" else f"_{self.dtype}"
+        return f"mla_combine_{self.num_threads}{dtype}" + (f"_of_{self.partials}" if self.partials != "fp32" else "")
 
 
 def crosses(tokens: str, form: str, num_heads: int, boxed: bool = False) -> bool:

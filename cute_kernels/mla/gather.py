@@ -63,6 +63,16 @@ def write_flags(memory, stage, group, valid, lane):
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
+def await_barriers(config: MlaConfig) -> None:
+    """Waits until the barriers of shared memory are there, in both CTAs of a pair. Every thread does so once; those
+    that gather, behind their first loads."""
+    cute.arch.sync_warp()
+    if config.crossover:
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+
+
 def leads(warp, lane) -> Int32:
     """1 in one thread of the warpgroup."""
     return cutlass.select_((warp == 0) & (lane == 0), Int32(1), Int32(0))
@@ -96,6 +106,7 @@ class Dequantizing:
         self.load_scales(scales, token)
         held = token.valid
         self.entries.prefetch_first(source, memory, first_row, lane)
+        await_barriers(self.config)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
@@ -317,6 +328,7 @@ class Copying:
         for group in cutlass.range_constexpr(groups):
             row = place.row + group * GROUP_TOKENS
             entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
+        await_barriers(self.config)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             mark = self.locator.marked(self.locator.mark(cursor.work, cursor.block))

@@ -27,7 +27,7 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.gather import make_gatherer
+from cute_kernels.mla.gather import await_barriers, make_gatherer
 from cute_kernels.mla.items import Counts, Items
 from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
@@ -173,17 +173,16 @@ class MlaKernel:
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
         if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
             self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
+            await_barriers(self.config)
             self.multiplier.second(items, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
+            await_barriers(self.config)
             self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:

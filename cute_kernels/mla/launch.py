@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import STATS_BYTES, V_HEAD_DIM, CombineConfig, MlaConfig, comes_boxed
+from cute_kernels.mla.config import PARTIALS, V_HEAD_DIM, CombineConfig, MlaConfig, comes_boxed
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import WorkShape, choose, count_ctas
+from cute_kernels.mla.schedule import WorkShape, choose, choose_combine, count_ctas
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from layouts.kv.mla import MlaModel1
@@ -30,7 +30,8 @@ class Plan:
 
     Attributes:
         num_ctas: of the launch.
-        part_words: fp32 words of all partial results, 0 if rows are not cut.
+        part_words: words of all partial results, 0 if rows are not cut.
+        combine_row_bits: as the combining function takes it.
     """
 
     function: Callable[..., Any]
@@ -38,6 +39,7 @@ class Plan:
     num_parts: int
     num_ctas: int
     part_words: int
+    combine_row_bits: int = 0
 
     def run(
         self,
@@ -62,7 +64,7 @@ class Plan:
         addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
         self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, self.num_ctas, *tokens)
         if self.combine is not None:
-            self.combine(out, *addresses, self.num_parts)
+            self.combine(out, *addresses, self.num_parts, self.combine_row_bits)
         return out, lse
 
 
@@ -172,9 +174,11 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
     if num_parts == cluster:
         return Plan(function, None, num_parts, num_ctas, 0)
-    words = shape.num_rows * shape.num_heads * num_parts * (V_HEAD_DIM + STATS_BYTES // 4)
-    combine = load(CombineSpec(CombineConfig(dtype=config.layout.dtype)), arch)
-    return Plan(function, combine, num_parts, num_ctas, words)
+    form = PARTIALS[config.partials]
+    words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
+    slots, row_bits = choose_combine(shape)
+    combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
+    return Plan(function, combine, num_parts, num_ctas, words, row_bits)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

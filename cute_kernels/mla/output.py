@@ -6,18 +6,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int64, Uint32
 
-from cute_kernels.device import ptx
-from cute_kernels.device.lanes import transpose_quad
-from cute_kernels.device.wgmma_tiles import sum_place
-from cute_kernels.mla.config import V_HEAD_DIM
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import lane_max, transpose_quad
+from cute_kernels.mla.config import PARTIALS, V_HEAD_DIM, MlaConfig
 from cute_kernels.mla.numbers16 import Numbers
-from cute_kernels.mla.softmax import row_of
+from cute_kernels.mla.softmax import ROW_LANES, row_of
 from cute_kernels.mla.work import partial_stats, partial_values
 
 HALF = V_HEAD_DIM // 2
 WARP_ROWS = 16
+PARTIAL = PARTIALS[MlaConfig.partials]
+UNIT_OFFSET = 8  # of a part's statistics
+FP16_TOP = 14  # the power of 2 that the greatest fp16 of a half is not below
 PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
@@ -41,7 +43,7 @@ class Writer:
             factor = Float32(1.0)
             if work.shape.num_parts > 1:
                 if exists:
-                    place = partial_stats(results, work.shape, query_row, work.part)
+                    place = partial_stats(results, work.shape, query_row, work.part, PARTIAL)
                     ptx.store_global(place, [maxima[i], totals[i]])
             else:
                 factor = self.finish_row(results, maxima[i], totals[i], query_row, work.first_head + head, exists)
@@ -85,33 +87,55 @@ class Writer:
         for below in cutlass.range_constexpr(2):
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             place = self.place(results, work.query_row(head), lane, half)
-            pieces = self.pieces(sums, factors[below], below, lane)
+            pieces = self.pieces(sums, factors[below], below, lane, self.numbers.pack)
             if work.first_head + head < work.shape.num_heads:
                 for i in cutlass.range_constexpr(len(pieces)):
                     ptx.store_global(place + PIECE_PITCH * i, pieces[i])
 
     def place(self, results, query_row, lane, half: int):
         """Address of the first of a lane's pieces of a row."""
-        return results.out + (half * HALF * 2 + lane % 4 * 16) + Int64(query_row) * (V_HEAD_DIM * 2)
+        return results.out + piece_offset(lane, half) + Int64(query_row) * (V_HEAD_DIM * 2)
 
-    def pieces(self, sums, factor, below: int, lane) -> list[list[Any]]:
+    def pieces(self, sums, factor, below: int, lane, pack) -> list[list[Any]]:
         """A row's results as a lane writes them: 8 columns side by side, every fourth 8 of the half."""
         pairs = [i for i in range(0, HALF // 2, 2) if row_of(i) == below]
-        words = [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in pairs]
+        words = [pack(sums[i] * factor, sums[i + 1] * factor) for i in pairs]
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
 
     @cute.jit
     def write_partial(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
-        """Unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
+        """Unnormalised values as `PARTIAL` has them, as :meth:`store` writes results."""
+        scales = [scale_of(sums, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
+            # Else the compiler begins with all columns at once, which there are no registers for.
+            cute.arch.sync_warp()
             head = warp * WARP_ROWS + lane // 4 + 8 * below
+            query_row = work.query_row(head)
+            place = partial_values(results, work.shape, query_row, work.part, PARTIAL) + piece_offset(lane, half)
+            stats = partial_stats(results, work.shape, query_row, work.part, PARTIAL)
+            scale, unit = scales[below]
+            pieces = self.pieces(sums, scale, below, lane, ptx.pack_f16x2)
             if work.first_head + head < work.shape.num_heads:
-                place = partial_values(results, work.shape, work.query_row(head), work.part)
-                place = place + (half * HALF * 4 + lane % 4 * 8)
-                for i in cutlass.range_constexpr(0, HALF // 2, 4):
-                    column = sum_place(i)[1]
-                    first = i + 2 * below
-                    ptx.store_global(place + column * 4, [sums[first], sums[first + 1]])
+                for i in cutlass.range_constexpr(len(pieces)):
+                    ptx.store_global(place + PIECE_PITCH * i, pieces[i])
+                if lane % 4 == 0:
+                    ptx.store_global(stats, [unit], offset=UNIT_OFFSET + 4 * half)
+
+
+def piece_offset(lane, half: int):
+    """Bytes from a row's first number to the first of a lane's pieces."""
+    return half * HALF * 2 + lane % 4 * 16
+
+
+def scale_of(sums, below: int) -> tuple[Float32, Float32]:
+    """(a power of 2 that brings the greatest of a half of a row between 2**14 and 2**15, its reciprocal)."""
+    tops: list[Any] = [Float32(0.0)] * 2
+    for place, i in enumerate(i for i in range(HALF // 2) if row_of(i) == below):
+        tops[place % 2] = ptx.fmax(tops[place % 2], ptx.absolute(sums[i]))
+    exponent = numbers.bits(lane_max(ptx.fmax(*tops), ROW_LANES)) >> 23
+    exponent = cutlass.max(exponent, Uint32(FP16_TOP + 1))
+    scale, unit = Uint32(254 + FP16_TOP) - exponent, exponent - FP16_TOP
+    return numbers.from_bits(scale << 23), numbers.from_bits(unit << 23)
 
 
 def exists_sink(results):

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     BLOCK_TOKENS,
+    COMBINE_SLOTS,
     HEAD_DIM,
+    MAX_PARTS,
+    PARTIALS,
+    SCALES,
     V_HEAD_DIM,
     MlaConfig,
     crosses,
@@ -23,10 +27,8 @@ from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
 from cute_kernels.mla.few_heads.config import SERVED_CLUSTER, FewHeadsConfig, served_few_heads
 from cute_kernels.sm90 import NUM_SMS
 
-COMBINE_US = 3.2
-COMBINE_PART_US = 0.2  # a part of a row: they are added up one after another
+COMBINE_US = 6.8  # what a second launch costs besides reading
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
-MAX_PARTS = 64
 MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
 PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
@@ -41,21 +43,22 @@ class Rate:
         block_us: of 64 tokens.
         cta_us: queries, the first tile, the output.
         cluster: CTAs that have the parts of a row and add them up, 1 if a second launch does.
+        value_bytes: of a partial result's value.
     """
 
     heads: int
     block_us: float
     cta_us: float
     cluster: int = 1
+    value_bytes: int = PARTIALS[MlaConfig.partials].value_bytes
 
 
-WIDE = Rate(BLOCK_HEADS, 3.4, 5.8)
-CROSSING = Rate(BLOCK_HEADS, 2.2, 5.5)
-FEW_HEADS = (
-    Rate(8, 1.5, 5.0),
-    Rate(16, 1.75, 4.4),
-    Rate(32, 2.7, 5.0),
-    Rate(SERVED_CLUSTER[0], 1.5, 6.5, SERVED_CLUSTER[1]),
+WIDE = Rate(BLOCK_HEADS, 2.8, 7.3)
+CROSSING = Rate(BLOCK_HEADS, 2.2, 6.8)
+COPYING = Rate(BLOCK_HEADS, 1.55, 6.8)  # tokens of 16-bit numbers
+FEW_HEADS = tuple(
+    Rate(*rate, value_bytes=PARTIALS[FewHeadsConfig.partials].value_bytes)
+    for rate in ((8, 1.7, 3.3), (16, 1.72, 3.7), (32, 2.88, 4.1), (SERVED_CLUSTER[0], 1.65, 6.9, SERVED_CLUSTER[1]))
 )
 
 
@@ -90,8 +93,8 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
     time = waves * (rate.cta_us + blocks * rate.block_us)
     if num_parts > rate.cluster:
-        partial_bytes = 2 * shape.num_rows * shape.num_heads * num_parts * V_HEAD_DIM * 4
-        time += COMBINE_US + num_parts * COMBINE_PART_US + partial_bytes / PARTIAL_BYTES_PER_US
+        partial_bytes = 2 * shape.num_rows * shape.num_heads * num_parts * V_HEAD_DIM * rate.value_bytes
+        time += COMBINE_US + partial_bytes / PARTIAL_BYTES_PER_US
     return time
 
 
@@ -115,10 +118,20 @@ def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
     return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
 
 
+def choose_combine(shape: WorkShape) -> tuple[int, int]:
+    """(`CombineConfig.slots`, row_bits of the combining kernel): for few rows as many threads each as SMs allow."""
+    rows, slots = shape.num_rows * shape.num_heads, COMBINE_SLOTS[1]
+    for row_bits in range(slots.bit_length()):
+        if -(-rows >> row_bits) <= shape.num_sms:
+            return slots, row_bits
+    return COMBINE_SLOTS[0], 0
+
+
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
+    own = WIDE if form in SCALES else COPYING
     crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
-    wide = CROSSING if crossover and not shape.boxed else WIDE
+    wide = CROSSING if crossover and not shape.boxed else own
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]

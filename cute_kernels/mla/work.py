@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Int64
 
-from cute_kernels.mla.config import BLOCK_TOKENS, STATS_BYTES, V_HEAD_DIM
+from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Results:
     lse: Any  # fp32 [rows, num_heads]
     max_logits: Any  # fp32 [rows, num_heads]: the greatest scores, scaled
     sinks: Any  # fp32 [num_heads]
-    partials: Any  # fp32 [rows * num_heads, num_parts, 512], then (maximum, sum) [rows * num_heads, num_parts, 2]
+    partials: Any  # [rows * num_heads, num_parts, 512] values, then [rows * num_heads, num_parts] of statistics
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def blocks_of(length):
     return (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
 
-def partial_values(results: Results, shape: Shape, query_row, part):
+def partial_values(results: Results, shape: Shape, query_row, part, form: PartialForm):
     """Address of a partial result's 512 unnormalised values."""
-    return results.partials + (Int64(query_row) * shape.num_parts + part) * (V_HEAD_DIM * 4)
+    return results.partials + (Int64(query_row) * shape.num_parts + part) * form.row_bytes
 
 
-def partial_stats(results: Results, shape: Shape, query_row, part):
-    """Address of a partial result's maximum and sum."""
-    behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * (V_HEAD_DIM * 4)
-    return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * STATS_BYTES
+def partial_stats(results: Results, shape: Shape, query_row, part, form: PartialForm):
+    """Address of a partial result's maximum, sum and so on."""
+    behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * form.row_bytes
+    return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * form.stats_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from cute_kernels.mla import launch
 from cute_kernels.mla.checks import cache_shape
 from cute_kernels.mla.compile import shipped_specs
-from cute_kernels.mla.config import SCALES, SHIPPED, CombineConfig, served_config
+from cute_kernels.mla.config import COMBINE_SLOTS, SCALES, SHIPPED, CombineConfig, served_config
 from cute_kernels.mla.few_heads.config import shipped_few_heads
 from cute_kernels.mla.formats import FORMATS, format_of
 from cute_kernels.mla.layout import SLAB_COLUMNS, layout_of
@@ -57,9 +58,10 @@ def test_every_width_of_every_format_is_served(tokens, name, head_dim):
 
 def test_what_is_shipped_has_names_of_its_own_and_its_combination():
     specs: Any = shipped_specs()
-    assert len({spec.symbol for spec in specs}) == len(specs) == len(SHIPPED) + len(shipped_few_heads()) + 2
-    combined = {spec.config.dtype for spec in specs if isinstance(spec.config, CombineConfig)}
-    assert combined == {served_config(*which).layout.dtype for which in SHIPPED}
+    combined = [(spec.config.dtype, spec.config.slots) for spec in specs if isinstance(spec.config, CombineConfig)]
+    assert len({spec.symbol for spec in specs}) == len(specs) == len(SHIPPED) + len(shipped_few_heads()) + len(combined)
+    dtypes = {served_config(*which).layout.dtype for which in SHIPPED}
+    assert set(combined) == set(itertools.product(dtypes, COMBINE_SLOTS))
 
 
 def test_data_of_split_pages_are_launched_as_close_as_they_lie():

@@ -15,7 +15,7 @@ from cute_kernels.mla import multiply, output, softmax
 from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
 from cute_kernels.mla.numbers16 import Numbers
 from layouts import banks
-from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
+from tests.attention.warp import LANES, Float32, Int32, Uint32, bf16_bits, bf16_values
 from tests.mla.test_tiles import place_of
 from tests.mla.warp import MlaWarp
 
@@ -60,7 +60,7 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
         own = accumulators(sums[:, half * output.HALF :][:, : output.HALF], warp)
         row = Int32(16 * warp + LANES // 4 + 8 * below)
         first = writer.place(SimpleNamespace(out=0), row, LANES, half)
-        for i, piece in enumerate(writer.pieces(own, factors[below], below, LANES)):
+        for i, piece in enumerate(writer.pieces(own, factors[below], below, LANES, machine.pack_bf16x2)):
             places = np.asarray(first + output.PIECE_PITCH * i)
             sectors, counts = np.unique(places // 32, return_counts=True)
             assert len(sectors) == 16 and (counts == 2).all() and (places % 16 == 0).all()
@@ -68,6 +68,39 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
             memory.reshape(-1, 8)[places // 16] = np.ascontiguousarray(words).view(np.uint16)
     scaled = sums * np.where(np.arange(64) % 16 < 8, 2.0, 0.5).astype(np.float32)[:, None]
     assert np.array_equal(bf16_values(memory), bf16_values(bf16_bits(scaled)))
+
+
+class Bits(MlaWarp):
+    """A warp that sees the bits of numbers."""
+
+    def bits(self, x):
+        return Uint32(np.asarray(x, np.float32).view(np.uint32))
+
+    def from_bits(self, x):
+        return Float32(np.asarray(x, np.uint32).view(np.float32))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-30, 1.0, 1e30, 3e38])
+def test_partial_results_are_fp16_of_any_size(monkeypatch, size):
+    """A power of 2 brings the greatest of a row's half below 2**15; what is far smaller than all fp16 becomes 0."""
+    machine = Bits(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
+    machine.install(monkeypatch, output)
+    writer = output.Writer(Numbers(None, machine.pack_bf16x2))
+    sums = np.random.default_rng(3).uniform(-size, size, (64, output.HALF)).astype(np.float32)
+    found = np.full((64, output.HALF), np.nan)
+    for warp, below in itertools.product(range(4), range(2)):
+        own = accumulators(sums, warp)
+        scale, unit = output.scale_of(own, below)
+        assert np.array_equal(np.float64(scale) * np.float64(unit), np.ones(32))
+        row = 16 * warp + LANES // 4 + 8 * below
+        for i, piece in enumerate(writer.pieces(own, scale, below, LANES, machine.pack_f16x2)):
+            places = np.asarray(output.piece_offset(LANES, 0) + output.PIECE_PITCH * i)
+            halves = np.ascontiguousarray(np.stack(piece, axis=1), np.uint32).view(np.float16)
+            assert size < 1e-30 or np.abs(halves).max() >= 2.0**13
+            for j in range(8):
+                found[row, places // 2 + j] = halves[:, j] * np.float64(unit)
+    top = np.abs(sums).max(1, keepdims=True)
+    assert (np.abs(found - sums) <= np.maximum(2.0**-11 * np.abs(sums), 2.0**-26 * top) + 2.0**-126).all()
 
 
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])

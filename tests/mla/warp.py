@@ -54,7 +54,10 @@ class MlaWarp(warp.Warp):
     def fma_bf16x2(self, a: Lanes, b: Any, c: Lanes) -> Lanes:
         return _rounded(_values(a) * _values(b) + _values(c))
 
-    def load_global_if(self, condition: Any, address: Lanes, offset: int, num_words: int = 4) -> list[Lanes]:
+    def load_global_if(
+        self, condition: Any, address: Lanes, offset: int, num_words: int = 4, *, constant: bool = True
+    ) -> list[Lanes]:
+        condition = np.broadcast_to(condition, (32,))
         places = np.where(condition, np.asarray(address, np.int64) + offset, 0)
         self.reads += [(int(place), 4 * num_words) for place, wanted in zip(places, condition, strict=True) if wanted]
         words = self._words(self.global_memory, places, num_words)

@@ -19,6 +19,7 @@ from cute_kernels.mla.config import BLOCK_TOKENS, V_HEAD_DIM
 from cute_kernels.mla.few_heads.config import (
     COMPUTING_THREADS,
     MATRIX_BYTES,
+    PARTIAL,
     ROW_BYTES,
     STAGE_BYTES,
     TILE_COLUMNS,
@@ -137,7 +138,7 @@ class Adder:
                     query_row = work.query_row(head)
                     factor = factors[2 * block + c]
                     if work.shape.num_parts > 1:
-                        place = partial_values(results, work.shape, query_row, work.part) + column * 4
+                        place = partial_values(results, work.shape, query_row, work.part, PARTIAL) + column * 4
                         for chunk in cutlass.range_constexpr(CHUNKS):
                             pair = self.pair(sums, factor, block, chunk, c)
                             ptx.store_global(place, pair, offset=64 * chunk)

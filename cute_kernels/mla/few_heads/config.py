@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, TOKENS, V_HEAD_DIM
+from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, PARTIALS, TOKENS, V_HEAD_DIM
 from cute_kernels.mla.layout import SLAB_COLUMNS, TokenLayout, layout_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEADS = (8, 16, 32)  # columns of a CTA's products
 FORM = "mla_fp8"
 LAYOUT = layout_of(FORM, HEAD_DIM)
+PARTIAL_NAME = "fp32"  # a part of 16 heads has few values
+PARTIAL = PARTIALS[PARTIAL_NAME]
 NUM_TILES = LAYOUT.num_scales  # of 128 columns of a token, each with a scale
 TILE_COLUMNS = LAYOUT.slabs_per_scale * SLAB_COLUMNS
 ROW_BYTES = LAYOUT.data_bytes
@@ -58,6 +60,7 @@ class FewHeadsConfig:
     form: ClassVar[str] = FORM
     head_dim: ClassVar[int] = HEAD_DIM
     layout: ClassVar[TokenLayout] = LAYOUT
+    partials: ClassVar[str] = PARTIAL_NAME
     tokens: str = "sparse"
     heads: int = 16
     stages: int = 4

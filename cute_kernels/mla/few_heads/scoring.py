@@ -30,6 +30,7 @@ from cute_kernels.mla.few_heads.config import (
     LATENT_STEPS,
     MATRIX_BYTES,
     NUM_TILES,
+    PARTIAL,
     ROPE_OFFSET,
     ROPE_STEPS,
     ROW_BYTES,
@@ -315,7 +316,7 @@ class Scorer:
                 factor = self.finish_row(results, highest, whole, query_row, work.first_head + head)
                 factor = factor * ptx.exp2(maximum - highest)
             elif work.shape.num_parts > 1:
-                ptx.store_global(partial_stats(results, work.shape, query_row, work.part), [maximum, total])
+                ptx.store_global(partial_stats(results, work.shape, query_row, work.part, PARTIAL), [maximum, total])
             else:
                 factor = self.finish_row(results, maximum, total, query_row, work.first_head + head)
         for tile in cutlass.range_constexpr(NUM_TILES):
