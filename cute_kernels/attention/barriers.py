@@ -9,6 +9,7 @@ from cute_kernels.sm90 import WARP_THREADS
 # Barrier 0 is that of all threads, which no warp takes part in after the ring is ready.
 READY, ATTENDING, COPYING = 1, 2, 3
 FIRST_WARPGROUP = 4  # of as many as there are warpgroups
+FIRST_TURN = 8  # of two warpgroups that take turns
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 
@@ -45,3 +46,13 @@ def sync_warpgroup(number) -> None:
 def any_of_warpgroup(number, condition):
     """As :func:`sync_warpgroup`; 1 if ``condition`` is not 0 in any of the threads, else 0."""
     return numbers.barrier_any(condition, FIRST_WARPGROUP + number, WARPGROUP_THREADS)
+
+
+def await_turn(number) -> None:
+    """One of two warpgroups waits until the other one has passed the turn."""
+    cute.arch.barrier(barrier_id=FIRST_TURN + number, number_of_threads=2 * WARPGROUP_THREADS)
+
+
+def pass_turn(number) -> None:
+    """One of two warpgroups lets the other one have its turn; it does not wait."""
+    cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - number, number_of_threads=2 * WARPGROUP_THREADS)

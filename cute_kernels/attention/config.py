@@ -343,8 +343,8 @@ class DecodeConfig:
             return f"warpgroups of head_dim {self.head_dim}, v_head_dim {self.v_head_dim}, not of 128"
         if self.blocks_per_warp != MAX_BLOCKS_PER_WARP or self.blocks_per_slice != 1 or self.num_roles != 1:
             return "warpgroups want 4 blocks of queries, one of tokens, and one role"
-        if self.num_slices % WARPGROUP_WARPS:
-            return f"warpgroups of {self.num_slices} slices, not of a multiple of {WARPGROUP_WARPS}"
+        if self.num_slices != 2 * WARPGROUP_WARPS:
+            return f"warpgroups of {self.num_slices} slices, not of the {2 * WARPGROUP_WARPS} of two that take turns"
         return None
 
 

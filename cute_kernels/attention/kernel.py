@@ -379,46 +379,60 @@ class DecodeKernel:
     @cute.jit
     def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
         """One unit; ``stage`` and ``phase`` are the ring's position."""
-        config, roles, warp, lane = self.config, cta.roles, cta.warp, cta.lane
+        config = self.config
         if const_expr(config.lends_registers):
             cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
-        tiles = cta.tiles
-        full, empty = cta.barriers, cta.barriers + config.num_stages
+        empty = cta.barriers + config.num_stages
         token, stride = work.first_token(config), work.num_parts * config.tile_tokens
-        keys = self.key_reader.make_state(lane, roles.head, roles.slice_index)
-        self.key_reader.take_query(keys, query, cta.softmax_scale)
-        self.place_queries(cta, keys)
-        v_scale = cta.given.of_values(work.place.first_head + roles.head)
-        values = self.value_reader.make_state(lane, roles.head, roles.slice_index, v_scale, keys)
-        logits = self.logits.open(cta.features, work, roles, keys.t)
-        state = WarpState(keys, values, _Softmax(config.columns), logits)
-
+        state = self.open_state(cta, work, query)
         while token < work.length:
-            cute.arch.mbarrier_wait(full + stage, phase)
-            if token + config.tile_tokens > work.length:
-                # The request's last tile: the rows behind its end must not count, whatever they hold.
-                self.copier.clear_rows(tiles, stage, work.length - token, warp * WARP_THREADS + lane)
-                sync_attending(config)
-            if const_expr(config.features.window):
-                hidden = work.hidden_tokens(cta.features.window) - token
-                if hidden > 0:
-                    # Rows that no query sees may be anything too, and their pages gone.
-                    self.copier.clear_first_rows(tiles, stage, hidden, warp * WARP_THREADS + lane)
-                    sync_attending(config)
-            masked = self.logits.is_masked(logits, token, config.tile_tokens)
-            first_token = token + roles.slice_index * config.slice_tokens
-            addresses = self.copier.stage_addresses(tiles, stage)
+            self.await_tile(cta, work, token, stage, phase)
+            masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
+            first_token = token + cta.roles.slice_index * config.slice_tokens
+            addresses = self.copier.stage_addresses(cta.tiles, stage)
             for block in cutlass.range_constexpr(config.blocks_per_slice):
                 self.attend(state, addresses, block, masked, first_token + block * BLOCK_TOKENS)
             # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
             if (stage == config.num_stages - 1) & (phase == 1):
                 self.value_reader.recentre(state.values)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
+            self.give_back(cta, empty, stage)
             token = token + stride
             stage, phase = advance(stage, phase, config.num_stages)
         self.finish(cta, work, state)
+
+    def open_state(self, cta, work, query):
+        """What a warp keeps of a unit from tile to tile."""
+        roles = cta.roles
+        keys = self.key_reader.make_state(cta.lane, roles.head, roles.slice_index)
+        self.key_reader.take_query(keys, query, cta.softmax_scale)
+        self.place_queries(cta, keys)
+        v_scale = cta.given.of_values(work.place.first_head + roles.head)
+        values = self.value_reader.make_state(cta.lane, roles.head, roles.slice_index, v_scale, keys)
+        logits = self.logits.open(cta.features, work, roles, keys.t)
+        return WarpState(keys, values, _Softmax(self.config.columns), logits)
+
+    @cute.jit
+    def await_tile(self, cta, work, token: Int32, stage: Int32, phase: Int32):
+        """Waits for the tile that begins with ``token``, and clears its rows that no query sees."""
+        config, warp, lane = self.config, cta.warp, cta.lane
+        cute.arch.mbarrier_wait(cta.barriers + stage, phase)
+        if token + config.tile_tokens > work.length:
+            # The request's last tile: the rows behind its end must not count, whatever they hold.
+            self.copier.clear_rows(cta.tiles, stage, work.length - token, warp * WARP_THREADS + lane)
+            sync_attending(config)
+        if const_expr(config.features.window):
+            hidden = work.hidden_tokens(cta.features.window) - token
+            if hidden > 0:
+                # Rows that no query sees may be anything too, and their pages gone.
+                self.copier.clear_first_rows(cta.tiles, stage, hidden, warp * WARP_THREADS + lane)
+                sync_attending(config)
+
+    @cute.jit
+    def give_back(self, cta, empty, stage: Int32):
+        """The warp is done with the tile in ``stage``."""
+        cute.arch.sync_warp()
+        if cta.lane == 0:
+            cute.arch.mbarrier_arrive(empty + stage)
 
     def finish(self, cta, work, state):
         """Hands over what the warp has summed up."""

@@ -6,8 +6,12 @@ all four slices in a quarter of the columns (:mod:`.readers.warpgroup`). So they
 probabilities as of the reference they have; the barrier after which these are read also tells whether one of them was
 too large for it. Only then is it raised, and are they written again: after the first tile hardly ever.
 
+Two warpgroups take turns with their products, as FlashAttention-3's do (Shah et al. 2024): one's softmax is behind the
+other's products. So a turn has all of a warpgroup's products at once, P V of the tile before and then the scores of the
+next one, with the softmax of a whole tile between two turns.
+
 Probabilities have two places in turn: a warp that writes tile i + 2's has met the others at the barrier of tile i + 1,
-before which they were done with tile i's.
+before which they have waited for the products of tile i's.
 """
 
 from __future__ import annotations
@@ -17,18 +21,35 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.attention.barriers import any_of_warpgroup, sync_attending, sync_warpgroup
-from cute_kernels.attention.config import BLOCK_QUERIES, EXCHANGE_BYTES, PAIR_BYTES, WARPGROUP_WARPS, WGMMA_QUERIES
+from cute_kernels.attention.barriers import (
+    WARPGROUP_THREADS,
+    any_of_warpgroup,
+    await_turn,
+    pass_turn,
+    sync_attending,
+    sync_warpgroup,
+)
+from cute_kernels.attention.config import (
+    ATTENDING_REGISTERS,
+    BLOCK_QUERIES,
+    EXCHANGE_BYTES,
+    PAIR_BYTES,
+    WARPGROUP_WARPS,
+    WGMMA_QUERIES,
+)
 from cute_kernels.attention.kernel import RESCALE_SLACK, DecodeKernel
 from cute_kernels.attention.readers.warpgroup import ROW_HALVES
 from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.ring import advance
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.tile import BLOCK_TOKENS, block_token
 
 MAX_TOTAL = 2.0**36  # of a lane's probabilities of a tile, where the scales of V are too small to bound them
 HALF_ROWS = ROW_HALVES // 2  # of a lane in one m64 tile of scores
+CLEAR_BYTES = 16  # that a thread clears at once
 
 
 @dataclass(frozen=True)
@@ -40,7 +61,8 @@ class Rows:
         s: register tensor [j, column] of what :meth:`WarpgroupKernel.logit` makes logits of.
         lines: [j] what it takes for that.
         headers: [j] of the rows of V.
-        sums: register tensor [2, column], of all rows: of probabilities, and of those times shifts of V.
+        sums: register tensor [2, column]: of the probabilities of all rows; of those times shifts of V, on top of what
+            all tiles before have.
     """
 
     first: int
@@ -60,7 +82,7 @@ class Warpgroup:
         lane: of the warp's.
         exchange: shared address of what its warps tell each other.
         probabilities: shared address of two places for a tile's probabilities.
-        turn: register tensor of one number, bytes from there to the place of the next tile's.
+        offset: register tensor of one number, bytes from there to the place of the next tile's.
     """
 
     number: Any
@@ -68,11 +90,19 @@ class Warpgroup:
     lane: Any
     exchange: Any
     probabilities: Any
-    turn: Any
+    offset: Any
 
     def operand(self):
         """Shared address of the next tile's probabilities."""
-        return self.probabilities + self.turn[0]
+        return self.probabilities + self.offset[0]
+
+    def last_operand(self, size: int):
+        """Shared address of the last tile's; ``size``: bytes of a place."""
+        return self.probabilities + (size - self.offset[0])
+
+    def go_on(self, size: int):
+        """What was the next tile is the last one."""
+        self.offset[0] = size - self.offset[0]
 
 
 class WarpgroupKernel(DecodeKernel):
@@ -86,11 +116,12 @@ class WarpgroupKernel(DecodeKernel):
         keys.query_sum_address = cta.queries + config.sum_offset
         keys.centres = cta.queries + config.centre_offset + 4 * WGMMA_QUERIES * cta.warp
         number = cta.warp // WARPGROUP_WARPS
-        turn = cute.make_rmem_tensor(1, Int32)
-        turn[0] = Int32(0)
+        offset = cute.make_rmem_tensor(1, Int32)
+        offset[0] = Int32(0)
         probabilities = cta.queries + config.probability_offset + 2 * config.probability_bytes * number
         exchange = cta.queries + config.exchange_offset + EXCHANGE_BYTES * number
-        keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, turn)
+        keys.warpgroup = Warpgroup(number, cta.warp % WARPGROUP_WARPS, cta.lane, exchange, probabilities, offset)
+        self.clear_probabilities(keys.warpgroup)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_attending(config)
 
@@ -101,18 +132,74 @@ class WarpgroupKernel(DecodeKernel):
             self.key_reader.store_query(keys, cta.queries)
 
     @cute.jit
+    def clear_probabilities(self, warpgroup):
+        """Zeros for the first turn, in which there is no tile before."""
+        size = self.config.probability_bytes
+        place = warpgroup.last_operand(size) + CLEAR_BYTES * (warpgroup.warp * WARP_THREADS + warpgroup.lane)
+        for offset in cutlass.range_constexpr(0, size, CLEAR_BYTES * WARPGROUP_THREADS):
+            ptx.store_shared_zero16(place, offset)
+
+    @cute.jit
+    def attend_tiles(self, cta, work, query, stage: Int32, phase: Int32):
+        """As the base class has it, but that the values of a tile are multiplied in the turn of the next one."""
+        config = self.config
+        if const_expr(config.lends_registers):
+            cute.arch.setmaxregister_increase(ATTENDING_REGISTERS)
+        empty = cta.barriers + config.num_stages
+        token, stride = work.first_token(config), work.num_parts * config.tile_tokens
+        state = self.open_state(cta, work, query)
+        number = state.keys.warpgroup.number
+        self.give_first_turn(number)
+        before = stage  # where the last tile lies; no tile yet: one that has come, times probabilities of zero
+        while token < work.length:
+            # All attending warps meet where rows are cleared: before turns.
+            self.await_tile(cta, work, token, stage, phase)
+            await_turn(number)
+            self.start_products(cta, state, before)
+            if token > work.first_token(config):
+                self.give_back(cta, empty, before)
+            masked = self.logits.is_masked(state.logits, token, config.tile_tokens)
+            first_token = token + cta.roles.slice_index * config.slice_tokens
+            self.attend(state, self.copier.stage_addresses(cta.tiles, stage), 0, masked, first_token)
+            # Every other time round the ring: often enough, and without a counter of its own; not at the first tile.
+            if (stage == config.num_stages - 1) & (phase == 1):
+                self.value_reader.recentre(state.values)
+            token = token + stride
+            before = stage
+            stage, phase = advance(stage, phase, config.num_stages)
+        if token > work.first_token(config):
+            self.start_products(cta, state, before)
+            self.value_reader.wait_for(state.values, [], 0)
+        self.finish(cta, work, state)
+
+    @cute.jit
+    def give_first_turn(self, number):
+        if number == 1:
+            pass_turn(number)
+
+    def start_products(self, cta, state, stage: Int32):
+        """Starts adding P V of the last tile, which lies in ``stage``."""
+        place = cute.arch.make_warp_uniform(state.keys.warpgroup.last_operand(self.config.probability_bytes))
+        address = self.copier.stage_addresses(cta.tiles, stage)[1]
+        self.value_reader.start_products(state.values, address, wgmma.descriptor(place))
+
+    @cute.jit
     def attend(self, state, addresses, block: int, masked, first_token: Int32):
-        """Logits, online softmax and P V of the 128 tokens of a warpgroup; arguments as the base class has them."""
+        """Logits and online softmax of the 128 tokens of a warpgroup; arguments as the base class has them.
+
+        Passes the turn. When it returns, no products are running, and probabilities are where all warps see them.
+        """
         keys, values = state.keys, state.values
         key_headers = self.key_reader.load_headers(keys, addresses[0])
         headers = self.value_reader.load_scales(values, addresses[1], 0)
         started = [self.key_reader.start_scores(keys, addresses[0], half) for half in range(2)]
-        probabilities = wgmma.descriptor(cute.arch.make_warp_uniform(keys.warpgroup.operand()))
+        pass_turn(keys.warpgroup.number)
         sums = cute.make_rmem_tensor(2 * self.config.columns, Float32)
+        totals = self.key_reader.load_query_sums(keys)
         halves = []
         for half in cutlass.range_constexpr(2):
             # The second half's dot products are made while the first one has its softmax.
-            dots = wgmma.wait_for(started[half], 1 - half)
+            dots = self.value_reader.wait_for(values, started[half], 1 - half)
             first = HALF_ROWS * half
             own = slice(first, first + HALF_ROWS)
             s = cute.make_rmem_tensor(HALF_ROWS * self.config.columns, Float32)
@@ -120,9 +207,8 @@ class WarpgroupKernel(DecodeKernel):
             tokens = [first_token + block_token(self.config.token_bits, keys.g, first + j) for j in range(HALF_ROWS)]
             self.logits.apply(state.logits, s, keys.score_scale, tokens, masked)
             rows = Rows(first, s, lines, headers[own], sums)
-            halves.append((rows, self.write_probabilities(state, rows)))
+            halves.append((rows, self.write_probabilities(state, rows, totals)))
         self.share_probabilities(state, [rows for rows, _ in halves], halves[0][1] | halves[1][1])
-        self.value_reader.multiply(values, addresses[1], probabilities)
 
     def place_scores(self, keys, s, sums, headers):
         """Writes what :meth:`logit` makes logits of into s [j][column]; the lines [j] that it takes.
@@ -149,19 +235,24 @@ class WarpgroupKernel(DecodeKernel):
         again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         while again != 0:
             self.raise_shared_maximum(state, halves)
-            exceeds = self.write_probabilities(state, halves[0]) | self.write_probabilities(state, halves[1])
+            totals = self.key_reader.load_query_sums(state.keys)
+            exceeds = False
+            for rows in halves:
+                exceeds = exceeds | self.write_probabilities(state, rows, totals)
             cute.arch.fence_proxy("async.shared", space="cta")
             again = any_of_warpgroup(warpgroup.number, Int32(exceeds))
         sums = halves[0].sums
         for column in cutlass.range_constexpr(columns):
             state.softmax.total[column] = state.softmax.total[column] + sums[column]
-        self.value_reader.add_shifts(state.values, [sums[columns + column] for column in range(columns)])
-        warpgroup.turn[0] = self.config.probability_bytes - warpgroup.turn[0]
+            state.values.shift_sums[column] = sums[columns + column]
+        warpgroup.go_on(self.config.probability_bytes)
 
-    def write_probabilities(self, state, rows):
-        """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16."""
+    def write_probabilities(self, state, rows, totals):
+        """Writes P * scale of V; into ``rows.sums`` those of P and of P * shift. Whether one is too large for fp16.
+
+        totals: sums of the queries, by column.
+        """
         columns, sums = self.config.columns, rows.sums
-        totals = self.key_reader.load_query_sums(state.keys)
         probabilities = [
             [ptx.exp2(self.logit(rows, totals, j, column, -state.softmax.maximum[column])) for column in range(columns)]
             for j in range(HALF_ROWS)
@@ -172,10 +263,11 @@ class WarpgroupKernel(DecodeKernel):
         most = Float32(0.0)
         for column in range(columns):
             p = [row[column] for row in probabilities]
-            shifted = p[0] * shifts[0] if rows.first == 0 else ptx.fma(p[0], shifts[0], sums[columns + column])
-            sums[columns + column] = ptx.fma(p[1], shifts[1], shifted)
+            shifted = state.values.shift_sums[column] if rows.first == 0 else sums[columns + column]
+            sums[columns + column] = ptx.fma(p[1], shifts[1], ptx.fma(p[0], shifts[0], shifted))
             sums[column] = p[0] + p[1] if rows.first == 0 else sums[column] + (p[0] + p[1])
-            most = ptx.fmax(most, sums[column])
+            if rows.first > 0:
+                most = ptx.fmax(most, sums[column])
         product = ptx.fmax(ptx.half2_low_to_float(largest), ptx.half2_high_to_float(largest))
         return (product > 2.0**RESCALE_SLACK) | (most > MAX_TOTAL)
 

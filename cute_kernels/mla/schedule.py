@@ -56,9 +56,12 @@ class Rate:
 WIDE = Rate(BLOCK_HEADS, 2.8, 7.3)
 CROSSING = Rate(BLOCK_HEADS, 2.2, 6.8)
 COPYING = Rate(BLOCK_HEADS, 1.55, 6.8)  # tokens of 16-bit numbers
-FEW_HEADS = tuple(
-    Rate(*rate, value_bytes=PARTIALS[FewHeadsConfig.partials].value_bytes)
-    for rate in ((8, 1.7, 3.3), (16, 1.72, 3.7), (32, 2.88, 4.1), (SERVED_CLUSTER[0], 1.65, 6.9, SERVED_CLUSTER[1]))
+FEW_HEADS_BYTES = PARTIALS[FewHeadsConfig.partials].value_bytes
+FEW_HEADS = (
+    Rate(8, 1.7, 3.3, value_bytes=FEW_HEADS_BYTES),
+    Rate(16, 1.72, 3.7, value_bytes=FEW_HEADS_BYTES),
+    Rate(32, 2.88, 4.1, value_bytes=FEW_HEADS_BYTES),
+    Rate(SERVED_CLUSTER[0], 1.65, 6.9, SERVED_CLUSTER[1], FEW_HEADS_BYTES),
 )
 
 

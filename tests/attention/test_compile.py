@@ -120,12 +120,12 @@ def test_tensor_cores_do_no_more_than_they_must(found: DecodeConfig, measured: d
 
     Groups of an odd number of 8 columns take half as many columns to an MMA. Shifts of INT4 keys with four groups of at
     least 16 columns take one more for a tile, with eight two. Warpgroups multiply 64 rows, 16 columns and all their
-    queries at a time.
+    queries at a time, and values in two places: of the tile before, and of the last one.
     """
     (kernel,) = measured[DecodeSpec(found).symbol]
     if found.warpgroups:
         tokens = WARPGROUP_WARPS * found.slice_tokens
-        assert kernel["opcodes"]["HGMMA"] == tokens * sum(found.head_dims) // (64 * 16)
+        assert kernel["opcodes"]["HGMMA"] == tokens * (found.head_dim + 2 * found.v_head_dim) // (64 * 16)
         assert "HMMA" not in kernel["opcodes"]
         return
     columns = 0

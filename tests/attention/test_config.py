@@ -53,7 +53,7 @@ def test_what_ships_can_be_implemented(config: DecodeConfig):
         (change(WARPGROUPS, head_dim=64), "warpgroups of head_dim 64, v_head_dim 128, not of 128"),
         (change(WARPGROUPS, blocks_per_warp=2), "warpgroups want 4 blocks of queries, one of tokens, and one role"),
         (change(WARPGROUPS, num_query_blocks=2), "warpgroups want 4 blocks of queries, one of tokens, and one role"),
-        (change(WARPGROUPS, num_slices=2), "warpgroups of 2 slices, not of a multiple of 4"),
+        (change(WARPGROUPS, num_slices=2), "warpgroups of 2 slices, not of the 8 of two that take turns"),
         (change(INT4, ctas_per_sm=8), "8 CTAs of .* bytes exceed the 232448 bytes of an SM"),
     ],
 )

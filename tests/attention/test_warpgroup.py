@@ -35,6 +35,7 @@ CONFIG = dataclasses.replace(
 SOFTMAX_SCALE = 0.11
 QUERIES, HEAD_DIM, TOKENS, WARPS = 32, 128, 128, 4
 GROUP = 1  # the second of the CTA: what lies before it must be stepped over
+ADDRESSES = (Int32(0), Int32(CONFIG.tile_bytes[0]))  # of the tile's keys and values
 COLUMNS = [column // 2 * 8 + 2 * COLUMN + column % 2 for column in range(8)]  # query of each lane's column
 
 
@@ -52,6 +53,9 @@ class Machine(Warp):
                 matrix[ROW, 2 * COLUMN + half] = warp.halves(word)[:, half]
             chunks[places[8 * index : 8 * index + 8] // 16] = matrix.T if transpose else matrix
 
+    def store_shared_zero16(self, address: Lanes, offset: int) -> None:
+        self.store_shared(address, offset, [warp.Uint32(0)] * 4)
+
     def max_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         pair = [warp.halves(word).view(np.float16) for word in (a, b)]
         return warp.from_halves(np.fmax(*pair).view(np.uint16))
@@ -67,6 +71,7 @@ class Machine(Warp):
         return SimpleNamespace(
             fence=list,
             commit=lambda: None,
+            wait=lambda pending: None,
             wait_all=list,
             wait_for=lambda sums, pending: list(sums),
             descriptor=lambda address: int(np.unique(address).item()),
@@ -92,7 +97,7 @@ class Machine(Warp):
 
 
 METHODS = ("attend", "place_scores", "share_probabilities", "write_probabilities", "logit")
-METHODS += ("raise_shared_maximum", "tell", "join")
+METHODS += ("raise_shared_maximum", "tell", "join", "clear_probabilities", "start_products")
 
 
 def plain(name: str) -> Any:
@@ -137,10 +142,12 @@ class Rig:
         self.barrier, self.votes = threading.Barrier(WARPS), {}
         monkeypatch.setattr(warpgroup, "sync_warpgroup", lambda _: self.barrier.wait(20))
         monkeypatch.setattr(warpgroup, "any_of_warpgroup", self.vote)
+        monkeypatch.setattr(warpgroup, "pass_turn", lambda _: None)
         monkeypatch.setattr(group_readers, "cute", SimpleNamespace(make_rmem_tensor=Registers, arch=arch))
         made: Any = readers.make_readers(CONFIG)
         self.keys, self.sums = made
-        self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums)
+        copier = SimpleNamespace(stage_addresses=lambda tiles, stage: ADDRESSES)
+        self.kernel: Any = SimpleNamespace(config=CONFIG, key_reader=self.keys, value_reader=self.sums, copier=copier)
         for name in METHODS:
             setattr(self.kernel, name, plain(name).__get__(self.kernel))
 
@@ -163,11 +170,12 @@ class Rig:
         keys.query_operand = self.query_start
         if index == 0:
             self.keys.store_query(keys, Int32(self.query_start))
-        turn = Registers(1, Int32)
-        turn[0] = Int32(0)
+        offset = Registers(1, Int32)
+        offset[0] = Int32(0)
         first = Int32(self.query_start + CONFIG.probability_offset + 2 * CONFIG.probability_bytes * GROUP)
         exchange = Int32(self.query_start + CONFIG.exchange_offset + 1024 * GROUP)
-        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, turn)
+        keys.warpgroup = Warpgroup(GROUP, Int32(index), Int32(LANES), exchange, first, offset)
+        self.kernel.clear_probabilities(keys.warpgroup)
         softmax = SimpleNamespace(maximum=Registers(8, Float32), total=Registers(8, Float32))
         softmax.maximum.fill(LOWEST)
         return WarpState(keys, values, softmax, None)
@@ -199,8 +207,7 @@ class Rig:
         kernel = SimpleNamespace(**vars(self.kernel), logits=SimpleNamespace(transforms=changed, apply=apply))
         for name in METHODS:
             setattr(kernel, name, plain(name).__get__(kernel))
-        addresses = (Int32(0), Int32(CONFIG.tile_bytes[0]))
-        kernel.attend(state, addresses, 0, False, Int32(BLOCK_TOKENS * index))
+        kernel.attend(state, ADDRESSES, 0, False, Int32(BLOCK_TOKENS * index))
 
     def run(self, biases: Sequence[np.ndarray], recentre: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """(outputs, log2 of the sum of exponentials) after as many tiles as there are biases."""
@@ -209,10 +216,13 @@ class Rig:
 
         def work(index: int) -> None:
             state = states[index]
+            cta = SimpleNamespace(tiles=None)
             for bias in biases:
+                self.kernel.start_products(cta, state, 0)
                 self.attend(index, state, bias)
                 if recentre:
                     self.sums.recentre(state.values)
+            self.kernel.start_products(cta, state, 0)
             self.kernel.join(state)
             totals = [np.asarray(total).reshape(8, 4).sum(axis=0)[COLUMN] for total in state.softmax.total]
             for column, first, run in self.sums.outputs(state.values):
@@ -284,13 +294,14 @@ def test_values_whose_scales_are_tiny_do_not_overflow(monkeypatch):
 def test_probabilities_have_two_places_beside_the_queries_wherever_these_are(start, number):
     """Shared memory is aligned to 1024 bytes, not to the size of a place."""
     size, places = CONFIG.probability_bytes, []
-    turn = Registers(1, Int32)
-    turn[0] = Int32(0)
+    offset = Registers(1, Int32)
+    offset[0] = Int32(0)
     first = Int32(start + CONFIG.probability_offset + 2 * size * number)
-    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, turn)
+    place = Warpgroup(number, Int32(0), Int32(LANES), None, first, offset)
     for _ in range(4):
         places.append(int(np.unique(place.operand()).item()))
-        turn[0] = Int32(size) - turn[0]
+        place.go_on(size)
+        assert (place.last_operand(size) == places[-1]).all()
     queries = start + CONFIG.probability_offset
     assert places == 2 * [queries + 2 * size * number, queries + size * (2 * number + 1)]
     assert CONFIG.exchange_offset == CONFIG.probability_offset + 4 * size
@@ -321,3 +332,82 @@ def test_no_access_has_bank_conflicts_and_every_code_is_read_by_one_warp(monkeyp
     assert len(set(seen)) == len(seen) == TOKENS * HEAD_DIM // 4  # half words
     for access in rig.machine.accesses:
         assert banks.report(access.addresses, access.width, access.kind).conflicts == 0
+
+
+class NamedBarriers:
+    """What `bar.sync` and `bar.arrive` do to whole warpgroups: a barrier is passed when both have come to it."""
+
+    def __init__(self):
+        self.changed, self.arrived = threading.Condition(), {}
+
+    def arrive(self, barrier: str) -> int:
+        with self.changed:
+            self.arrived[barrier] = self.arrived.get(barrier, 0) + 1
+            self.changed.notify_all()
+            return -(-self.arrived[barrier] // 2)
+
+    def sync(self, barrier: str) -> None:
+        times = self.arrive(barrier)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.arrived[barrier] >= 2 * times, 10), f"nobody comes to {barrier}"
+
+
+@pytest.mark.parametrize("tiles", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_warpgroups_take_turns_with_the_products_of_a_tile_and_the_next(tiles, stage, monkeypatch):
+    """Also where all warps meet in the last tile; every tile is given back once, when its values have been read."""
+    barriers, events = NamedBarriers(), []
+    arch = SimpleNamespace(setmaxregister_increase=lambda _: None)
+    monkeypatch.setattr(warpgroup, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr(warpgroup, "advance", lambda stage, phase, count: ((stage + 1) % count, phase))
+    monkeypatch.setattr(warpgroup, "await_turn", lambda number: barriers.sync(f"turn {number}"))
+    monkeypatch.setattr(warpgroup, "pass_turn", lambda number: barriers.arrive(f"turn {1 - number}"))
+    work = SimpleNamespace(length=TOKENS * tiles, num_parts=1, first_token=lambda config: 0)
+    config = SimpleNamespace(lends_registers=True, num_stages=4, tile_tokens=TOKENS, slice_tokens=BLOCK_TOKENS)
+
+    def run(number: int) -> None:
+        reader = SimpleNamespace(recentre=lambda _: None, wait_for=lambda *_: events.append((number, "end")))
+
+        def await_tile(cta, work, token, stage, phase):
+            if token + TOKENS >= work.length:
+                barriers.sync("attending")
+
+        def attend(state, addresses, *_):
+            events.append((number, "scores", addresses))
+            warpgroup.pass_turn(number)
+
+        kernel = SimpleNamespace(
+            config=config,
+            value_reader=reader,
+            open_state=lambda *_: SimpleNamespace(
+                keys=SimpleNamespace(warpgroup=SimpleNamespace(number=number)), values=None, logits=None
+            ),
+            await_tile=await_tile,
+            start_products=lambda cta, state, stage: events.append((number, "values", stage)),
+            give_back=lambda cta, empty, stage: events.append((number, "back", stage)),
+            logits=SimpleNamespace(is_masked=lambda *_: False),
+            copier=SimpleNamespace(stage_addresses=lambda tiles, stage: stage),
+            attend=attend,
+            finish=lambda *_: None,
+        )
+        kernel.give_first_turn = plain("give_first_turn").__get__(kernel)
+        cta = SimpleNamespace(barriers=96, tiles=None, roles=SimpleNamespace(slice_index=0))
+        plain("attend_tiles")(kernel, cta, work, None, stage, 0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    turns = [event[0] for event in events if event[1] == "scores"]
+    assert turns == [0, 1] * tiles
+    for number in range(2):
+        own, want = [event[1:] for event in events if event[0] == number], []
+        for place in range(stage, stage + tiles):
+            before = (max(stage, place - 1)) % 4
+            want += [("values", before), *[("back", before)] * (place > stage), ("scores", place % 4)]
+        assert own == [*want, *[("values", (stage + tiles - 1) % 4), ("end",)] * (tiles > 0)]
+    # Nobody else's products between the two of a turn.
+    last = {
+        number: max(i for i, e in enumerate(events) if e[:2] == (number, "values"))
+        for number in range(2 if tiles else 0)
+    }
+    owners = [e[0] for i, e in enumerate(events) if e[1] in ("values", "scores") and i not in last.values()]
+    assert owners == [0, 0, 1, 1] * tiles

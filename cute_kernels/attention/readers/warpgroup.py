@@ -36,6 +36,7 @@ BOX_STEPS = WGMMA_ROW_BYTES // wgmma.STEP_BYTES
 LEAST_SCALE = 2.0**-126
 ROW_HALVES = 4  # of a block of 32 tokens
 STEPS_AT_ONCE = 2  # k16 steps of P V whose operands are handed over together
+VALUE_GROUPS = 2  # of P V of a tile: registers of the first one's operands are free while the second one is running
 
 
 def chunk_offset(chunk: int) -> tuple[int, int]:
@@ -191,8 +192,11 @@ class WarpgroupValueReader(Int4ValueReader):
             for pair in range(2)
         ]
 
-    def multiply(self, state: State, tile_address: Int32, probabilities):
-        """Adds P V of the warpgroup's tokens; probabilities: their descriptor."""
+    def start_products(self, state: State, tile_address: Int32, probabilities):
+        """Starts adding P V of the warpgroup's tokens; probabilities: their descriptor.
+
+        The codes have been read when it returns. Until a wait the accumulators are the tensor cores'.
+        """
         words, mmas = self.load_codes(state, tile_address), range(self.unit_mmas)
         sums = [[state.accumulators[place] for place in places] for places in self._places]
         for first in range(0, len(words), STEPS_AT_ONCE):
@@ -209,15 +213,25 @@ class WarpgroupValueReader(Int4ValueReader):
                 for m in mmas:
                     start = 4 * (self.unit_mmas * i + m)
                     sums[m] = wgmma.mma(sums[m], ready[start : start + 4], b, dtype="f16")
-        wgmma.commit()
-        finished = wgmma.wait_all([value for total in sums for value in total])
-        for place, value in zip((place for places in self._places for place in places), finished, strict=True):
-            state.accumulators[place] = value
+            if (first + STEPS_AT_ONCE) % (len(words) // VALUE_GROUPS) == 0:
+                wgmma.commit()
+        wgmma.wait(VALUE_GROUPS - 1)
+        self._set_accumulators(state, [value for total in sums for value in total])
 
-    def add_shifts(self, state: State, sums):
-        """Adds sums of P * shift, by column."""
-        for column, value in enumerate(sums):
-            state.shift_sums[column] = state.shift_sums[column] + value
+    def wait_for(self, state: State, sums, pending: int) -> list[Any]:
+        """Waits for all products but the last ``pending`` groups; the accumulators are there then, and so are ``sums``.
+
+        sums: of other products that will have ended.
+        """
+        own = [state.accumulators[place] for places in self._places for place in places]
+        finished = wgmma.wait_for([*own, *sums], pending)
+        self._set_accumulators(state, finished[: len(own)])
+        return finished[len(own) :]
+
+    def _set_accumulators(self, state: State, values):
+        """``values`` in the order of the registers of the MMAs."""
+        for place, value in zip((place for places in self._places for place in places), values, strict=True):
+            state.accumulators[place] = value
 
     def shift(self, header):
         """The shift in a header, fp32."""
