@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
@@ -63,6 +65,7 @@ WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
     WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, num_stages=3, splits_k=True, cluster=2),
 ]
+SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, num_stages=4, splits_k=True)
 
 
 @pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)
@@ -87,6 +90,17 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
     assert sum(opcode.startswith("HGMMA") for _, opcode, _ in loop) == config.unit_steps * config.m_tiles
     assert machine_code.early_writes(loop) == []
+
+
+@pytest.mark.parametrize("config, per_step", [(SQUARE, 4), (replace(SQUARE, bits=8, chunk=32), 8)])
+def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: int, tmp_path):
+    """One LOP3 for two codes of 4 bits, two of 8: masks are in registers of each lane, none is made or copied again."""
+    artifact = default_cache().artifact(WgmmaSpec(config), "sm_90a")
+    loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
+    steps = config.unit_steps
+    assert per_step * steps <= sum(opcode.startswith("LOP3") for _, opcode, _ in loop) <= per_step * steps + 2
+    copies = [operands for _, opcode, operands in loop if opcode.startswith(("IMAD.U32", "MOV")) and ", UR" in operands]
+    assert len(copies) <= 2
 
 
 def test_an_early_write_is_seen():

@@ -16,7 +16,7 @@ BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
 CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
-CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time
+CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -48,6 +48,7 @@ class WgmmaConfig:
         unit_k: inputs of a unit.
         group_steps: k16 steps that are decoded, then multiplied, at a time: a commit group of MMAs.
         num_stages: stages of the ring.
+        chunk: rows of x that a warpgroup stores at a time, at most; fewer leave room for another stage.
         splits_k: whether K may be cut into parts.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
@@ -65,6 +66,7 @@ class WgmmaConfig:
     unit_k: int = 64
     group_steps: int = 2
     num_stages: int = 5
+    chunk: int = CHUNK_TOKENS
     splits_k: bool = False
     cluster: int = 1
     synchronous: bool = False
@@ -169,7 +171,7 @@ class WgmmaConfig:
     @property
     def chunk_tokens(self) -> int:
         """Tokens that a warpgroup stores at a time."""
-        return min(CHUNK_TOKENS, self.own_tokens)
+        return min(self.chunk, self.own_tokens)
 
     @property
     def staging_pitch(self) -> int:
@@ -209,7 +211,8 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else ''}"
-        return f"linear_wgmma_{weight}_{shape}_{groups}r{self.num_stages}{split}"
+        ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
+        return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -226,6 +229,7 @@ class WgmmaConfig:
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
             "group_steps": (1, 2, 4),
+            "chunk": (32, 64),
             "cluster": CLUSTERS,
         }
         for field, wanted in choices.items():

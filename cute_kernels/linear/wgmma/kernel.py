@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.decode import Decoder
+from cute_kernels.linear.decode import Decoder, PairDecoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
@@ -77,7 +77,7 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder = Decoder(config.bits, config.dtype)
+        self.decoder: Decoder = PairDecoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -330,8 +330,16 @@ class WgmmaKernel:
             + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
             + lane * FRAGMENT_BYTES,
             row=first_tile * TILE_N + row_warp * 16 + lane // 4,
-            masks=self.decoder.masks(Uint32(shape.m >> 31)),
+            masks=self.decoder.masks(self.nothing(shape, lane)),
         )
+
+    def nothing(self, shape, lane):
+        """0 that the compiler does not know, and takes for different in each lane.
+
+        A mask made of what all lanes share may be kept in a uniform register, which LOP3 cannot read beside a constant:
+        each would be a copy and a LOP3.
+        """
+        return Uint32((shape.m + lane) >> 31)
 
     @cute.jit
     def multiply(self, operands, shape, memory, items, warp, lane):
@@ -513,7 +521,7 @@ class WgmmaKernel:
             at = (first_tile + tile) * (config.unit_groups * TILE_N) + group * TILE_N + row
             found = [ptx.load_shared_part(scales + at * 2, 16 * half, 2) for half in range(2)]
             pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in found]
-            points = [Uint32(self.decoder.symmetric_zero)] * 2
+            points = [self.decoder.symmetric_zero] * 2
             if config.zero_point:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
             groups.append((pairs, self.decoder.offsets(points)))
@@ -535,7 +543,7 @@ class WgmmaKernel:
                 tile = self.weight_tile(shape, item, first_tile + i)
                 row = Int64(tile) * TILE_N + place.row % TILE_N
                 words = [numbers.load_global_part(operands.scales + row * 2, 16 * half, 2) for half in range(2)]
-                points = [Uint32(decoder.symmetric_zero)] * 2
+                points = [decoder.symmetric_zero] * 2
                 if config.zero_point:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([self.to_float(word) for word in words], decoder.offsets(points)))

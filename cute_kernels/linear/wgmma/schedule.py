@@ -14,12 +14,12 @@ from functools import lru_cache
 from itertools import product
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma.config import BOX_K, TOKEN_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, TOKEN_BAND, WgmmaConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
-DECODE_CLOCKS = {4: 29.5, 8: 35}  # per k16 step of a tile, however few tokens,
+DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
 MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
@@ -32,6 +32,7 @@ JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
 MAX_SPLITS = 16
 MAX_STAGES = 8
+SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
 
 # (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
 # formats.
@@ -197,6 +198,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             m_tiles=m_tiles,
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
+            chunk=SHORT_CHUNK if tokens == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_TOKENS,
             splits_k=True,
             cluster=cluster,
         )

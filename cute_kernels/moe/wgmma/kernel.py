@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.linear.wgmma.config import TOKEN_BAND
@@ -108,6 +108,10 @@ class GroupedWgmmaKernel(WgmmaKernel):
             band=TOKEN_BAND,
         )
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+
+    def nothing(self, shape, lane):
+        # What all lanes share will do: these tiles' masks are in registers of each.
+        return Uint32(shape.m >> 31)
 
     def rows_of(self, shape, item):
         return item.token, item.end_token
