@@ -1,8 +1,9 @@
 """MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
 Shape of the work: three or four warpgroups. Two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is
-all the registers that two warpgroups have left. :mod:`.serial` is their order. The others gather tokens and make bf16
-tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory.
+all the registers that two warpgroups have left. :mod:`.serial`, :mod:`.stepped` and :mod:`.lagging` are their orders.
+The others gather tokens and make bf16 tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory, or have
+them brought by a tensor map (:mod:`.boxes`).
 
 docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 """
@@ -15,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.mla.boxes import Boxes, BoxLoader
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
@@ -27,6 +29,7 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.gather import await_barriers, make_gatherer
 from cute_kernels.mla.items import Counts, Items
+from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.queries import QueryLoader
@@ -42,8 +45,8 @@ class MlaKernel:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.gatherer = make_gatherer(config)
-        self.multiplier = {"plain": Serial, "stepped": Stepped}[config.order](config)
+        self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
+        self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -137,6 +140,8 @@ class MlaKernel:
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
+        if const_expr(self.config.boxes):
+            source = BoxLoader(self.config).source(source, cache, page_stride, token_stride)
         results = Results(out, lse, max_logits, sinks, partials)
         self.launch(q, source, results, flags, shape, num_ctas, softmax_scale, stream)
 
@@ -198,7 +203,8 @@ class MlaKernel:
         row_values = smem.allocate(ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
         entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
-        full = smem.allocate_array(cutlass.Int64, 2 * NUM_STAGES + 1)
+        num_parts = NUM_STAGES * self.config.tile_parts
+        full = smem.allocate_array(cutlass.Int64, 2 * num_parts + 1)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -209,12 +215,12 @@ class MlaKernel:
             flags=flags.toint(),
             entries=entries.toint(),
             full=full,
-            empty=full + NUM_STAGES,
-            queries_full=full + 2 * NUM_STAGES,
+            empty=full + num_parts,
+            queries_full=full + 2 * num_parts,
         )
 
     def init_barriers(self, memory: Memory) -> None:
-        for i in range(NUM_STAGES):
+        for i in range(NUM_STAGES * self.config.tile_parts):
             cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
             cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)
         cute.arch.mbarrier_init(memory.queries_full, 1)

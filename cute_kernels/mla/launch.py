@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import FLAG_WORDS, PARTIALS, STATE_WORDS, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import (
+    FLAG_WORDS,
+    PARTIALS,
+    STATE_WORDS,
+    V_HEAD_DIM,
+    CombineConfig,
+    MlaConfig,
+    comes_boxed,
+)
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas
 from cute_kernels.runtime.cache import load
@@ -164,7 +172,8 @@ def _plan(
     num_tokens: int,
 ) -> Plan:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = WorkShape(rows, num_heads, num_tokens, num_sms)
+    boxed = comes_boxed(tokens, cache.form.name, cache.page_size)
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms, boxed)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
     return make_plan(config, arch_of(device.index), shape, num_parts)
 

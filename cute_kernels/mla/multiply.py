@@ -1,6 +1,6 @@
 """What the multiplying warpgroups do with tiles: shared memory, products, weights, waiting and giving back.
 
-:mod:`.serial` and :mod:`.stepped` put it into an order.
+:mod:`.serial`, :mod:`.stepped` and :mod:`.lagging` put it into an order.
 """
 
 from __future__ import annotations
@@ -255,14 +255,14 @@ class Multiplying:
                 self.loader.ask(items.queries, memory, work.row + 1, items.head_block)
 
     def await_tile(self, memory, stage, phase) -> None:
-        """Waits for a tile."""
+        """Waits for a tile, or, by the number of its barriers, a part of one."""
         cute.arch.mbarrier_wait(memory.full + stage, phase)
         if self.config.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def release(self, memory, stage, lane):
-        """A warp is done with a tile."""
+        """A warp is done with a tile, or with a part of one."""
         cute.arch.sync_warp()
         barrier = memory.empty + stage
         if lane == 0:

@@ -33,6 +33,7 @@ LINE = 0  # in place of a number of parts: all rows are one line, of which every
 MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
 ROW_US = 2.0  # of a team, from one row of the line to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
+PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -71,12 +72,15 @@ FEW_HEADS = (
 class WorkShape:
     """What decides the cut: rows that share their tokens, heads of a row, its tokens with those of an extra cache, if
     it has as many as there may be.
+
+    boxed: a tensor map brings the tokens, see `.config.comes_boxed`.
     """
 
     num_rows: int
     num_heads: int
     num_tokens: int
     num_sms: int = NUM_SMS
+    boxed: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -155,15 +159,18 @@ def choose_combine(shape: WorkShape) -> tuple[int, int]:
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
     own = WIDE if form in SCALES else COPYING
-    wide = CROSSING if crosses(tokens, form, shape.num_heads) else own
+    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
+    wide = CROSSING if crossover and not shape.boxed else own
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
+        if shape.boxed and -(-shape.num_blocks // max(parts[rate], 1)) < PAIR_BLOCKS:
+            crossover = False
         multiplying = multiplies(tokens, form, shape.num_heads)
-        return served_config(tokens, form, head_dim, wide is CROSSING, multiplying), parts[rate]
+        return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 

@@ -63,11 +63,15 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
+BOXED = [
+    MlaConfig("paged", "mla_bf16", order="lagging"),
+    MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
+]
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
+    return [*map(MlaSpec, [*SPARSE, *PAGED, *BOXED, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -182,6 +186,31 @@ def test_pages(config, num_parts, page_size):
 @pytest.mark.parametrize("config", PAGED, ids=name)
 def test_queries_that_all_see_everything(config):
     check_paged(config, [300, 5, 129], causal=False, q_len=3, num_heads=64, page_size=16)
+
+
+@pytest.mark.parametrize("num_sms", [4, 12, 31])
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_line_of_boxes(config, num_sms):
+    lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
+    check_paged(config, lengths, LINE, q_len=2, num_heads=100, page_size=64, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_pages_of_boxes(config, num_parts, page_size):
+    lengths = [0, 1, 64, 65, 777, 130, 1472]
+    check_paged(config, lengths, num_parts, q_len=2, num_heads=128, page_size=page_size, padding=48)
+
+
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_boxes_and_queries_that_all_see_everything(config):
+    check_paged(config, [300, 5, 129], causal=False, q_len=4, num_heads=64, page_size=64)
+
+
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_more_boxes_than_there_is_room_for(config):
+    check_paged(config, [600 - 3 * i for i in range(100)], q_len=2, num_heads=128, page_size=64)
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 9, 24, 32, 67])

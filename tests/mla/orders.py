@@ -165,12 +165,13 @@ class Machine:
         self.issued[self.warp].append(places)
 
     def commit(self) -> None:
-        self.groups[self.warp] += self.issued[self.warp]
+        self.groups[self.warp].append(set().union(*self.issued[self.warp]))
         self.issued[self.warp] = []
 
-    def wait(self) -> None:
+    def wait(self, pending: int = 0) -> None:
         self.step()
-        self.groups[self.warp].clear()
+        groups = self.groups[self.warp]
+        del groups[: len(groups) - pending]
 
     def fence(self) -> None:
         """What has been stored, as far as the warp has heard of it, is visible to its products."""
@@ -179,15 +180,16 @@ class Machine:
         self.visible[self.warp] = {place: (block, set(warps)) for place, (block, warps) in stored.items()}
 
     def produce(self, num_blocks: int) -> None:
-        """The gathering warpgroup as one: tiles in order, each when it is given back."""
+        """The gathering warps as one: tiles in order, each part of one when it is given back."""
         self.local.warp = PRODUCER
         for block in range(num_blocks):
             stage, turn = block % NUM_STAGES, block // NUM_STAGES
-            arrivals = turn * self.config.empty_arrivals
-            self.step(lambda stage=stage, arrivals=arrivals: self.empty.get(stage, 0) >= arrivals)
-            assert not self.readers(stage), f"block {block} overwrites what is read"
-            self.holds[stage] = block
-            self.full[stage] = turn + 1
+            arrivals, parts = turn * self.config.empty_arrivals, self.config.tile_parts
+            for place in range(stage * parts, (stage + 1) * parts):
+                self.step(lambda place=place, arrivals=arrivals: self.empty.get(place, 0) >= arrivals)
+                assert not self.readers(place), f"block {block} overwrites what is read"
+                self.holds[place] = block
+                self.full[place] = turn + 1
 
 
 class Played:
@@ -263,8 +265,8 @@ def run_body(model: Any, methods: tuple[str, ...]) -> None:
 def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fenced: bool = True) -> None:
     """One CTA from its first to its last share.
 
-    order: the module whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced: whether fences
-    make stores visible to products.
+    order: the module, or modules, whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced:
+    whether fences make stores visible to products.
     """
     machine = model.machine
 
@@ -280,7 +282,8 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=fence_proxy)
     cute = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [0.0, 0.0])
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
-    tiles = SimpleNamespace(commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
+    tiles = SimpleNamespace(begin=lambda: None, commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
+    tiles.make_sums = lambda columns: [0.0] * (columns // 2)
     common = {"cute": cute}
     own = {
         "cutlass": ranges,
@@ -289,7 +292,8 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
         "advance": lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages)),
     }
     shared = {"Int32": int, "lane_sum": lambda value, offsets: value}
-    for module, values in ((order, common | own), (multiply, common | shared)):
+    modules = order if isinstance(order, tuple) else (order,)
+    for module, values in (*((module, common | own) for module in modules), (multiply, common | shared)):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import BLOCK_HEADS, MlaConfig, crosses, served_config
+from cute_kernels.mla.config import BLOCK_HEADS, SHIPPED, MlaConfig, comes_boxed, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
 from cute_kernels.mla.schedule import (
     COPYING,
@@ -61,6 +61,24 @@ def test_pairs_of_blocks_of_heads_decode_half_of_the_tokens_each():
             config, _ = choose("paged", form, head_dim, WorkShape(256, heads, 2048))
             assert isinstance(config, MlaConfig) and not config.crossover
     assert not crosses("sparse", "mla_bf16", 128)
+
+
+def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks():
+    for page_size, boxed in ((1, False), (32, False), (64, True), (96, False), (192, True)):
+        assert comes_boxed("paged", "mla_bf16", page_size) == boxed
+        assert not comes_boxed("sparse", "mla_bf16", page_size) and not comes_boxed("paged", "mla_fp8", page_size)
+    for form in ("mla_bf16", "mla_fp16"):
+        for heads, pairs in ((1, False), (64, False), (65, True), (192, False), (256, True)):
+            config, parts = choose("paged", form, 576, WorkShape(128, heads, 8192, boxed=True))
+            assert config == served_config("paged", form, None, pairs, False, True)
+            assert parts == (LINE if heads > BLOCK_HEADS else 1)
+            assert isinstance(config, MlaConfig) and config.can_implement() is None
+            assert (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
+            assert ("paged", form, None, pairs, False, True) in SHIPPED
+            unboxed, same = choose("paged", form, 576, WorkShape(128, heads, 8192))
+            assert isinstance(unboxed, MlaConfig) and not unboxed.boxes and same == parts
+    config, parts = choose("paged", "mla_bf16", 576, WorkShape(1, 128, 32768, boxed=True))
+    assert config == served_config("paged", "mla_bf16", boxed=True) and parts > 32, "shares are too short for pairs"
 
 
 def test_few_rows_of_few_heads_are_clusters_where_they_have_few_tokens():
@@ -173,6 +191,12 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
         (MlaConfig(form="mla_model1", head_dim=512), "scales"),
         (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
+        (MlaConfig(order="lagging"), "order"),
+        (MlaConfig("paged", order="lagging"), "order"),
+        (MlaConfig("paged", "mla_bf16", fence="reader", order="lagging"), "fence"),
+        (MlaConfig("paged", "mla_bf16", order="lagging", prefetch=2), "prefetch"),
+        (MlaConfig("paged", "mla_bf16", order="lagging", gather_warps=8), "gather_warps"),
+        (MlaConfig("paged", "mla_bf16"), "fence"),
     ):
         reason = config.can_implement()
         assert reason is not None and word in reason
