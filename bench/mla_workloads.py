@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.mla import mla_decode, sparse_mla_decode
+from cute_kernels.mla.config import comes_boxed
 from cute_kernels.mla.formats import V_DIM, format_of
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.mla.schedule import WorkShape
@@ -58,7 +59,9 @@ class MlaShape:
         """As the schedule sees it, on an H200."""
         if self.topk:
             return WorkShape(self.batch * self.q_len, self.num_heads, self.topk)
-        return WorkShape(self.batch, self.q_len * self.num_heads, -(-self.seq_len // PAGE_SIZE) * PAGE_SIZE)
+        tokens = -(-self.seq_len // PAGE_SIZE) * PAGE_SIZE
+        boxed = comes_boxed("paged", self.kv_format, PAGE_SIZE)
+        return WorkShape(self.batch, self.q_len * self.num_heads, tokens, boxed=boxed)
 
     @property
     def flops(self) -> int:

@@ -48,6 +48,16 @@ def transpose_quad(words: Sequence[Any], lane: Any) -> list[Any]:
     return words
 
 
+def lane_prefix(value: Any, lane: Any, none: Any) -> tuple[Any, Any]:
+    """(sum over the lanes before, sum over all 32). none: the zero of the value's type."""
+    before = none
+    for offset in neighbours(32):
+        others = cute.arch.shuffle_sync_bfly(value, offset)
+        before = before + cutlass.select_((lane & offset) != 0, others, none)
+        value = value + others
+    return before, value
+
+
 def lane_max(value: Float32, offsets: Iterable[int]) -> Float32:
     """Maximum over the lanes whose numbers differ in the bits ``offsets``."""
     return over_lanes(ptx.fmax, value, offsets)

@@ -338,6 +338,22 @@ def load_in_cluster(address: Int32, num_words: int, *, loc=None, ip=None) -> lis
 
 
 @dsl_user_op
+def store_released(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
+    """One word to global memory: who reads it by `load_acquired` sees all that was stored or seen before it."""
+    _effect([Int64(address), Uint32(word)], "st.release.gpu.global.u32 [$0], $1;", "l,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_acquired(address: Int64, *, loc=None, ip=None) -> Uint32:
+    """One word of global memory; what follows sees what was stored before the `store_released` that it is of."""
+    value = Int64(address).ir_value(loc=loc, ip=ip)
+    asm = "ld.acquire.gpu.global.u32 $0, [$1];"
+    return Uint32(
+        llvm.inline_asm(Uint32.mlir_type, [value], asm, "=r,l,~{memory}", has_side_effects=True, loc=loc, ip=ip)
+    )
+
+
+@dsl_user_op
 def arrive_in_cluster(barrier: Int32, *, loc=None, ip=None) -> None:
     """Arrives at an mbarrier of any CTA of the cluster, by its address there.
 

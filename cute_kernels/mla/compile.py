@@ -66,7 +66,8 @@ def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) ->
     from cute_kernels.mla.kernel import MlaKernel
 
     check_config(config)
-    results = [_fake_rows(config.head_dim, config.layout.dtype), *[Int64(0)] * 5, Float32(1.0), Int32(1), Int32(1)]
+    results = [_fake_rows(config.head_dim, config.layout.dtype), *[Int64(0)] * 5]
+    cut = [Float32(1.0), Int32(1), Int32(1), Int64(0)]
     pages = [Int64(0), Int64(0), Int32(0), Int32(1)]
     chosen = [*pages, Int32(0), Int64(0), Int32(0), Int64(0)]
     table = [Int32(0), Int64(0), Int32(0), Int32(0), Int64(0), Int32(0)]
@@ -74,6 +75,7 @@ def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) ->
     return cute.compile(
         kernel.sparse if config.tokens == "sparse" else kernel.paged,
         *results,
+        *cut,
         *([*chosen, *chosen] if config.tokens == "sparse" else [*pages, *table]),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=compile_options(arch, *options),

@@ -20,13 +20,17 @@ GATHER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
+# What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
+STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
+STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
-OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (208, 160, 72)
+OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
+BOXES_REGISTERS = (256, 184, 64)
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
-ORDERS = ("plain", "stepped")
+ORDERS = ("plain", "stepped", "lagging")
 MAX_PREFETCH = 16
 # A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
 ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
@@ -69,14 +73,16 @@ class MlaConfig:
     scales: of FP8 caches: "fp32" or "ue8m0" take any scale a cache may hold; "power_of_2" only powers of 2 up to 2**7.
     fence: who makes stores of a tile visible to wgmma: those that write it, before they say so, or those that multiply
         it, after they have heard. Copies that nobody waits for leave it to the latter.
-    crossover: two CTAs with different heads of a row decode half of the tokens each and send them to each other. The
-        number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all.
+    crossover: two CTAs with different heads of a row bring half of the tokens each: they decode them and send them to
+        each other, or have them copied to both. The number of blocks of 64 heads of a row must be even.
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; 1 or 0 in order
+        "lagging".
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
     order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
-        gathering warps.
+        gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
+        tensor map brings, of which every 64 lie side by side in a page.
     """
 
     # Which of `PARTIALS` a part of a row leaves: 64 heads of fp32 would be written and read for as long as two blocks.
@@ -132,9 +138,19 @@ class MlaConfig:
         return BLOCK_TOKENS // GROUP_TOKENS // self.gather_warps // self.cluster
 
     @property
+    def boxes(self) -> bool:
+        """Whether a tensor map brings tiles, in two parts."""
+        return self.order == "lagging"
+
+    @property
+    def tile_parts(self) -> int:
+        """Parts of a tile that are filled and given back by themselves."""
+        return 2 if self.boxes else 1
+
+    @property
     def empty_arrivals(self) -> int:
-        """How many times the barrier of a tile is arrived at when it is given back."""
-        return MULTIPLYING_WARPS * self.cluster
+        """How many times the barrier of a tile, or of a part of one, is arrived at when it is given back."""
+        return MULTIPLYING_WARPS // self.tile_parts * self.cluster
 
     @property
     def sent_bytes(self) -> int:
@@ -159,11 +175,15 @@ class MlaConfig:
     @property
     def full_arrivals(self) -> int:
         """How many times a barrier of a tile is arrived at when the tile is full."""
+        if self.boxes:
+            return 1
         return self.gather_warps * (WARP_THREADS + 1 if self.copies else 1)
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread: with the scores, with the right half of the output, gathering."""
+        if self.boxes:
+            return BOXES_REGISTERS
         if self.gather_warps != GATHER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
@@ -191,7 +211,7 @@ class MlaConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * BARRIER_BYTES) + BARRIER_BYTES
+        stages = NUM_STAGES * (self.tile_bytes + FLAG_BYTES + 2 * self.tile_parts * BARRIER_BYTES) + BARRIER_BYTES
         others = WEIGHT_BYTES + ROW_VALUE_BYTES + self.entry_bytes
         return stages + self.query_bytes + others
 
@@ -213,6 +233,8 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
+        if self.boxes:
+            return self._boxes_reason()
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
@@ -231,6 +253,18 @@ class MlaConfig:
             return f"stretch is {self.stretch}; want 1 to {WHOLE} pieces"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
+        return None
+
+    def _boxes_reason(self) -> str | None:
+        """As `can_implement`, of order "lagging"."""
+        if self.tokens != "paged" or not self.copies:
+            return f"order is {self.order!r}; {self.tokens} tokens of {self.form} want another, see ORDERS"
+        wanted = {"fence": "writer", "gather_warps": GATHER_WARPS[0], "stretch": WHOLE}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
+        if self.prefetch not in (0, 1):
+            return f"prefetch is {self.prefetch}; order {self.order!r} wants 0 or 1"
         return None
 
 
@@ -268,9 +302,16 @@ class CombineConfig:
         return f"mla_combine_{self.num_threads}{dtype}" + (f"_of_{self.partials}" if self.partials != "fp32" else "")
 
 
-def crosses(tokens: str, form: str, num_heads: int) -> bool:
-    """Whether calls with so many heads a row are served by crossover: chosen tokens, decoded, for CTAs in pairs."""
-    return tokens == "sparse" and form in SCALES and -(-num_heads // BLOCK_HEADS) % 2 == 0
+def crosses(tokens: str, form: str, num_heads: int, boxed: bool = False) -> bool:
+    """Whether calls with so many heads a row are served by crossover, CTAs in pairs: chosen tokens that are decoded, or
+    boxed ones, see `comes_boxed`."""
+    wanted = boxed or (tokens == "sparse" and form in SCALES)
+    return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
+
+
+def comes_boxed(tokens: str, form: str, page_size: int) -> bool:
+    """Whether a tensor map brings the tokens of calls: whole contexts of 16-bit tokens, every 64 side by side."""
+    return tokens == "paged" and form not in SCALES and page_size % BLOCK_TOKENS == 0
 
 
 def multiplies(tokens: str, form: str, num_heads: int) -> bool:
@@ -280,11 +321,19 @@ def multiplies(tokens: str, form: str, num_heads: int) -> bool:
 
 
 def served_config(
-    tokens: str, form: str, head_dim: int | None = None, crossover: bool = False, multiplying: bool = False
+    tokens: str,
+    form: str,
+    head_dim: int | None = None,
+    crossover: bool = False,
+    multiplying: bool = False,
+    boxed: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
-    multiplying: `multiplies`."""
+    multiplying: `multiplies`. boxed: `comes_boxed`."""
     head_dim = head_dim or format_of(form).head_dims[0]
+    if boxed:
+        # As measured: pairs gain by prefetching, CTAs by themselves lose.
+        return MlaConfig(tokens, form, head_dim, crossover=crossover, prefetch=int(crossover), order="lagging")
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[multiplying])
     served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
@@ -304,5 +353,6 @@ SHIPPED: tuple[tuple[Any, ...], ...] = (
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
     *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),
+    *(("paged", form, None, pairs, False, True) for form in ("mla_bf16", "mla_fp16") for pairs in (False, True)),
 )
 """What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""

@@ -9,43 +9,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from cute_kernels.mla.config import BLOCK_HEADS
+from cute_kernels.mla.line import Line, States, units_of
 from cute_kernels.mla.locate import Divisor, count_blocks
 from cute_kernels.mla.work import Shape, Work
 
 # What a cursor keeps in registers.
-INDEX, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
+LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many shares a launch has, in a form that numbers of shares are divided by; found on the host."""
+    """Numbers of a launch in a form that others are divided by; found on the host."""
 
     of_part: Divisor  # shares of the first parts of all rows
     head_blocks: Divisor  # of a row
     request_rows: Divisor
-    parts: Divisor
+    cuts: Divisor  # parts of a row, or teams on the line
 
     @staticmethod
-    def of(shape: Shape, head_blocks) -> Counts:
-        numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, shape.num_parts
+    def of(shape: Shape, head_blocks, num_ctas) -> Counts:
+        cuts = cutlass.select_(shape.num_parts == 0, num_ctas // head_blocks, shape.num_parts)
+        numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, cutlass.max(cuts, 1)
         return Counts(*(Divisor.of(Int32(number)) for number in numbers))
-
-    @property
-    def shares(self):
-        """All of the launch."""
-        return self.of_part.value * self.parts.value
 
 
 @dataclass(frozen=True)
 class Items:
-    """The shares of a CTA: ``first``, ``first + step`` and so on below ``count``; run-time values.
+    """The shares of a CTA; run-time values.
 
-    A share is a part of a row for 64 of its heads. Blocks of heads come first, so that the CTAs of a cluster, whose
-    numbers follow each other, have shares of the same row and part; then rows, then parts.
+    A share is a part of a row for 64 of its heads. If rows are cut into parts (one is the row), a CTA has one share.
+    Blocks of heads come first, so that the CTAs of a cluster, whose numbers follow each other, have shares of the same
+    row and part; then rows, then parts. On the line a CTA has a stretch of it, ``left`` units from the ``start``-th of
+    ``row`` on, over rows that follow each other.
     """
 
     shape: Shape
@@ -53,30 +53,65 @@ class Items:
     queries: Any
     locator: Any
     counts: Counts
-    first: Any
-    step: Any
+    states: States
+    head_block: Any
+    row: Any  # of the first share
+    start: Any  # its part, or its first unit
+    left: Any  # more than 0
 
-    @property
-    def count(self):
-        """Numbers of shares are below it."""
-        return self.counts.shares
+    @staticmethod
+    def of(shape: Shape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> Items:
+        """The shares of the ``cta``-th CTA. words, flags: addresses of what `States` describes."""
+        team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
+        states = States(words, flags, cta, cta - counts.head_blocks.value)
+        first = _first(shape, source, locator, counts, cta, team, lane)
+        row, start, left = (cute.arch.make_warp_uniform(value) for value in first)
+        return Items(shape, source, queries, locator, counts, states, head_block, row, start, left)
 
-    def place(self, index) -> tuple[Any, Any, Any]:
-        """(row, block of heads, part) of a share."""
-        part, rest = self.counts.of_part.divide(Uint32(index))
-        row, head_block = self.counts.head_blocks.divide(rest)
-        return Int32(row), Int32(head_block), Int32(part)
+    def work(self, row, start, left) -> Work:
+        """The share of a row that begins with ``start``, ``left`` units before the end of what the CTA has."""
+        shape = self.shape
+        length, main_blocks, num_blocks, extra_length = self.measure(row)
+        on_line = shape.num_parts == 0
+        part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + shape.num_parts - 1))
+        first = cutlass.select_(on_line, start, start * Int32(part_size))
+        last = first + cutlass.select_(on_line, left, Int32(part_size))
+        begin, end = cutlass.min(first, num_blocks), cutlass.min(last, num_blocks)
+        taken = cutlass.min(left, units_of(num_blocks) - start)
+        return Work(
+            shape, row, self.head_block * BLOCK_HEADS, start, begin, end, length, main_blocks, extra_length,
+            left=cutlass.select_(on_line, left - taken, Int32(0)),
+            puts_down=on_line & (start > 0),
+            takes_up=on_line & (last < num_blocks),
+        )  # fmt: skip
 
-    def work(self, index) -> Work:
-        """A share."""
-        row, head_block, part = self.place(index)
+    def next_work(self, row, left) -> Work:
+        """The share of a row behind another share, as far as a cursor wants to know it: on the line."""
+        length, main_blocks, num_blocks, extra_length = self.measure(row)
+        first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
+        left = left - cutlass.min(left, units_of(num_blocks))
+        return Work(self.shape, row, first_head, None, Int32(0), end, length, main_blocks, extra_length, left=left)
+
+    def measure(self, row) -> tuple[Any, ...]:
+        """(tokens, blocks of them, blocks in all, tokens of the extra cache) of a row."""
         request, _ = self.counts.request_rows.divide(Uint32(row))
         length, extra_length = self.locator.lengths(self.source, Int32(request))
-        main_blocks, num_blocks = count_blocks(length, extra_length)
-        size, _ = self.counts.parts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
-        begin, end = Work.cut(num_blocks, Int32(size), part)
-        first_head = head_block * BLOCK_HEADS
-        return Work(self.shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
+        return length, *count_blocks(length, extra_length), extra_length
+
+
+@cute.jit
+def _first(shape, source, locator, counts, cta, team, lane):
+    """(row, start, left) of a CTA's first share."""
+    row, start, left = Int32(0), Int32(0), Int32(1)
+    if shape.num_parts == 0:
+        requests, _ = counts.request_rows.divide(Uint32(shape.rows))
+        line = Line(locator, source, Int32(requests), shape.request_rows, counts.cuts)
+        row, start, left = line.stretch(team, lane)
+    else:
+        part, rest = counts.of_part.divide(Uint32(cta))
+        number, _ = counts.head_blocks.divide(rest)
+        row, start = Int32(number), Int32(part)
+    return row, start, left
 
 
 @dataclass(frozen=True)
@@ -93,8 +128,10 @@ class Cursor:
         """Before the first block."""
         state = cute.make_rmem_tensor(8, Int32)
         state.fill(0)
-        state[INDEX] = items.first - items.step
-        return Cursor(items, loader, leads, state)
+        cursor = Cursor(items, loader, leads, state)
+        cursor.begin(items.work(items.row, items.start, items.left))
+        state[BLOCK] = state[BLOCK] - 1
+        return cursor
 
     @property
     def block(self):
@@ -117,18 +154,17 @@ class Cursor:
     @cute.jit
     def advance(self):
         """Goes on to the next block. Behind the last one there is none: its number is not below the share's end."""
-        state, items = self.state, self.items
+        state = self.state
         state[BLOCK] = state[BLOCK] + 1
-        while (state[BLOCK] >= state[END]) & (state[INDEX] + items.step < items.count):
-            self.take()
+        while (state[BLOCK] >= state[END]) & (state[LEFT] > 0):
+            work = self.items.next_work(state[ROW] + 1, state[LEFT])
+            self.loader.prefetch(self.items.queries, work, self.leads)
+            self.begin(work)
         if state[BLOCK] < state[END]:
             state[FOUND] = state[FOUND] + 1
 
-    def take(self) -> None:
-        """Begins with the next share."""
-        index = self.state[INDEX] + self.items.step
-        work = self.items.work(index)
-        self.loader.prefetch(self.items.queries, work, self.leads * Int32(index != self.items.first))
-        kept = (INDEX, index), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
+    def begin(self, work: Work) -> None:
+        """Goes to the first block of a share."""
+        kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
         for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):
             self.state[i] = value

@@ -1,8 +1,9 @@
 """MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
 Shape of the work: three or four warpgroups. Two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is
-all the registers that two warpgroups have left. :mod:`.serial` is their order. The others gather tokens and make bf16
-tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory.
+all the registers that two warpgroups have left. :mod:`.serial`, :mod:`.stepped` and :mod:`.lagging` are their orders.
+The others gather tokens and make bf16 tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory, or have
+them brought by a tensor map (:mod:`.boxes`).
 
 docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 """
@@ -15,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.mla.boxes import Boxes, BoxLoader
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     FLAG_BYTES,
@@ -27,6 +29,7 @@ from cute_kernels.mla.config import (
 )
 from cute_kernels.mla.gather import await_barriers, make_gatherer
 from cute_kernels.mla.items import Counts, Items
+from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
 from cute_kernels.mla.queries import QueryLoader
@@ -42,8 +45,8 @@ class MlaKernel:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.gatherer = make_gatherer(config)
-        self.multiplier = {"plain": Serial, "stepped": Stepped}[config.order](config)
+        self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
+        self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -58,6 +61,7 @@ class MlaKernel:
         softmax_scale: Float32,
         num_parts: Int32,
         num_ctas: Int32,
+        flags: Int64,
         cache: Int64,
         page_stride: Int64,
         token_stride: Int32,
@@ -76,14 +80,16 @@ class MlaKernel:
         extra_topk_length: Int64,
         stream,
     ):
-        """Launches over (queries x blocks of 64 heads, parts), taken in turns by ``num_ctas`` CTAs.
+        """Launches over (queries x blocks of 64 heads, parts), ``num_ctas`` in all, or over the line of all queries,
+        in equal stretches, if num_parts is 0: see :mod:`.line`; num_ctas is a multiple of the blocks of heads then.
 
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
-        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; cache: pages
-        ``page_stride`` bytes apart, of page_size tokens ``token_stride`` bytes apart (their data, if pages are split),
-        multiples of 16; num_tokens: indices below it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk];
-        topk_length int32 [batch] or 0. The same for the extra cache; extra_topk is 0 without one (page_size is then 1).
+        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; on the line
+        that and flags are the words and the flags of `States`; cache: pages ``page_stride`` bytes apart, of page_size
+        tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16; num_tokens: indices below
+        it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for
+        the extra cache; extra_topk is 0 without one (page_size is then 1).
         """
         sizes: Any = q.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
@@ -95,7 +101,7 @@ class MlaKernel:
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
         extra = Chosen(extra_pages, extra_num_tokens, extra_indices, extra_topk, extra_topk_length)
         results = Results(out, lse, max_logits, sinks, partials)
-        self.launch(q, SparseSource(main, extra), results, shape, num_ctas, softmax_scale, stream)
+        self.launch(q, SparseSource(main, extra), results, flags, shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
     def paged(
@@ -109,6 +115,7 @@ class MlaKernel:
         softmax_scale: Float32,
         num_parts: Int32,
         num_ctas: Int32,
+        flags: Int64,
         cache: Int64,
         page_stride: Int64,
         token_stride: Int32,
@@ -121,7 +128,7 @@ class MlaKernel:
         causal: Int32,
         stream,
     ):
-        """Launches over (requests x blocks of 64 of their queries' heads, parts), taken in turns by ``num_ctas`` CTAs.
+        """Launches over (requests x blocks of 64 of their queries' heads, parts), or over the line of all requests.
 
         As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
@@ -133,15 +140,18 @@ class MlaKernel:
         shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
-        self.launch(q, source, Results(out, lse, max_logits, sinks, partials), shape, num_ctas, softmax_scale, stream)
+        if const_expr(self.config.boxes):
+            source = BoxLoader(self.config).source(source, cache, page_stride, token_stride)
+        results = Results(out, lse, max_logits, sinks, partials)
+        self.launch(q, source, results, flags, shape, num_ctas, softmax_scale, stream)
 
     @cute.jit
-    def launch(self, q, source, results, shape, num_ctas, softmax_scale, stream):
+    def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
         """Both entries: the grid."""
         head_blocks = (shape.num_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
         queries = self.loader.source(q, shape)
-        counts = Counts.of(shape, head_blocks)
-        self.kernel(queries, source, results, shape, counts, softmax_scale).launch(
+        counts = Counts.of(shape, head_blocks, num_ctas)
+        self.kernel(queries, source, results, flags, shape, counts, softmax_scale).launch(
             grid=(num_ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
@@ -150,21 +160,19 @@ class MlaKernel:
         )
 
     @cute.kernel
-    def kernel(self, queries, source, results, shape, counts, softmax_scale: Float32):
+    def kernel(self, queries, source, results, flags: Int64, shape, counts, softmax_scale: Float32):
         cta, _, _ = cute.arch.block_idx()
-        num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
         cute.arch.griddepcontrol_launch_dependents()
-        items = Items(shape, source, queries, self.locator, counts, cta, num_ctas)
+        items = Items.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
-            row, head_block, _ = items.place(cta)
-            self.loader.ask(queries, memory, row, head_block)
+            self.loader.ask(queries, memory, items.row, items.head_block)
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
@@ -195,7 +203,8 @@ class MlaKernel:
         row_values = smem.allocate(ROW_VALUE_BYTES, byte_alignment=16)
         flags = smem.allocate(NUM_STAGES * FLAG_BYTES, byte_alignment=16)
         entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
-        full = smem.allocate_array(cutlass.Int64, 2 * NUM_STAGES + 1)
+        num_parts = NUM_STAGES * self.config.tile_parts
+        full = smem.allocate_array(cutlass.Int64, 2 * num_parts + 1)
         return Memory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
@@ -206,12 +215,12 @@ class MlaKernel:
             flags=flags.toint(),
             entries=entries.toint(),
             full=full,
-            empty=full + NUM_STAGES,
-            queries_full=full + 2 * NUM_STAGES,
+            empty=full + num_parts,
+            queries_full=full + 2 * num_parts,
         )
 
     def init_barriers(self, memory: Memory) -> None:
-        for i in range(NUM_STAGES):
+        for i in range(NUM_STAGES * self.config.tile_parts):
             cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
             cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)
         cute.arch.mbarrier_init(memory.queries_full, 1)

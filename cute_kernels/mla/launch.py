@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
-from cute_kernels.mla.config import PARTIALS, V_HEAD_DIM, CombineConfig, MlaConfig
+from cute_kernels.mla.config import (
+    FLAG_WORDS,
+    PARTIALS,
+    STATE_WORDS,
+    V_HEAD_DIM,
+    CombineConfig,
+    MlaConfig,
+    comes_boxed,
+)
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import WorkShape, choose, choose_combine, count_ctas
+from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.workspace import POOL
 from layouts.kv.mla import MlaModel1
 
 if TYPE_CHECKING:
@@ -29,8 +38,10 @@ class Plan:
     """What of a launch stays the same from call to call.
 
     Attributes:
+        num_parts: of a row; LINE if all rows are one line, cut evenly.
         num_ctas: of the launch.
-        part_words: words of all partial results, 0 if rows are not cut.
+        part_words: words of all partial results, or of what is put down on the line; 0 if rows are not cut.
+        flag_words: workspace words of the line, else 0.
         combine_row_bits: as the combining function takes it.
     """
 
@@ -39,6 +50,7 @@ class Plan:
     num_parts: int
     num_ctas: int
     part_words: int
+    flag_words: int = 0
     combine_row_bits: int = 0
 
     def run(
@@ -52,7 +64,7 @@ class Plan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) on the current stream of q's device, which is the current one.
 
-        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind num_ctas.
+        tokens: the arguments of :meth:`MlaKernel.sparse` or :meth:`MlaKernel.paged` behind flags.
         """
         shape = q.shape[:3]
         if out is None:
@@ -62,7 +74,11 @@ class Plan:
         if self.part_words:
             partials = torch.empty(self.part_words, dtype=torch.float32, device=q.device)
         addresses = lse.data_ptr(), _address(max_logits), _address(sink), _address(partials)
-        self.function(q, out.data_ptr(), *addresses, softmax_scale, self.num_parts, self.num_ctas, *tokens)
+        flags, device = 0, q.get_device()
+        if self.flag_words:
+            flags = POOL.get(device, torch._C._cuda_getCurrentRawStream(device), self.flag_words)
+        cut = self.num_parts, self.num_ctas, flags
+        self.function(q, out.data_ptr(), *addresses, softmax_scale, *cut, *tokens)
         if self.combine is not None:
             self.combine(out, *addresses, self.num_parts, self.combine_row_bits)
         return out, lse
@@ -84,7 +100,7 @@ def dense(
     if q.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             return dense(problem, q, cache, block_table, seq_lens, softmax_scale, out)
-    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem), True)
+    plan = _plan("paged", problem.cache, problem.head_dim, problem.device, *dense_shape(problem))
     pages = (*_pages(problem.cache, cache), problem.cache.num_pages)
     table = block_table.data_ptr(), problem.table_stride, problem.max_pages, seq_lens.data_ptr(), int(problem.causal)
     return plan.run(q, softmax_scale, (*pages, *table), out)
@@ -120,7 +136,6 @@ def sparse(
         problem.batch * problem.q_len,
         problem.num_heads,
         topk,
-        problem.has_length or problem.has_extra_length,
     )
     main = _chosen(problem.cache, cache, indices, problem.topk, topk_length)
     extra = NO_CACHE
@@ -155,29 +170,32 @@ def _plan(
     rows: int,
     num_heads: int,
     num_tokens: int,
-    ragged: bool,
 ) -> Plan:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = WorkShape(rows, num_heads, num_tokens, num_sms, ragged)
+    boxed = comes_boxed(tokens, cache.form.name, cache.page_size)
+    shape = WorkShape(rows, num_heads, num_tokens, num_sms, boxed)
     config, num_parts = choose(tokens, cache.form.name, head_dim, shape)
     return make_plan(config, arch_of(device.index), shape, num_parts)
 
 
 def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, num_parts: int) -> Plan:
-    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one."""
+    """The plan of a launch that cuts each row into ``num_parts``, its cluster's if the parts of a row are one, or the
+    line of all of them evenly (LINE)."""
     function = load(MlaSpec(config), arch)
     few = isinstance(config, FewHeadsConfig)
-    num_ctas = 0 if few else count_ctas(shape, config.cluster, num_parts)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:
         raise ValueError(f"num_parts: got {num_parts}, want the cluster's {cluster}")
+    num_ctas = 0 if few else count_ctas(shape, num_parts)
+    if num_parts == LINE:
+        return Plan(function, None, LINE, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
     if num_parts == cluster:
         return Plan(function, None, num_parts, num_ctas, 0)
     form = PARTIALS[config.partials]
     words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
     slots, row_bits = choose_combine(shape)
     combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
-    return Plan(function, combine, num_parts, num_ctas, words, row_bits)
+    return Plan(function, combine, num_parts, num_ctas, words, combine_row_bits=row_bits)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -52,6 +52,13 @@ class TokenLayout:
         return self.num_scales > 0 and self.scales_offset is None
 
     @property
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slabs of the two parts in which a tile may come and go: columns behind the value with the left half of it,
+        and the right half."""
+        behind = range(VALUE_SLABS, self.num_slabs)
+        return (*behind, *range(HALF_SLABS)), tuple(range(HALF_SLABS, VALUE_SLABS))
+
+    @property
     def score_runs(self) -> tuple[tuple[int, int], ...]:
         """(first slab, how many) in the order in which scores are made of them: the left half of the value, columns
         behind the value, the right half."""

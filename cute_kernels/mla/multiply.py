@@ -1,6 +1,6 @@
 """What the multiplying warpgroups do with tiles: shared memory, products, weights, waiting and giving back.
 
-:mod:`.serial` and :mod:`.stepped` put it into an order.
+:mod:`.serial`, :mod:`.stepped` and :mod:`.lagging` put it into an order.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
@@ -96,28 +95,33 @@ class Multiplying:
     def first(self, items, results, memory, softmax_scale, warp, lane):
         """The first warpgroup, over all shares of the CTA. warp: 0 to 3."""
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
-            work = items.work(index)
+        row, start, left = items.row, items.start, items.left
+        while left > 0:
+            work = items.work(row, start, left)
             self.await_queries(memory, turn)
-            ring = self.first_share(work, items, index, results, memory, softmax_scale, warp, lane, stage, phase)
+            ring = self.first_share(work, items, results, memory, softmax_scale, warp, lane, stage, phase)
             stage, phase = ring
             turn = turn ^ 1
+            row, start, left = row + 1, Int32(0), work.left
 
     @cute.jit
     def second(self, items, results, memory, softmax_scale, warp, lane):
         """The second warpgroup, over all shares of the CTA. warp: 0 to 3."""
         stage, phase = Int32(0), Int32(0)
-        for index in cutlass.range(items.first, items.count, items.step, unroll=1):
-            stage, phase = self.second_share(items.work(index), results, memory, warp, lane, stage, phase)
+        row, start, left = items.row, items.start, items.left
+        while left > 0:
+            work = items.work(row, start, left)
+            stage, phase = self.second_share(work, items, results, memory, warp, lane, stage, phase)
+            row, start, left = row + 1, Int32(0), work.left
 
-    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
+    def first_share(self, work, items, results, memory, softmax_scale, warp, lane, stage, phase):
         """The first warpgroup's part in a share, whose queries are there; the ring's next stage and phase.
 
         It asks for the next share's queries when it is done with this one's.
         """
         raise NotImplementedError
 
-    def second_share(self, work, results, memory, warp, lane, stage, phase):
+    def second_share(self, work, items, results, memory, warp, lane, stage, phase):
         """The second warpgroup's part in a share; the ring's next stage and phase."""
         raise NotImplementedError
 
@@ -168,6 +172,37 @@ class Multiplying:
         softmax.exponentiate(rows.scores, rows.maxima, rows.totals, factors, scale, rows.packed, self.numbers.pack)
         return factors
 
+    @cute.jit
+    def end_first(self, rows: Rows, work, items, results, memory, scale, warp, lane):
+        """The first warpgroup behind a share's last block, when the second one has read all that was published."""
+        if work.puts_down:
+            self.hand_over_end()
+            items.states.put_down(work, rows.sums, (rows.maxima, rows.totals), warp, lane, 0)
+        else:
+            self.end_rows(rows, scale)
+            factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
+            self.publish_rows(factors, memory, warp, lane)
+            self.hand_over_end()
+            self.writer.write(work, results, rows.sums, factors, warp, lane, 0)
+
+    @cute.jit
+    def end_second(self, sums, work, items, results, memory, warp, lane):
+        """The second warpgroup behind a share's last block."""
+        self.await_end()
+        if work.puts_down:
+            items.states.put_down(work, sums, (), warp, lane, 1)
+        else:
+            factors = self.load_rows(memory, warp, lane)
+            self.writer.write(work, results, sums, factors, warp, lane, 1)
+
+    def hand_over_end(self) -> None:
+        """Lets the second warpgroup end a share, if there is something to write by the factors published last."""
+        raise NotImplementedError
+
+    def await_end(self) -> None:
+        """Waits until it may: before, it must not go on to the next share, where it says that weights are free."""
+        raise NotImplementedError
+
     def end_rows(self, rows: Rows, scale) -> None:
         """Behind a share's last block: totals over the four lanes of a row, maxima in powers of 2."""
         for row in range(2):
@@ -211,25 +246,23 @@ class Multiplying:
         cute.arch.mbarrier_wait(memory.queries_full, phase)
 
     @cute.jit
-    def ask_next_queries(self, wanted, items, index, memory, warp):
-        """Asks for the queries of the share behind the ``index``-th, if there is one, as soon as the other warps of the
-        warpgroup have done with this one's as well."""
+    def ask_next_queries(self, wanted, work, items, memory, warp):
+        """Asks for the queries of the next share, if there is one, as soon as the other warps of the warpgroup have
+        done with this one's as well."""
         if wanted:
             cute.arch.barrier(barrier_id=QUERIES_READ, number_of_threads=SCORING_THREADS)
-            following = index + items.step
-            if (warp == 0) & (following < items.count):
-                row, head_block, _ = items.place(following)
-                self.loader.ask(items.queries, memory, row, head_block)
+            if (warp == 0) & (work.left > 0):
+                self.loader.ask(items.queries, memory, work.row + 1, items.head_block)
 
     def await_tile(self, memory, stage, phase) -> None:
-        """Waits for a tile."""
+        """Waits for a tile, or, by the number of its barriers, a part of one."""
         cute.arch.mbarrier_wait(memory.full + stage, phase)
         if self.config.fence == "reader":
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def release(self, memory, stage, lane):
-        """A warp is done with a tile."""
+        """A warp is done with a tile, or with a part of one."""
         cute.arch.sync_warp()
         barrier = memory.empty + stage
         if lane == 0:

@@ -29,7 +29,11 @@ from cute_kernels.sm90 import NUM_SMS
 
 COMBINE_US = 6.8  # what a second launch costs besides reading
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
-MAX_TURN_BLOCKS = 128  # of a share: its beginning and end are less than 2 % of more, and SMs are not equally fast
+LINE = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
+MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
+ROW_US = 2.0  # of a team, from one row of the line to the next
+CUT_US = 8.0  # of a team: to put a row down and to take one up
+PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -66,16 +70,17 @@ FEW_HEADS = (
 
 @dataclass(frozen=True)
 class WorkShape:
-    """What decides the cut: rows that share their tokens, heads of a row, tokens with those of an extra cache.
+    """What decides the cut: rows that share their tokens, heads of a row, its tokens with those of an extra cache, if
+    it has as many as there may be.
 
-    ragged: rows may have any number of tokens up to ``num_tokens``, which only the device knows.
+    boxed: a tensor map brings the tokens, see `.config.comes_boxed`.
     """
 
     num_rows: int
     num_heads: int
     num_tokens: int
     num_sms: int = NUM_SMS
-    ragged: bool = True
+    boxed: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -84,11 +89,31 @@ class WorkShape:
 
     def num_ctas(self, heads: int) -> int:
         """CTAs of so many heads without a cut."""
-        return self.num_rows * -(-self.num_heads // heads)
+        return self.num_rows * self.head_blocks(heads)
+
+    def head_blocks(self, heads: int) -> int:
+        """CTAs of so many heads that a row has."""
+        return -(-self.num_heads // heads)
+
+    @property
+    def teams(self) -> int:
+        """Teams of CTAs for all heads of a row that there is room for at once."""
+        return self.num_sms // self.head_blocks(BLOCK_HEADS)
+
+    @property
+    def has_line(self) -> bool:
+        """Whether rows may be one line: a team has not less than a row, else it would wait for the one before; and to
+        add up their lengths must not take long."""
+        return 0 < self.teams <= self.num_rows <= MAX_LINE_REQUESTS
 
 
 def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     """Modelled time of a launch with so many parts."""
+    if num_parts == LINE:
+        # The kernel keeps rows whole if they turn out to have equal lengths and that is the faster way.
+        row_us = ROW_US + shape.num_blocks * rate.block_us
+        cut_us = CUT_US + shape.num_rows / shape.teams * row_us
+        return rate.cta_us + min(cut_us, -(-shape.num_rows // shape.teams) * row_us)
     blocks = -(-shape.num_blocks // num_parts)
     waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
     time = waves * (rate.cta_us + blocks * rate.block_us)
@@ -99,23 +124,27 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
 
 
 def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, the smallest of equals; none of them without blocks where all tokens count. A
-    cluster's is its own."""
+    """The cheapest number of parts, or LINE, the smallest of equals; no part is without blocks where all tokens count.
+    A cluster's is its own."""
     if rate.cluster > 1:
         return rate.cluster
     most = min(MAX_PARTS, shape.num_blocks)
     candidates = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
+    if rate.heads == BLOCK_HEADS and shape.has_line:
+        candidates.append(LINE)
     return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
 
 
-def count_ctas(shape: WorkShape, cluster: int, num_parts: int) -> int:
-    """CTAs of a launch of the kernel for 64 heads, in clusters of so many: where shares are short and have the same
-    length as many as there are SMs, which take them in turns, else one for every share, which goes to the SM that is
-    free first."""
-    shares = shape.num_ctas(BLOCK_HEADS) * num_parts
-    blocks = -(-shape.num_blocks // num_parts)
-    in_turns = not shape.ragged and blocks <= MAX_TURN_BLOCKS
-    return min(shares, shape.num_sms // cluster * cluster) if in_turns else shares
+def count_ctas(shape: WorkShape, num_parts: int) -> int:
+    """CTAs of a launch of the kernel for 64 heads: one for every share, or all teams on the line.
+
+    Raises ValueError if there is no line.
+    """
+    if num_parts == LINE:
+        if not shape.has_line:
+            raise ValueError(f"num_parts: got {LINE}, {shape.num_rows} rows on a line; want at least {shape.teams}")
+        return shape.teams * shape.head_blocks(BLOCK_HEADS)
+    return shape.num_ctas(BLOCK_HEADS) * num_parts
 
 
 def choose_combine(shape: WorkShape) -> tuple[int, int]:
@@ -130,15 +159,18 @@ def choose_combine(shape: WorkShape) -> tuple[int, int]:
 def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
     own = WIDE if form in SCALES else COPYING
-    wide = CROSSING if crosses(tokens, form, shape.num_heads) else own
+    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
+    wide = CROSSING if crossover and not shape.boxed else own
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
+        if shape.boxed and -(-shape.num_blocks // max(parts[rate], 1)) < PAIR_BLOCKS:
+            crossover = False
         multiplying = multiplies(tokens, form, shape.num_heads)
-        return served_config(tokens, form, head_dim, wide is CROSSING, multiplying), parts[rate]
+        return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 

@@ -22,14 +22,16 @@ class Serial(Multiplying):
     """See the module."""
 
     @cute.jit
-    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
+    def first_share(self, work, items, results, memory, softmax_scale, warp, lane, stage, phase):
         scale = softmax_scale * ptx.LOG2_E
         rows = Rows.make()
-        self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
+        if work.takes_up:
+            items.states.take_up(work, rows.sums, (rows.maxima, rows.totals), warp, lane, 0)
+        self.ask_next_queries(work.begin >= work.end, work, items, memory, warp)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
             wgmma_tiles.wait()
-            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
+            self.ask_next_queries(block + 1 == work.end, work, items, memory, warp)
             factors = self.weigh(rows, work, memory, stage, block, scale, warp, lane)
             cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             self.publish_weights(rows.packed, memory.weight_pointer.toint(), warp, lane)
@@ -42,22 +44,23 @@ class Serial(Multiplying):
             wgmma_tiles.wait()
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        self.end_rows(rows, scale)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-        factors = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
-        self.publish_rows(factors, memory, warp, lane)
-        self.hand_over_weights()
-        self.writer.write(work, results, rows.sums, factors, warp, lane, 0)
+        self.end_first(rows, work, items, results, memory, scale, warp, lane)
         return stage, phase
+
+    def hand_over_end(self) -> None:
+        self.hand_over_weights()
 
     def hand_over_weights(self) -> None:
         """Lets the second warpgroup begin with the weights and factors that were published last."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
 
     @cute.jit
-    def second_share(self, work, results, memory, warp, lane, stage, phase):
+    def second_share(self, work, items, results, memory, warp, lane, stage, phase):
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
+        if work.takes_up:
+            items.states.take_up(work, sums, (), warp, lane, 1)
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase)
@@ -69,7 +72,8 @@ class Serial(Multiplying):
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)
-        factors = self.load_rows(memory, warp, lane)
-        self.writer.write(work, results, sums, factors, warp, lane, 1)
+        self.end_second(sums, work, items, results, memory, warp, lane)
         return stage, phase
+
+    def await_end(self) -> None:
+        cute.arch.barrier(barrier_id=WEIGHTS_READY, number_of_threads=MULTIPLYING_THREADS)

@@ -29,18 +29,20 @@ class Stepped(Multiplying):
     """See the module."""
 
     @cute.jit
-    def first_share(self, work, items, index, results, memory, softmax_scale, warp, lane, stage, phase):
+    def first_share(self, work, items, results, memory, softmax_scale, warp, lane, stage, phase):
         # What steps need is kept in registers: they are short, and to read and multiply constants takes as long.
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weight_place(memory, warp, lane))
         rows = Rows.make()
         factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier sums
-        self.ask_next_queries(work.begin >= work.end, items, index, memory, warp)
+        if work.takes_up:
+            items.states.take_up(work, rows.sums, (rows.maxima, rows.totals), warp, lane, 0)
+        self.ask_next_queries(work.begin >= work.end, work, items, memory, warp)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.score(rows.scores, memory, stage, phase)
             flags = self.common_flags(memory, stage)
             wgmma_tiles.wait()
-            self.ask_next_queries(block + 1 == work.end, items, index, memory, warp)
+            self.ask_next_queries(block + 1 == work.end, work, items, memory, warp)
             self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
             softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
             self.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
@@ -48,13 +50,12 @@ class Stepped(Multiplying):
             wgmma_tiles.wait()
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        self.end_rows(rows, scale)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-        ends = self.writer.finish_rows(work, results, rows.maxima, rows.totals, warp, lane)
-        self.publish_factors(ends, memory, warp, lane)
-        self.hand_over(0)
-        self.writer.write(work, results, rows.sums, ends, warp, lane, 0)
+        self.end_first(rows, work, items, results, memory, scale, warp, lane)
         return stage, phase
+
+    def hand_over_end(self) -> None:
+        self.hand_over(0)
 
     @cute.jit
     def weigh_and_add(self, rows, factors, work, memory, places, stage, scale, warp, lane):
@@ -78,9 +79,11 @@ class Stepped(Multiplying):
         wgmma_tiles.commit()
 
     @cute.jit
-    def second_share(self, work, results, memory, warp, lane, stage, phase):
+    def second_share(self, work, items, results, memory, warp, lane, stage, phase):
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         sums = Rows.make().sums
+        if work.takes_up:
+            items.states.take_up(work, sums, (), warp, lane, 1)
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
             self.await_tile(memory, stage, phase)
@@ -95,10 +98,11 @@ class Stepped(Multiplying):
             cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
             self.release(memory, stage, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
-        self.await_weights(0)
-        factors = self.load_rows(memory, warp, lane)
-        self.writer.write(work, results, sums, factors, warp, lane, 1)
+        self.end_second(sums, work, items, results, memory, warp, lane)
         return stage, phase
+
+    def await_end(self) -> None:
+        self.await_weights(0)
 
     def pack_step(self, rows: Rows, step: int) -> None:
         """Packs a thread's weights of the ``step``-th 16 tokens."""

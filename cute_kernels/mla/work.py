@@ -23,7 +23,7 @@ class Shape:
     request_rows: Any  # rows of a request
     num_heads: Any  # of a row
     query_heads: Any  # of a query
-    num_parts: Any
+    num_parts: Any  # into which each row is cut; 0 if all of them are one line, cut evenly: see `line`
     causal: Any  # 1 if later queries of a row see more tokens, else 0
     slack: Any  # fp32: by how many powers of 2 running maxima may fall behind
 
@@ -52,6 +52,9 @@ class Work:
     length: Any  # tokens, those of the extra cache not counted
     main_blocks: Any
     extra_length: Any
+    left: Any = None  # of what the CTA has on the line, behind this share
+    puts_down: Any = None  # whether an earlier part of the row is another CTA's, which ends the row
+    takes_up: Any = None  # whether a later part of the row is another CTA's, which began it
 
     @staticmethod
     def share(num_blocks, num_parts, part):

@@ -42,8 +42,15 @@ WIDTHS = [
 
 
 def specs() -> list[MlaSpec]:
-    """Kernels of this file that bundles do not hold. Whole contexts of `WIDTHS` are asked for by 192 rows of heads."""
-    return [MlaSpec(served_config(*which, multiplying=which[0] == "paged")) for which in WIDTHS]
+    """Kernels of this file that bundles do not hold. Whole contexts of `WIDTHS` are asked for by 192 rows of heads, of
+    boxes by 128 and 192."""
+    boxed = [
+        served_config(*which, pairs, False, True) for which in WIDTHS if which[0] == "paged" for pairs in (False, True)
+    ]
+    return [
+        *map(MlaSpec, boxed),
+        *(MlaSpec(served_config(*which, multiplying=which[0] == "paged")) for which in WIDTHS),
+    ]
 
 
 def served(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,6 +249,13 @@ def test_widths_and_dtypes(tokens, kv_format, head_dim):
         check(make_dense(kv_format, RAGGED, **shape))
     else:
         check(make_sparse(kv_format, topk=300, num_pages=9, sinks=True, extra=(70, 9, 2), **shape))
+
+
+@pytest.mark.parametrize("num_heads", [64, 96])
+@pytest.mark.parametrize(("tokens", "kv_format", "head_dim"), [which for which in WIDTHS if which[0] == "paged"])
+def test_widths_and_dtypes_of_boxes(tokens, kv_format, head_dim, num_heads):
+    shape: Any = {"q_len": 2, "num_heads": num_heads, "page_size": 64, "head_dim": head_dim, "padding": 48}
+    check(make_dense(kv_format, RAGGED, **shape))
 
 
 def calls() -> list[DenseCall | SparseCall]:

@@ -15,7 +15,7 @@ from cute_kernels.mla.config import MlaConfig
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.mla.schedule import WorkShape
+from cute_kernels.mla.schedule import LINE, WorkShape
 from cute_kernels.sm90 import NUM_SMS
 from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
@@ -63,11 +63,15 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
+BOXED = [
+    MlaConfig("paged", "mla_bf16", order="lagging"),
+    MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
+]
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
+    return [*map(MlaSpec, [*SPARSE, *PAGED, *BOXED, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -89,11 +93,11 @@ def run(
     sinks=None,
     num_sms: int = NUM_SMS,
 ):
-    """(out, lse) of a kernel over ``tokens``, what it takes behind num_ctas; twice, with equal bits. num_sms: so many
-    CTAs at most take shares in turns, also where rows have different lengths."""
+    """(out, lse) of a kernel over ``tokens``, what it takes behind num_ctas and flags; twice, with equal bits. num_sms:
+    so many CTAs at most share the line, if num_parts is LINE."""
     batch, q_len, num_heads = call.q.shape[:3]
     rows = (batch * q_len, num_heads) if isinstance(call, SparseCall) else (batch, q_len * num_heads)
-    plan = make_plan(config, "sm_90a", WorkShape(*rows, 0, num_sms, ragged=False), num_parts)
+    plan = make_plan(config, "sm_90a", WorkShape(*rows, 0, num_sms), num_parts)
     results = []
     for _ in range(2):
         out = torch.full((*call.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -157,19 +161,19 @@ def test_more_ctas_than_there_is_room_for(config):
     check_sparse(config, batch=90, q_len=2, num_heads=128, topk=300)
 
 
-@pytest.mark.parametrize("topk", [1, 64, 300])
-@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, 2), (1, 6), (3, 4)])
+@pytest.mark.parametrize("topk", [1, 64, 300, 1500])
+@pytest.mark.parametrize("num_sms", [2, 6, 14, 36])
 @pytest.mark.parametrize("config", WIDE, ids=name)
-def test_shares_in_turns(config, num_parts, num_sms, topk):
-    """Rows of any length, none included, one after the other in the same CTAs."""
-    check_sparse(config, num_parts, batch=9, q_len=2, num_heads=128, topk=topk, num_sms=num_sms)
+def test_line_of_queries(config, num_sms, topk):
+    """Rows of any length, none included, cut anywhere; the longest ones go through several CTAs."""
+    check_sparse(config, LINE, batch=9, q_len=2, num_heads=128, topk=topk, num_sms=num_sms)
 
 
-@pytest.mark.parametrize("num_sms", [1, 4])
+@pytest.mark.parametrize("num_sms", [3, 9, 31])
 @pytest.mark.parametrize("config", WHOLE_CONTEXTS, ids=name)
-def test_whole_contexts_in_turns(config, num_sms):
+def test_line_of_whole_contexts(config, num_sms):
     lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
-    check_paged(config, lengths, q_len=2, num_heads=80, page_size=16, num_sms=num_sms)
+    check_paged(config, lengths, LINE, q_len=2, num_heads=80, page_size=16, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
@@ -182,6 +186,31 @@ def test_pages(config, num_parts, page_size):
 @pytest.mark.parametrize("config", PAGED, ids=name)
 def test_queries_that_all_see_everything(config):
     check_paged(config, [300, 5, 129], causal=False, q_len=3, num_heads=64, page_size=16)
+
+
+@pytest.mark.parametrize("num_sms", [4, 12, 31])
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_line_of_boxes(config, num_sms):
+    lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
+    check_paged(config, lengths, LINE, q_len=2, num_heads=100, page_size=64, num_sms=num_sms)
+
+
+@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_pages_of_boxes(config, num_parts, page_size):
+    lengths = [0, 1, 64, 65, 777, 130, 1472]
+    check_paged(config, lengths, num_parts, q_len=2, num_heads=128, page_size=page_size, padding=48)
+
+
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_boxes_and_queries_that_all_see_everything(config):
+    check_paged(config, [300, 5, 129], causal=False, q_len=4, num_heads=64, page_size=64)
+
+
+@pytest.mark.parametrize("config", BOXED, ids=name)
+def test_more_boxes_than_there_is_room_for(config):
+    check_paged(config, [600 - 3 * i for i in range(100)], q_len=2, num_heads=128, page_size=64)
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 9, 24, 32, 67])

@@ -17,6 +17,10 @@ from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WAR
 
 WARP_THREADS = 32
 PRODUCER = MULTIPLYING_WARPS
+METHODS = ("first", "second", "first_share", "second_share", "ask_next_queries", "end_first", "end_second")
+"""Of an order, what the models run as it is."""
+SHARES = [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0], [2, 1, 3], [1, 0, 1]]
+"""Blocks of the shares of a CTA."""
 
 
 class Scheduler:
@@ -76,23 +80,34 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Items:
-    """Shares with so many blocks; every row is one."""
+    """Shares with so many blocks; every row is one, the first one the end of a row, the last one the beginning."""
 
     shares: list[int]
-    step: int = 1
-    first: int = 0
+    machine: Any
+    row: int = 0
+    start: int = 0
+    head_block: int = 0
     queries: Any = None
 
     @property
-    def count(self) -> int:
+    def left(self) -> int:
         return len(self.shares)
 
-    def place(self, index: int) -> tuple[int, int, int]:
-        return index, 0, 0
+    @property
+    def states(self) -> SimpleNamespace:
+        return SimpleNamespace(put_down=lambda *_: self.machine.step(), take_up=lambda *_: self.machine.step())
 
-    def work(self, index: int) -> SimpleNamespace:
-        before, shape = sum(self.shares[:index]), SimpleNamespace(slack=8.0)
-        return SimpleNamespace(begin=0, end=self.shares[index], before=before, shape=shape)
+    def work(self, row: int, start: int, left: int) -> SimpleNamespace:
+        assert left == len(self.shares) - row
+        before, shape = sum(self.shares[:row]), SimpleNamespace(slack=8.0)
+        ends = {"puts_down": self.cut and row == 0, "takes_up": self.cut and left == 1}
+        share = {"row": row, "begin": 0, "end": self.shares[row], "before": before, "left": left - 1}
+        return SimpleNamespace(shape=shape, **share, **ends)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the first and the last row are cut: those of odd numbers of shares are."""
+        return len(self.shares) % 2 == 1
 
 
 class Machine:
@@ -150,12 +165,13 @@ class Machine:
         self.issued[self.warp].append(places)
 
     def commit(self) -> None:
-        self.groups[self.warp] += self.issued[self.warp]
+        self.groups[self.warp].append(set().union(*self.issued[self.warp]))
         self.issued[self.warp] = []
 
-    def wait(self) -> None:
+    def wait(self, pending: int = 0) -> None:
         self.step()
-        self.groups[self.warp].clear()
+        groups = self.groups[self.warp]
+        del groups[: len(groups) - pending]
 
     def fence(self) -> None:
         """What has been stored, as far as the warp has heard of it, is visible to its products."""
@@ -164,15 +180,16 @@ class Machine:
         self.visible[self.warp] = {place: (block, set(warps)) for place, (block, warps) in stored.items()}
 
     def produce(self, num_blocks: int) -> None:
-        """The gathering warpgroup as one: tiles in order, each when it is given back."""
+        """The gathering warps as one: tiles in order, each part of one when it is given back."""
         self.local.warp = PRODUCER
         for block in range(num_blocks):
             stage, turn = block % NUM_STAGES, block // NUM_STAGES
-            arrivals = turn * self.config.empty_arrivals
-            self.step(lambda stage=stage, arrivals=arrivals: self.empty.get(stage, 0) >= arrivals)
-            assert not self.readers(stage), f"block {block} overwrites what is read"
-            self.holds[stage] = block
-            self.full[stage] = turn + 1
+            arrivals, parts = turn * self.config.empty_arrivals, self.config.tile_parts
+            for place in range(stage * parts, (stage + 1) * parts):
+                self.step(lambda place=place, arrivals=arrivals: self.empty.get(place, 0) >= arrivals)
+                assert not self.readers(place), f"block {block} overwrites what is read"
+                self.holds[place] = block
+                self.full[place] = turn + 1
 
 
 class Played:
@@ -248,8 +265,8 @@ def run_body(model: Any, methods: tuple[str, ...]) -> None:
 def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fenced: bool = True) -> None:
     """One CTA from its first to its last share.
 
-    order: the module whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced: whether fences
-    make stores visible to products.
+    order: the module, or modules, whose class ``model`` is. left_out: a named barrier that nobody waits at; fenced:
+    whether fences make stores visible to products.
     """
     machine = model.machine
 
@@ -265,15 +282,18 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     arch = SimpleNamespace(barrier=barrier, barrier_arrive=barrier_arrive, fence_proxy=fence_proxy)
     cute = SimpleNamespace(arch=arch, make_rmem_tensor=lambda *_: [0.0, 0.0])
     ranges = SimpleNamespace(range=lambda a, b, step, unroll: range(a, b, step), range_constexpr=range)
-    tiles = SimpleNamespace(commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
-    common = {"cute": cute, "cutlass": ranges}
+    tiles = SimpleNamespace(begin=lambda: None, commit=machine.commit, wait=machine.wait, tile=lambda *_: "weights")
+    tiles.make_sums = lambda columns: [0.0] * (columns // 2)
+    common = {"cute": cute}
     own = {
+        "cutlass": ranges,
         "wgmma_tiles": tiles,
         "Rows": SimpleNamespace(make=model.no_rows),
         "advance": lambda stage, phase, stages: ((stage + 1) % stages, phase ^ (stage + 1 == stages)),
     }
     shared = {"Int32": int, "lane_sum": lambda value, offsets: value}
-    for module, values in ((order, common | own), (multiply, common | shared)):
+    modules = order if isinstance(order, tuple) else (order,)
+    for module, values in (*((module, common | own) for module in modules), (multiply, common | shared)):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
@@ -281,7 +301,7 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     def run_warp(warp: int) -> None:
         machine.local.warp = warp
         run = model.second if warp >= WARPGROUP_WARPS else model.first
-        run(Items(machine.shares), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
+        run(Items(machine.shares, machine), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
     bodies = [functools.partial(run_warp, warp) for warp in range(MULTIPLYING_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, sum(machine.shares))])

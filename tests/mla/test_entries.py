@@ -35,28 +35,32 @@ class State(list):
 
 @dataclass(frozen=True)
 class Items:
-    """The shares of a CTA, every ``step``-th of the launch's; a row is one."""
+    """The shares of a CTA, of rows that follow each other; ``left`` counts those that are."""
 
     shares: list[tuple[int, int]]
-    first: int = 2
-    step: int = 3
+    row: int = 2
+    start: int = 7
     shape: Any = None
     queries: Any = None
 
     @property
-    def count(self) -> int:
-        return self.first + self.step * (len(self.shares) - 1) + 1
+    def left(self) -> int:
+        return len(self.shares)
 
-    def work(self, index: int) -> SimpleNamespace:
-        assert self.first <= index < self.count and (index - self.first) % self.step == 0
-        begin, end = self.shares[(index - self.first) // self.step]
-        return SimpleNamespace(row=index, begin=begin, end=end, length=0, main_blocks=0, extra_length=0)
+    def work(self, row: int, start: int, left: int) -> SimpleNamespace:
+        assert (row, start, left) == (self.row, self.start, self.left), "only the first share begins anywhere"
+        return self.next_work(row, left)
+
+    def next_work(self, row: int, left: int) -> SimpleNamespace:
+        assert left == self.row + len(self.shares) - row
+        begin, end = self.shares[row - self.row]
+        return SimpleNamespace(row=row, begin=begin, end=end, length=0, main_blocks=0, extra_length=0, left=left - 1)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
         """(row, block) of all, in order."""
-        works = [self.work(index) for index in range(self.first, self.count, self.step)]
-        return [(work.row, block) for work in works for block in range(work.begin, work.end)]
+        shares = enumerate(self.shares, self.row)
+        return [(row, block) for row, share in shares for block in range(*share)]
 
 
 @dataclass
@@ -182,4 +186,4 @@ def test_entries_are_there_when_they_are_read(monkeypatch, config, shares):
     wanted = {(*block, first_row + row) for block in blocks for row in range(ring.rows)}
     assert machine.asked == (wanted if config.prefetch else set())
     # Those of the first share are asked for in shared memory at once.
-    assert machine.queries == list(range(all_items.first + all_items.step, all_items.count, all_items.step))
+    assert machine.queries == list(range(all_items.row + 1, all_items.row + len(shares)))

@@ -1,7 +1,9 @@
-"""Shares of a launch: every one is somebody's, once, and the CTAs of a cluster have shares of the same row."""
+"""Shares of a launch whose rows are cut into parts: every one is a CTA's, once, and the CTAs of a cluster have shares
+of the same row. Of a line :mod:`.test_line` has the same."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import items, locate, work
+from cute_kernels.mla import items, line, locate, work
 from cute_kernels.mla.config import BLOCK_HEADS
 from cute_kernels.mla.work import Shape
 
@@ -25,30 +27,34 @@ class Locator:
 @pytest.mark.parametrize(
     ("rows", "request_rows", "num_heads", "parts"), [(1, 1, 64, 1), (6, 2, 128, 3), (12, 3, 300, 2), (7, 1, 128, 7)]
 )
-@pytest.mark.parametrize("num_ctas", [1, 2, 8])
-def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts, num_ctas):
-    select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min)
-    for module in (locate, items, work):
+def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
+    select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min, max=max)
+    monkeypatch.setattr(items, "_first", inspect.unwrap(items._first))
+    arch = SimpleNamespace(make_warp_uniform=lambda value: value)
+    monkeypatch.setattr(items, "cute", SimpleNamespace(arch=arch))
+    for module in (locate, items, work, line):
         for name in ("Int32", "Int64", "Uint32"):
             monkeypatch.setattr(module, name, int, raising=False)
         monkeypatch.setattr(module, "cutlass", select, raising=False)
     monkeypatch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
     head_blocks = -(-num_heads // BLOCK_HEADS)
     shape = Shape(rows, request_rows, num_heads, num_heads, parts, 0, 0.0)
-    counts = items.Counts.of(shape, head_blocks)
-    nothing, locator = SimpleNamespace(), Locator()
-    ctas: list[Any] = [items.Items(shape, nothing, nothing, locator, counts, cta, num_ctas) for cta in range(num_ctas)]
-    shares = {cta: [own.work(index) for index in range(own.first, own.count, own.step)] for cta, own in enumerate(ctas)}
-    found = [(own.row, own.first_head, own.part) for own in itertools.chain(*shares.values())]
+    num_ctas = rows * head_blocks * parts
+    counts = items.Counts.of(shape, head_blocks, num_ctas)
+    shares: list[Any] = []
+    for cta in range(num_ctas):
+        own = items.Items.of(shape, None, None, Locator(), counts, 0, 0, cta, 0)
+        shares.append(own.work(own.row, own.start, own.left))
+    found = [(own.row, own.first_head, own.part) for own in shares]
     heads = range(0, head_blocks * BLOCK_HEADS, BLOCK_HEADS)
     assert sorted(found) == list(itertools.product(range(rows), heads, range(parts)))
-    for own in itertools.chain(*shares.values()):
+    for own in shares:
+        assert not (own.left or own.puts_down or own.takes_up)
         request = own.row // request_rows
         main = -(-70 * request // 64)
         blocks = main + -(-30 * request // 64)
         assert (own.length, own.main_blocks, own.extra_length) == (70 * request, main, 30 * request)
         assert (own.begin, own.end) == work.Work.share(blocks, parts, own.part)
-    if num_ctas % 2 == 0 and head_blocks % 2 == 0:
-        for cta in range(0, num_ctas, 2):
-            pairs = zip(shares[cta], shares[cta + 1], strict=True)
-            assert all((a.row, a.part) == (b.row, b.part) for a, b in pairs)
+    if head_blocks % 2 == 0:
+        pairs = zip(shares[::2], shares[1::2], strict=True)
+        assert all((a.row, a.part) == (b.row, b.part) for a, b in pairs)

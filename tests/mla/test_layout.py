@@ -27,6 +27,8 @@ def test_slabs_are_the_columns(name, head_dim):
     assert layout.num_slabs * SLAB_COLUMNS == head_dim
     scored = [first + i for first, count in layout.score_runs for i in range(count)]
     assert sorted(scored) == list(range(layout.num_slabs))
+    left, right = layout.parts
+    assert sorted(left + right) == list(range(layout.num_slabs)) and right == (4, 5, 6, 7)
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import MlaConfig, crosses, served_config
+from cute_kernels.mla.config import BLOCK_HEADS, SHIPPED, MlaConfig, comes_boxed, crosses, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
 from cute_kernels.mla.schedule import (
     COPYING,
     CROSSING,
     FEW_HEADS,
+    LINE,
+    MAX_LINE_REQUESTS,
     MAX_PARTS,
     WIDE,
     WorkShape,
@@ -30,10 +32,13 @@ SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integ
 @given(SHAPES, st.sampled_from([rate for rate in (WIDE, CROSSING, COPYING, *FEW_HEADS) if rate.cluster == 1]))
 def test_no_part_is_empty_and_none_is_cheaper(shape, rate):
     parts = choose_parts(shape, rate)
+    assert cost_us(shape, parts, rate) <= cost_us(shape, 1, rate)
+    if parts == LINE:
+        assert shape.has_line and rate.heads == BLOCK_HEADS
+        return
     size = -(-shape.num_blocks // parts)
     assert 1 <= parts <= min(MAX_PARTS, shape.num_blocks)
     assert (parts - 1) * size < shape.num_blocks
-    assert cost_us(shape, parts, rate) <= cost_us(shape, 1, rate)
 
 
 def test_few_heads_have_a_kernel_of_their_own():
@@ -43,7 +48,7 @@ def test_few_heads_have_a_kernel_of_their_own():
             assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
             assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
     wide = choose("sparse", "mla_fp8", 576, WorkShape(256, 128, 2048))
-    assert wide == (served_config("sparse", "mla_fp8", crossover=True), 1)
+    assert wide == (served_config("sparse", "mla_fp8", crossover=True), LINE)
     for form, head_dim in (("mla_bf16", 576), ("mla_bf16", 512), ("mla_model1", 512)):
         assert choose("paged", form, head_dim, WorkShape(128, 16, 8192)) == (served_config("paged", form, head_dim), 1)
 
@@ -56,6 +61,24 @@ def test_pairs_of_blocks_of_heads_decode_half_of_the_tokens_each():
             config, _ = choose("paged", form, head_dim, WorkShape(256, heads, 2048))
             assert isinstance(config, MlaConfig) and not config.crossover
     assert not crosses("sparse", "mla_bf16", 128)
+
+
+def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks():
+    for page_size, boxed in ((1, False), (32, False), (64, True), (96, False), (192, True)):
+        assert comes_boxed("paged", "mla_bf16", page_size) == boxed
+        assert not comes_boxed("sparse", "mla_bf16", page_size) and not comes_boxed("paged", "mla_fp8", page_size)
+    for form in ("mla_bf16", "mla_fp16"):
+        for heads, pairs in ((1, False), (64, False), (65, True), (192, False), (256, True)):
+            config, parts = choose("paged", form, 576, WorkShape(128, heads, 8192, boxed=True))
+            assert config == served_config("paged", form, None, pairs, False, True)
+            assert parts == (LINE if heads > BLOCK_HEADS else 1)
+            assert isinstance(config, MlaConfig) and config.can_implement() is None
+            assert (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
+            assert ("paged", form, None, pairs, False, True) in SHIPPED
+            unboxed, same = choose("paged", form, 576, WorkShape(128, heads, 8192))
+            assert isinstance(unboxed, MlaConfig) and not unboxed.boxes and same == parts
+    config, parts = choose("paged", "mla_bf16", 576, WorkShape(1, 128, 32768, boxed=True))
+    assert config == served_config("paged", "mla_bf16", boxed=True) and parts > 32, "shares are too short for pairs"
 
 
 def test_few_rows_of_few_heads_are_clusters_where_they_have_few_tokens():
@@ -83,7 +106,7 @@ def test_what_is_chosen_is_shipped(shape, tokens):
     config, parts = choose(tokens, "mla_fp8", 576, shape)
     crossover = crosses(tokens, "mla_fp8", shape.num_heads)
     assert config in (served_config(tokens, "mla_fp8", crossover=crossover), *shipped_few_heads())
-    assert config.can_implement() is None and 1 <= parts <= MAX_PARTS
+    assert config.can_implement() is None and LINE <= parts <= MAX_PARTS
     if isinstance(config, FewHeadsConfig) and config.cluster > 1:
         assert parts == config.cluster
 
@@ -127,13 +150,28 @@ def test_few_rows_are_added_up_by_all_sms(shape):
         assert row_bits == 0 or -(-rows // (1 << (row_bits - 1))) > shape.num_sms
 
 
-def test_rows_of_one_length_are_taken_in_turns():
-    for num_sms, cluster, num_ctas in ((132, 1, 132), (132, 2, 132), (131, 2, 130), (600, 2, 512)):
-        assert count_ctas(WorkShape(256, 128, 2048, num_sms, ragged=False), cluster, 1) == num_ctas
-        assert count_ctas(WorkShape(256, 128, 2048, num_sms), cluster, 1) == 512
-    assert count_ctas(WorkShape(4, 100, 2048, ragged=False), 1, 3) == 24
-    assert count_ctas(WorkShape(256, 128, 8192, ragged=False), 2, 1) == 132
-    assert count_ctas(WorkShape(256, 128, 8256, ragged=False), 2, 1) == 512
+def test_the_line_has_a_team_of_ctas_for_all_heads_of_a_row():
+    for heads, num_sms, teams in ((128, 132, 66), (128, 131, 65), (256, 132, 33), (40, 132, 132), (129, 132, 44)):
+        shape = WorkShape(256, heads, 2048, num_sms)
+        assert shape.teams == teams and count_ctas(shape, LINE) == teams * -(-heads // BLOCK_HEADS)
+    assert count_ctas(WorkShape(4, 100, 2048), 3) == 24
+    for shape in (WorkShape(65, 128, 2048), WorkShape(200, 128 * 200, 2048), WorkShape(MAX_LINE_REQUESTS + 1, 128, 64)):
+        assert not shape.has_line
+        with pytest.raises(ValueError, match="num_parts"):
+            count_ctas(shape, LINE)
+
+
+def test_rows_for_all_teams_are_a_line():
+    """Those of the benchmark: no turn is left half empty, and no partial results are added up by a second launch."""
+    for tokens, form, shape in (
+        ("sparse", "mla_fp8", WorkShape(256, 128, 2048)),
+        ("sparse", "mla_fp8", WorkShape(296, 128, 32768)),
+        ("paged", "mla_bf16", WorkShape(128, 256, 8192)),
+        ("sparse", "mla_fp8", WorkShape(100, 128, 2048)),
+    ):
+        assert choose(tokens, form, 576, shape)[1] == LINE
+    for shape in (WorkShape(128, 64, 8192), WorkShape(128, 16, 8192)):
+        assert choose("paged", "mla_bf16", 576, shape)[1] == 1
 
 
 def test_configurations_fit_and_say_why_not():
@@ -153,6 +191,12 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="mla_model1", scales="ue8m0"), "head_dim"),
         (MlaConfig(form="mla_model1", head_dim=512), "scales"),
         (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
+        (MlaConfig(order="lagging"), "order"),
+        (MlaConfig("paged", order="lagging"), "order"),
+        (MlaConfig("paged", "mla_bf16", fence="reader", order="lagging"), "fence"),
+        (MlaConfig("paged", "mla_bf16", order="lagging", prefetch=2), "prefetch"),
+        (MlaConfig("paged", "mla_bf16", order="lagging", gather_warps=8), "gather_warps"),
+        (MlaConfig("paged", "mla_bf16"), "fence"),
     ):
         reason = config.can_implement()
         assert reason is not None and word in reason

@@ -49,7 +49,7 @@ class Model(orders.Played, serial.Serial):
         self.sums[machine.warp].append(self.block)
 
 
-orders.run_body(Model, ("first", "second", "first_share", "second_share", "ask_next_queries"))
+orders.run_body(Model, orders.METHODS)
 
 
 def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
@@ -63,7 +63,7 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
     assert not machine.named.get(serial.WEIGHTS_READY)
 
 
-@pytest.mark.parametrize("shares", [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0]], ids=str)
+@pytest.mark.parametrize("shares", orders.SHARES, ids=str)
 def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
     for seed in range(15):
         play(monkeypatch, seed, shares)

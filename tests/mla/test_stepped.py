@@ -68,7 +68,7 @@ class Model(orders.Played, stepped.Stepped):
             self.sums[machine.warp].append((block, step))
 
 
-orders.run_body(Model, ("first", "first_share", "weigh_and_add", "second", "second_share", "ask_next_queries"))
+orders.run_body(Model, (*orders.METHODS, "weigh_and_add"))
 
 
 def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None, fenced: bool = True) -> None:
@@ -90,7 +90,7 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None,
     assert not any(machine.named.get(barrier_id) for barrier_id in stepped.WEIGHTS_READY)
 
 
-@pytest.mark.parametrize("shares", [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0]], ids=str)
+@pytest.mark.parametrize("shares", orders.SHARES, ids=str)
 def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
     for seed in range(15):
         play(monkeypatch, seed, shares)
