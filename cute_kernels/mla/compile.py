@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_kernels.mla.config import COMBINE_SLOTS, SHIPPED, CombineConfig, MlaConfig, served_config
+from cute_kernels.mla.config import (
+    COMBINE_SLOTS,
+    PARTIALS,
+    SCALED_PARTIALS,
+    SHIPPED,
+    CombineConfig,
+    MlaConfig,
+    served_config,
+)
 from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
@@ -49,8 +57,8 @@ def shipped_specs() -> list[KernelSpec]:
 
 def combine_specs(dtype: str) -> list[CombineSpec]:
     """Whatever launches with results of "bf16" or "fp16" may add up their parts by."""
-    kinds = (MlaConfig, FewHeadsConfig) if dtype == FewHeadsConfig.layout.dtype else (MlaConfig,)
-    return [CombineSpec(CombineConfig(dtype, slots, kind.partials)) for kind in kinds for slots in COMBINE_SLOTS]
+    forms = PARTIALS if dtype == FewHeadsConfig.layout.dtype else (SCALED_PARTIALS,)
+    return [CombineSpec(CombineConfig(dtype, slots, form)) for form in forms for slots in COMBINE_SLOTS]
 
 
 def compile_mla(config: MlaConfig | FewHeadsConfig, arch: str, *options: str) -> Any:

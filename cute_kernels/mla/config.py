@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
-from cute_kernels.mla.layout import TokenLayout, layout_of
+from cute_kernels.mla.layout import VALUE_SLABS, TokenLayout, layout_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEAD_DIM = 576  # columns of the wider keys
@@ -61,6 +61,7 @@ class PartialForm:
 
 
 PARTIALS = {"fp32": PartialForm(4, 8), "fp16": PartialForm(2, 16)}
+SCALED_PARTIALS = "fp16"
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,6 @@ class MlaConfig:
         gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
         tensor map brings, of which every 64 lie side by side in a page.
     """
-
-    # Which of `PARTIALS` a part of a row leaves: 64 heads of fp32 would be written and read for as long as two blocks.
-    partials: ClassVar[str] = "fp16"
 
     tokens: str = "sparse"
     form: str = "mla_fp8"
@@ -115,6 +113,13 @@ class MlaConfig:
     def layout(self) -> TokenLayout:
         """Which bytes of a token become which columns of a tile."""
         return layout_of(self.form, self.head_dim)
+
+    @property
+    def partials(self) -> str:
+        """Which of `PARTIALS` a part of a row leaves. 64 heads of fp32 are written and read for as long as two blocks;
+        but where the same half has scaled codes and RoPE columns as they are, one power of 2 is not enough for both."""
+        scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
+        return "fp32" if scaled_in_part else SCALED_PARTIALS
 
     @property
     def cluster(self) -> int:

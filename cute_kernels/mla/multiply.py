@@ -19,6 +19,7 @@ from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
     MULTIPLYING_WARPS,
+    PARTIALS,
     V_HEAD_DIM,
     WARPGROUP_WARPS,
     MlaConfig,
@@ -86,7 +87,7 @@ class Multiplying:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.numbers = of_name(config.layout.dtype)
-        self.writer = Writer(self.numbers)
+        self.writer = Writer(self.numbers, PARTIALS[config.partials])
         self.loader = QueryLoader(config)
 
     # -- shares -------------------------------------------------------------------------------------------------------

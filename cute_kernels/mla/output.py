@@ -6,28 +6,29 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32
+from cutlass import Float32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_max, transpose_quad
-from cute_kernels.mla.config import PARTIALS, V_HEAD_DIM, MlaConfig
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.config import V_HEAD_DIM, PartialForm
 from cute_kernels.mla.numbers16 import Numbers
 from cute_kernels.mla.softmax import ROW_LANES, row_of
 from cute_kernels.mla.work import partial_stats, partial_values
 
 HALF = V_HEAD_DIM // 2
 WARP_ROWS = 16
-PARTIAL = PARTIALS[MlaConfig.partials]
 UNIT_OFFSET = 8  # of a part's statistics
 FP16_TOP = 14  # the power of 2 that the greatest fp16 of a half is not below
 PIECE_PITCH = 64  # bytes from a lane's 16 bytes of a row to its next
 
 
 class Writer:
-    """The end of the multiplying warpgroups. numbers: what the output is made of."""
+    """The end of the multiplying warpgroups. numbers: what the output is made of; partials: what parts leave."""
 
-    def __init__(self, numbers: Numbers):
+    def __init__(self, numbers: Numbers, partials: PartialForm):
         self.numbers = numbers
+        self.partials = partials
 
     @cute.jit
     def finish_rows(self, work, results, maxima, totals, warp, lane):
@@ -43,7 +44,7 @@ class Writer:
             factor = Float32(1.0)
             if work.shape.num_parts > 1:
                 if exists:
-                    place = partial_stats(results, work.shape, query_row, work.part, PARTIAL)
+                    place = partial_stats(results, work.shape, query_row, work.part, self.partials)
                     ptx.store_global(place, [maxima[i], totals[i]])
             else:
                 factor = self.finish_row(results, maxima[i], totals[i], query_row, work.first_head + head, exists)
@@ -76,7 +77,10 @@ class Writer:
         """Writes a warpgroup's half of the columns."""
         if work.shape.num_parts > 1:
             if work.begin < work.end:
-                self.write_partial(work, results, sums, warp, lane, half)
+                if const_expr(self.partials.value_bytes == 4):
+                    self.write_whole(work, results, sums, warp, lane, half)
+                else:
+                    self.write_scaled(work, results, sums, warp, lane, half)
         else:
             self.store(work, results, sums, factors, warp, lane, half)
 
@@ -103,16 +107,29 @@ class Writer:
         return [transpose_quad(words[i : i + 4], lane) for i in range(0, len(words), 4)]
 
     @cute.jit
-    def write_partial(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
-        """Unnormalised values as `PARTIAL` has them, as :meth:`store` writes results."""
+    def write_whole(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
+        """Unnormalised fp32 values; the four lanes of a row write 32 bytes together."""
+        for below in cutlass.range_constexpr(2):
+            head = warp * WARP_ROWS + lane // 4 + 8 * below
+            if work.first_head + head < work.shape.num_heads:
+                place = partial_values(results, work.shape, work.query_row(head), work.part, self.partials)
+                place = place + (half * HALF * 4 + lane % 4 * 8)
+                for i in cutlass.range_constexpr(0, HALF // 2, 4):
+                    first = i + 2 * below
+                    ptx.store_global(place + sum_place(i)[1] * 4, [sums[first], sums[first + 1]])
+
+    @cute.jit
+    def write_scaled(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
+        """Unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 that they are to be multiplied
+        with."""
         scales = [scale_of(sums, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):
             # Else the compiler begins with all columns at once, which there are no registers for.
             cute.arch.sync_warp()
             head = warp * WARP_ROWS + lane // 4 + 8 * below
             query_row = work.query_row(head)
-            place = partial_values(results, work.shape, query_row, work.part, PARTIAL) + piece_offset(lane, half)
-            stats = partial_stats(results, work.shape, query_row, work.part, PARTIAL)
+            place = partial_values(results, work.shape, query_row, work.part, self.partials) + piece_offset(lane, half)
+            stats = partial_stats(results, work.shape, query_row, work.part, self.partials)
             scale, unit = scales[below]
             pieces = self.pieces(sums, scale, below, lane, ptx.pack_f16x2)
             if work.first_head + head < work.shape.num_heads:

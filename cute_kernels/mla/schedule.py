@@ -16,6 +16,7 @@ from cute_kernels.mla.config import (
     HEAD_DIM,
     MAX_PARTS,
     PARTIALS,
+    SCALED_PARTIALS,
     SCALES,
     V_HEAD_DIM,
     MlaConfig,
@@ -53,7 +54,7 @@ class Rate:
     block_us: float
     cta_us: float
     cluster: int = 1
-    value_bytes: int = PARTIALS[MlaConfig.partials].value_bytes
+    value_bytes: int = PARTIALS[SCALED_PARTIALS].value_bytes
 
 
 WIDE = Rate(BLOCK_HEADS, 2.8, 7.3)

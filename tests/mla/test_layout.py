@@ -58,10 +58,26 @@ def test_every_width_of_every_format_is_served(tokens, name, head_dim):
 
 def test_what_is_shipped_has_names_of_its_own_and_its_combination():
     specs: Any = shipped_specs()
-    combined = [(spec.config.dtype, spec.config.slots) for spec in specs if isinstance(spec.config, CombineConfig)]
+    combined = [
+        ((spec.config.dtype, spec.config.partials), spec.config.slots)
+        for spec in specs
+        if isinstance(spec.config, CombineConfig)
+    ]
     assert len({spec.symbol for spec in specs}) == len(specs) == len(SHIPPED) + len(shipped_few_heads()) + len(combined)
-    dtypes = {served_config(*which).layout.dtype for which in SHIPPED}
-    assert set(combined) == set(itertools.product(dtypes, COMBINE_SLOTS))
+    used = {
+        (config.layout.dtype, config.partials) for config in (*map(served_config_of, SHIPPED), *shipped_few_heads())
+    }
+    assert set(combined) == set(itertools.product(used, COMBINE_SLOTS))
+
+
+def served_config_of(which):
+    return served_config(*which)
+
+
+def test_one_power_of_2_is_for_values_of_one_kind():
+    """Columns of a half may differ by any power of 2 where some have scales and others none."""
+    forms = {name: served_config("sparse", name).partials for name in FORMATS}
+    assert forms == {"mla_fp8": "fp16", "mla_bf16": "fp16", "mla_fp16": "fp16", "mla_model1": "fp32"}
 
 
 def test_data_of_split_pages_are_launched_as_close_as_they_lie():

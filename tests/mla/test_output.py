@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla import multiply, output, softmax
-from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
+from cute_kernels.mla.config import BLOCK_TOKENS, PARTIALS, WEIGHT_BYTES, MlaConfig
 from cute_kernels.mla.numbers16 import Numbers
 from layouts import banks
 from tests.attention.warp import LANES, Float32, Int32, Uint32, bf16_bits, bf16_values
@@ -52,7 +52,7 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
     """Four lanes of a row trade words until each has 16 bytes side by side: nothing is staged."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, output)
-    writer = output.Writer(Numbers(None, machine.pack_bf16x2))
+    writer = output.Writer(Numbers(None, machine.pack_bf16x2), PARTIALS["fp16"])
     sums = np.random.default_rng(1).standard_normal((64, 2 * output.HALF)).astype(np.float32)
     factors = [Float32(2.0), Float32(0.5)]
     memory = np.zeros((64, 2 * output.HALF), np.uint16)
@@ -85,7 +85,7 @@ def test_partial_results_are_fp16_of_any_size(monkeypatch, size):
     """A power of 2 brings the greatest of a row's half below 2**15; what is far smaller than all fp16 becomes 0."""
     machine = Bits(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, output)
-    writer = output.Writer(Numbers(None, machine.pack_bf16x2))
+    writer = output.Writer(Numbers(None, machine.pack_bf16x2), PARTIALS["fp16"])
     sums = np.random.default_rng(3).uniform(-size, size, (64, output.HALF)).astype(np.float32)
     found = np.full((64, output.HALF), np.nan)
     for warp, below in itertools.product(range(4), range(2)):
