@@ -61,6 +61,7 @@ class FewHeadsConfig:
     head_dim: ClassVar[int] = HEAD_DIM
     layout: ClassVar[TokenLayout] = LAYOUT
     partials: ClassVar[str] = PARTIAL_NAME
+    boxes: ClassVar[bool] = False  # which bring tokens of 16 bits
     tokens: str = "sparse"
     heads: int = 16
     stages: int = 4
