@@ -117,7 +117,7 @@ def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
     assert schedules
     for schedule in schedules:
         results = [launch(schedule, weight, x) for _ in range(3)]
-        assert_near(results[0], exact, DIGITS)
+        assert_near(results[0].cpu(), exact, DIGITS)
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -128,7 +128,7 @@ def test_one_hot_rows_of_digits_return_the_weights():
     x[torch.arange(24), inputs] = 1
     for schedule in in_digits(problem(24, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
-        assert torch.equal(found.cpu(), packed.dequantize(torch.float24)[:, inputs].T)
+        assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", [40, 300])
