@@ -118,48 +118,37 @@ def multiply_bytes(
     Of lane (g, t) A register 0 is row g, columns 4t to 4t + 3, low byte first; 1 is eight rows below; 2 and 3 are as
     these, 16 columns on. Sums are as those of `mma`. Rows of B of 128 bytes, 32 for an instruction: `STEP_BYTES`.
     """
-    d = ", ".join(f"${i}" for i in range(count))
-    a_registers = ", ".join(f"${count + i}" for i in range(4))
-    asm = (
-        f"{{ .reg .b64 b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
-        f"mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.s32.s8.s8 {{{d}}}, {{{a_registers}}}, b, p; }}"
-    )
-    i32 = Int32.mlir_type
-    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, b_low)]
-    operands += [Int32(x).ir_value(loc=loc, ip=ip) for x in sums]
-    struct = llvm.inline_asm(
-        llvm.StructType.get_literal([i32] * count),  # pyright: ignore[reportAttributeAccessIssue]
-        operands,
-        asm,
-        ",".join(["=r"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
-    return [Int32(llvm.extractvalue(i32, struct, [i], loc=loc, ip=ip)) for i in range(count)]
+    return _issue(sums, count, a, b_low, "k32.s32.s8.s8", "", Int32, "r", loc=loc, ip=ip)
 
 
 def _mma(sums: Sequence[Float32], count: int, a: Sequence[Uint32], b_low: Uint32, dtype: str, *, loc, ip):
     """One instruction; without ``sums`` its ``count`` results are the product alone."""
+    return _issue(sums, count, a, b_low, f"k16.f32.{dtype}.{dtype}", ", 1, 1, 0", Float32, "f", loc=loc, ip=ip)
+
+
+def _issue(sums, count: int, a, b_low, kind: str, scales: str, number, constraint: str, *, loc, ip) -> list:
+    """An MMA of a ``kind`` behind its m64nN; without ``sums`` its ``count`` results are the product alone.
+
+    scales: operands behind the predicate that says whether sums are added. number: what sums are, in registers of a
+    ``constraint``.
+    """
     d = ", ".join(f"${i}" for i in range(count))
     a_registers = ", ".join(f"${count + i}" for i in range(4))
     asm = (
         f"{{ .reg .b64 b; .reg .pred p; setp.{'eq' if sums else 'ne'}.u32 p, 0, 0; "
         f"mov.b64 b, {{${count + 4}, {DESCRIPTOR_HIGH:#x}}}; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{dtype}.{dtype} "
-        f"{{{d}}}, {{{a_registers}}}, b, p, 1, 1, 0; }}"
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}{kind} {{{d}}}, {{{a_registers}}}, b, p{scales}; }}"
     )
-    f32 = Float32.mlir_type
+    kind_of_sums = number.mlir_type
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, b_low)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in sums]
+    operands += [number(x).ir_value(loc=loc, ip=ip) for x in sums]
     struct = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * count),  # pyright: ignore[reportAttributeAccessIssue]
+        llvm.StructType.get_literal([kind_of_sums] * count),  # pyright: ignore[reportAttributeAccessIssue]
         operands,
         asm,
-        ",".join(["=f"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
+        ",".join([f"={constraint}"] * count + ["r"] * 5 + [str(i) for i in range(len(sums))] + ["~{memory}"]),
         has_side_effects=True,
         loc=loc,
         ip=ip,
     )
-    return [Float32(llvm.extractvalue(f32, struct, [i], loc=loc, ip=ip)) for i in range(count)]
+    return [number(llvm.extractvalue(kind_of_sums, struct, [i], loc=loc, ip=ip)) for i in range(count)]

@@ -10,7 +10,7 @@ from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
-from cute_kernels.linear.wgmma.config import DTYPES, DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
@@ -43,11 +43,8 @@ class LinearSpec(KernelSpec):
 
 def shipped_specs() -> list[KernelSpec]:
     """What bundles hold and the gates compile; others compile on demand."""
-    from cute_kernels.linear.wgmma.compile import DigitRowsSpec
-
     configs = [*few_rows.shipped_configs(), *many_rows.shipped_configs(), *tuned.shipped_configs()]
-    digits = [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in DTYPES]
-    return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
+    return list(dict.fromkeys(spec for config in configs for spec in specs_of(config)))
 
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:

@@ -13,6 +13,8 @@ from cute_kernels.linear.work import Operands
 class DigitWgmmaKernel(WgmmaKernel):
     """One compiled variant; its configuration says ``digits``."""
 
+    use_pdl = True
+
     @cute.jit
     def __call__(  # type: ignore[override]
         self,
@@ -40,13 +42,7 @@ class DigitWgmmaKernel(WgmmaKernel):
         for 68 scales from any row on. It may begin before the launch before it, which makes digits, has ended.
         """
         copy_x, x_view = self.box_copy(x)
-        sizes = *self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind), x_scales, x_scale_pitch
-        shape = DigitShape(*sizes)  # pyright: ignore[reportCallIssue]
+        sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
+        shape = DigitShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
-        self.kernel(operands, shape, copy_x, x_view).launch(
-            grid=(num_ctas, 1, 1),
-            block=(self.config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=True,
-            stream=stream,
-        )
+        self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))

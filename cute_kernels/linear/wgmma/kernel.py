@@ -77,6 +77,7 @@ class WgmmaKernel:
     """One compiled variant; :class:`WgmmaConfig` says which."""
 
     table_bytes = 0  # of shared memory for a table of tiles, which grouped products have
+    use_pdl = False  # whether it may begin before the launch before it has ended
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -116,24 +117,23 @@ class WgmmaKernel:
         cut; splits: parts of K of the others, none of them empty, 1 unless the configuration splits K. activation,
         out_kind: see `cute_kernels.linear.epilogue`.
         """
-        config = self.config
         copy_x, x_view = self.box_copy(x)
         shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
-        self.kernel(operands, shape, copy_x, x_view).launch(
-            grid=(num_ctas, 1, 1),
-            block=(config.num_threads, 1, 1),
-            cluster=(config.cluster, 1, 1) if config.cluster > 1 else None,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
-    def sizes(self, x, n, num_tiles, units, whole, splits, activation, out_kind) -> tuple[Any, ...]:
+    def launch_options(self, num_ctas, stream) -> dict[str, Any]:
+        config = self.config
+        cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
+        sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
+        return sizes | {"min_blocks_per_mp": 1, "use_pdl": self.use_pdl, "stream": stream}
+
+    def sizes(self, x, n, num_tiles, units, whole, splits, activation, out_kind) -> Any:
         """The fields of a `Shape`."""
         config = self.config
         m, k = x.shape
         scale_groups = units * config.unit_k // config.group_size if config.group_size else Int32(1)
-        split_units = cute.ceil_div(units, splits)
+        split_units = (units + splits - 1) // splits
         return m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind
 
     def x_layout(self):

@@ -26,6 +26,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
     """One compiled variant; `cute_kernels.linear.wgmma.config.WgmmaConfig` says which, without parts of K."""
 
     table_bytes = TABLE_BYTES
+    use_pdl = True
 
     @cute.jit
     def __call__(  # type: ignore[override]
@@ -53,41 +54,16 @@ class GroupedWgmmaKernel(WgmmaKernel):
         0; out [places, n] (half of n for swiglu); offsets int32 [num_experts + 1], the first place of each expert.
         """
         copy_x, x_view = self.box_copy(x)
-        shape = GroupedShape(**self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind))
+        shape = GroupedShape(*self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
-        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.grid(num_ctas, stream))
+        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
     def sizes(  # type: ignore[override]
         self, x, n, num_tiles, units, num_experts, activation, out_kind
-    ) -> dict[str, Any]:
+    ) -> Any:
         """The fields of a `GroupedShape`."""
-        config = self.config
-        m, k = x.shape
-        return {
-            "m": m,
-            "n": n,
-            "k": k,
-            "num_tiles": num_tiles,
-            "units": units,
-            "scale_groups": units * config.unit_k // config.group_size if config.group_size else Int32(1),
-            "whole": Int32(0),
-            "splits": Int32(1),
-            "split_units": units,
-            "activation": activation,
-            "out_kind": out_kind,
-            "num_experts": num_experts,
-            "blocks": cute.ceil_div(num_tiles, config.block_tiles),
-        }
-
-    def grid(self, num_ctas, stream) -> dict[str, Any]:
-        """How the kernel is launched."""
-        return {
-            "grid": (num_ctas, 1, 1),
-            "block": (self.config.num_threads, 1, 1),
-            "min_blocks_per_mp": 1,
-            "use_pdl": True,
-            "stream": stream,
-        }
+        dense = super().sizes(x, n, num_tiles, units, Int32(0), Int32(1), activation, out_kind)
+        return *dense, num_experts, cute.ceil_div(num_tiles, self.config.block_tiles)
 
     @cute.kernel
     def kernel(self, operands, shape, offsets, copy_x, x_view):  # type: ignore[override]
@@ -165,6 +141,6 @@ class GroupedDigitKernel(GroupedWgmmaKernel):
         """
         copy_x, x_view = self.box_copy(x)
         sizes = self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind)
-        shape = DigitShape(**sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
+        shape = DigitShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, Int64(0), out, Int64(0))
-        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.grid(num_ctas, stream))
+        self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
