@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
-from cute_kernels.mla.layout import VALUE_SLABS, TokenLayout, layout_of
+from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, TokenLayout, layout_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEAD_DIM = 576  # columns of the wider keys
@@ -26,7 +26,7 @@ STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARP
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
-BOXES_REGISTERS = (256, 184, 64)
+BOXES_REGISTERS, LAGGING_REGISTERS = (256, 184, 64), (232, 176, 96)
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
@@ -37,7 +37,7 @@ ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
-SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
+SERVED_STRETCH = 5
 STRETCH_WITHOUT_SPILLS = 4  # of whole contexts of 656-byte tokens: with 5, ptxas keeps two words in local memory
 
 
@@ -76,14 +76,15 @@ class MlaConfig:
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     crossover: two CTAs with different heads of a row bring half of the tokens each: they decode them and send them to
         each other, or have them copied to both. The number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; 1 or 0 in order
-        "lagging".
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; in order "lagging" 0,
+        or 1 of 16-bit tokens.
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
     order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
-        gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
-        tensor map brings, of which every 64 lie side by side in a page.
+        gathering warps; "lagging": likewise, and the right half of the values a block behind, for tiles that come in
+        two parts: FP8 tokens with crossover, or 16-bit tokens that a tensor map brings, of which every 64 lie side by
+        side in a page.
     """
 
     tokens: str = "sparse"
@@ -144,23 +145,43 @@ class MlaConfig:
 
     @property
     def boxes(self) -> bool:
-        """Whether a tensor map brings tiles, in two parts."""
+        """Whether a tensor map brings tiles."""
+        return self.lags and self.copies
+
+    @property
+    def lags(self) -> bool:
+        """Whether the right half of the values is a block behind."""
         return self.order == "lagging"
 
     @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Slabs of the parts of a tile that are filled and given back by themselves."""
+        return self.layout.parts if self.lags else (tuple(range(self.layout.num_slabs)),)
+
+    @property
     def tile_parts(self) -> int:
-        """Parts of a tile that are filled and given back by themselves."""
-        return 2 if self.boxes else 1
+        """How many such parts a tile has."""
+        return 2 if self.lags else 1
+
+    def part_number(self, stage: Any, part: int) -> Any:
+        """Of a part of a tile, among all that have barriers."""
+        return stage if self.tile_parts == 1 else self.tile_parts * stage + part
+
+    @property
+    def is_tile_bound(self) -> bool:
+        """Of order "lagging": whether tiles are what is waited for, and not the tensor cores, as two CTAs do that share
+        boxes. Then the right half of a block is added as soon as the left one is, which gives a part of a tile back."""
+        return not (self.boxes and self.crossover)
 
     @property
     def empty_arrivals(self) -> int:
         """How many times the barrier of a tile, or of a part of one, is arrived at when it is given back."""
         return MULTIPLYING_WARPS // self.tile_parts * self.cluster
 
-    @property
-    def sent_bytes(self) -> int:
-        """What a CTA of a pair is sent of a tile: half of its rows, and of its flags."""
-        return (self.tile_bytes + FLAG_BYTES) // 2
+    def sent_bytes(self, part: int) -> int:
+        """What a CTA of a pair is sent of a part of a tile: half of its rows, and of the flags with the first one."""
+        rows = len(self.parts[part]) * SLAB_COLUMNS * 2 * BLOCK_TOKENS
+        return (rows + (FLAG_BYTES if part == 0 else 0)) // 2
 
     @property
     def copies(self) -> bool:
@@ -191,6 +212,8 @@ class MlaConfig:
             return BOXES_REGISTERS
         if self.gather_warps != GATHER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
+        if self.lags:
+            return LAGGING_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
 
     @property
@@ -238,8 +261,8 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
-        if self.boxes:
-            return self._boxes_reason()
+        if self.lags:
+            return self._lagging_reason()
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
@@ -260,16 +283,19 @@ class MlaConfig:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
 
-    def _boxes_reason(self) -> str | None:
+    def _lagging_reason(self) -> str | None:
         """As `can_implement`, of order "lagging"."""
-        if self.tokens != "paged" or not self.copies:
+        if self.copies and self.tokens != "paged":
             return f"order is {self.order!r}; {self.tokens} tokens of {self.form} want another, see ORDERS"
+        if not self.copies and not self.crossover:
+            return f"order is {self.order!r}; tokens that a CTA decodes by itself want another, see ORDERS"
         wanted = {"fence": "writer", "gather_warps": GATHER_WARPS[0], "stretch": WHOLE}
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
-        if self.prefetch not in (0, 1):
-            return f"prefetch is {self.prefetch}; order {self.order!r} wants 0 or 1"
+        most = 1 if self.copies else 0
+        if not 0 <= self.prefetch <= most:
+            return f"prefetch is {self.prefetch}; order {self.order!r} wants at most {most} of {self.form}"
         return None
 
 
@@ -346,7 +372,7 @@ def served_config(
     # of a whole block; whole contexts lose half of their rate by it. Two gathering warps on a scheduler gain where one
     # CTA decodes all tokens of a block.
     if crossover:
-        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped")
+        return replace(served, crossover=True, order="lagging")
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
     stretch = STRETCH_WITHOUT_SPILLS if (tokens, form) == ("paged", "mla_fp8") else SERVED_STRETCH
     return replace(served, prefetch=prefetch, stretch=stretch, gather_warps=GATHER_WARPS[1])

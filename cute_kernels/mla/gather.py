@@ -34,6 +34,7 @@ from cute_kernels.mla.queries import QueryLoader
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
+BARRIERS_MADE = 1  # named barrier of all threads
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def await_barriers(config: MlaConfig) -> None:
     if config.crossover:
         cute.arch.cluster_wait()
     else:
-        cute.arch.sync_threads()
+        # By a number: tools take `__syncthreads` at several places of a program for an error.
+        cute.arch.barrier(barrier_id=BARRIERS_MADE, number_of_threads=config.num_threads)
 
 
 def leads(warp, lane) -> Int32:
@@ -80,6 +82,8 @@ def leads(warp, lane) -> Int32:
 
 class Dequantizing:
     """The gathering warps over an FP8 cache."""
+
+    constant = True  # loads of tokens may be put off
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -171,15 +175,19 @@ class Dequantizing:
         """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
-        for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
+        for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4)):
             words[4 * i + j] = word
 
     def load_scales(self, scales, token: Token) -> None:
         """Asks for a token's scales."""
         offset = self.layout.scales_offset
         base = token.behind if offset is None else token.address
-        for j, word in enumerate(numbers.load_global_if(token.valid, base, offset or 0, self.scale_words)):
+        for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words)):
             scales[j] = word
+
+    def load(self, condition, address, offset: int, num_words: int) -> list[Uint32]:
+        """Asks for words of the cache, zeros if condition is 0."""
+        return numbers.load_global_if(condition, address, offset, num_words, constant=self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
@@ -190,7 +198,7 @@ class Dequantizing:
         The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
         always taken keep them in their stretch.
         """
-        factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
+        factors = self.factors(scales)
         self.load_scales(scales, token)
         for stretch in cutlass.range_constexpr(0, self.num_loads, self.config.stretch):
             if const_expr(stretch + self.config.stretch >= self.num_loads):
@@ -199,6 +207,10 @@ class Dequantizing:
                 if numbers.active_lanes() != 0:
                     self.write_stretch(words, factors, token, tile, place, stretch)
         self.send(tile)
+
+    def factors(self, scales) -> list[Any]:
+        """What a token's codes are multiplied with, of each of its scales."""
+        return [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
 
     def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
         """Those of a lane's pieces from ``first`` on that are written in a stretch."""
@@ -213,19 +225,29 @@ class Dequantizing:
 
     def write_latent(self, words, slab: int, factors, tile, place, token: Token) -> None:
         """Decodes 16 codes into their slab, and asks for those of ``token`` in their place."""
-        values = []
-        for j in range(4):
-            values += self.dequantizer.word(words[4 * slab + j], factors)
+        values = self.decode([words[4 * slab + j] for j in range(4)], factors)
         self.load_piece(words, token, place, slab)
+        self.store_latent(values, slab, tile, place)
+
+    def decode(self, codes: list[Any], factors) -> list[Uint32]:
+        """16 codes, 4 words, times their scale: 8 words."""
+        return [pair for word in codes for pair in self.dequantizer.word(word, factors)]
+
+    def store_latent(self, values: list[Uint32], slab: int, tile, place) -> None:
+        """Stores a lane's 16 columns of a slab."""
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
 
     def write_rope(self, words, i: int, tile, place) -> None:
         """Stores a lane's i-th 8 RoPE columns as they are."""
         first = 4 * (self.layout.code_slabs + i)
+        self.store_rope([words[first + j] for j in range(4)], i, tile, place)
+
+    def store_rope(self, values: list[Any], i: int, tile, place) -> None:
+        """Stores a lane's i-th 8 RoPE columns, 4 words."""
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
-        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, [words[first + j] for j in range(4)])
+        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, values)
 
 
 @dataclass(frozen=True)
@@ -269,24 +291,24 @@ class Crossing(Dequantizing):
         if lane == 0:
             place = memory.flags + stage * FLAG_BYTES + group * 4
             ptx.store_shared(place, 0, [flags])
-            barrier = (memory.full + stage).toint() + link.distance
+            barrier = (memory.full + self.config.part_number(stage, 0)).toint() + link.distance
             numbers.store_async(place + link.distance, [flags], barrier)
 
-    def tile(self, memory, link, stage, group: int) -> SharedTile:
+    def tile(self, memory, link, stage, group: int, part: int = 0) -> SharedTile:
         address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
         rows = address + link.first_row * wgmma_tiles.ROW_BYTES
-        barrier = (memory.full + stage).toint() + link.distance
+        barrier = (memory.full + self.config.part_number(stage, part)).toint() + link.distance
         return SharedTile(address, rows, link.distance, barrier)
 
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
 
-    def send(self, tile: SharedTile) -> None:
-        """Copies a warp's rows of all slabs."""
+    def send(self, tile: SharedTile, part: int = 0) -> None:
+        """Copies a warp's rows of all slabs of a part."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            for slab in range(self.layout.num_slabs):
+            for slab in self.config.parts[part]:
                 source = tile.rows + slab * SLAB_BYTES
                 numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
 
@@ -294,17 +316,18 @@ class Crossing(Dequantizing):
         """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
         here, so that this one may leave."""
         for _ in range(NUM_STAGES):
-            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            for part in range(self.config.tile_parts):
+                cute.arch.mbarrier_wait(memory.empty + self.config.part_number(stage, part), phase)
             stage, phase = advance(stage, phase, NUM_STAGES)
 
     @cute.jit
-    def announce_tile(self, memory, stage, warp, lane):
-        """As that of one CTA, behind the fence of the copies; the first warp also says how many bytes are to come
-        from the other CTA."""
-        barrier = memory.full + stage
+    def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
+        """As that of one CTA, of a part of a tile, behind the fence of the copies; the first warp also says how many
+        bytes are to come from the other CTA."""
+        barrier = memory.full + self.config.part_number(stage, part)
         if lane == 0:
             if warp == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes(part))
             else:
                 cute.arch.mbarrier_arrive(barrier)
 
@@ -358,12 +381,3 @@ class Copying:
                 target = (tile + place.rope) ^ (4 * wgmma_tiles.PIECE_BYTES * i)
                 source = token.address + (place.source + wgmma_tiles.ROW_BYTES * slab + 64 * i)
                 numbers.copy_async(target + slab * SLAB_BYTES, source, size)
-
-
-def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
-    """What fills tiles from a cache of the configuration's format."""
-    if config.copies:
-        return Copying(config)
-    if config.crossover:
-        return Crossing(config)
-    return Dequantizing(config)

@@ -67,7 +67,8 @@ class Lagging(Stepped):
     @cute.jit
     def weigh_block(self, rows, factors, work, memory, places, stage, block, scale, warp, lane):
         """From a block's scores to its left half's products, which are under way then."""
-        self.mask(rows.scores, Uint32(0), work, memory, stage, block, warp, lane)
+        flags = self.common_flags(memory, stage)
+        self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
         softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
         # Places of steps are an xor from the first: made anew for every block, they take no registers of the loop.
         self.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
@@ -117,13 +118,19 @@ class Lagging(Stepped):
         write what a product adds to, or read it.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
-        self.begin_scores(scores, held, memory, next_stage, next_phase)
-        wgmma_tiles.commit()
-        wgmma_tiles.wait(1)
+        tile_bound = self.config.is_tile_bound
+        if const_expr(not tile_bound):
+            self.begin_scores(scores, held, memory, next_stage, next_phase)
+            wgmma_tiles.commit()
+        wgmma_tiles.wait(0 if tile_bound else 1)
         self.release(memory, self.place(stage, LEFT), lane)
+        if const_expr(tile_bound):
+            self.let_loose()
+            self.begin_scores(scores, held, memory, next_stage, next_phase)
         self.score_rest(scores, held, memory, next_stage, next_phase)
         wgmma_tiles.wait(1)
-        self.let_loose()
+        if const_expr(not tile_bound):
+            self.let_loose()
         self.finish_scores(rows, scores)
 
     def begin_scores(self, scores, held, memory, stage, phase) -> None:
@@ -205,4 +212,4 @@ class Lagging(Stepped):
 
     def place(self, stage, part: int):
         """The number of a part of a tile among all barriers of them, for `await_tile` and `release`."""
-        return self.config.tile_parts * stage + part
+        return self.config.part_number(stage, part)
