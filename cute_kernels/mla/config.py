@@ -25,8 +25,8 @@ STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
-OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
-BOXES_REGISTERS, LAGGING_REGISTERS = (256, 184, 64), (232, 176, 96)
+OWN_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (200, 168, 72)
+BOXES_REGISTERS, CROSSOVER_REGISTERS = (256, 184, 64), (232, 176, 96)
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
@@ -212,8 +212,6 @@ class MlaConfig:
             return BOXES_REGISTERS
         if self.gather_warps != GATHER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
-        if self.lags:
-            return LAGGING_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
 
     @property
@@ -267,12 +265,10 @@ class MlaConfig:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
-        if self.copies and self.crossover:
-            return "crossover is True; tiles that are copied are each CTA's own"
-        if (self.copies or self.crossover) and self.gather_warps != GATHER_WARPS[0]:
-            return f"gather_warps is {self.gather_warps}; tiles that are copied or exchanged want {GATHER_WARPS[0]}"
-        if self.crossover and self.fence != "writer":
-            return f"fence is {self.fence!r}; crossover wants 'writer'"
+        if self.crossover:
+            return f"crossover is True; order {self.order!r} wants False"
+        if self.copies and self.gather_warps != GATHER_WARPS[0]:
+            return f"gather_warps is {self.gather_warps}; tiles that are copied want {GATHER_WARPS[0]}"
         if self.copies and self.prefetch:
             return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:

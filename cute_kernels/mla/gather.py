@@ -99,7 +99,6 @@ class Dequantizing:
         """Fills a tile for every block of the CTA's shares."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
-        link = self.link(memory, first_row)
         words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
         scales = cute.make_rmem_tensor(self.scale_words, Uint32)
         cursor = Cursor.before(items, self.loader, leads(warp, lane))
@@ -117,15 +116,14 @@ class Dequantizing:
             for group in cutlass.range_constexpr(self.config.warp_groups):
                 following, row = self.step(number, group + 1, place)
                 token = self.entries.token(source, memory, following, first_row, row)
-                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
-                tile = self.tile(memory, link, stage, group)
+                write_flags(memory, stage, place.row // GROUP_TOKENS + group, held, lane)
+                tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
             self.entries.step(cursor, source, memory, number, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
-        self.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
@@ -138,27 +136,9 @@ class Dequantizing:
         """The first row of a block that a warp fetches."""
         return warp * (self.config.warp_groups * GROUP_TOKENS)
 
-    def link(self, memory, first_row):
-        """What is known of another CTA: nothing."""
-        return
-
-    def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
-        """Says which of a group's 8 tokens exist."""
-        write_flags(memory, stage, group, valid, lane)
-
-    def tile(self, memory, link, stage, group: int):
-        """Where the rows of a warp's group go in every slab."""
-        return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-
     def store(self, tile, place, offset: int, values) -> None:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
-
-    def send(self, tile) -> None:
-        """A warp has written its rows of all slabs: nobody else wants them."""
-
-    def finish(self, memory, stage, phase) -> None:
-        """Behind the last tile: nobody else is to be waited for."""
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
@@ -206,7 +186,6 @@ class Dequantizing:
             else:
                 if numbers.active_lanes() != 0:
                     self.write_stretch(words, factors, token, tile, place, stretch)
-        self.send(tile)
 
     def factors(self, scales) -> list[Any]:
         """What a token's codes are multiplied with, of each of its scales."""
@@ -248,88 +227,6 @@ class Dequantizing:
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
         self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, values)
-
-
-@dataclass(frozen=True)
-class Link:
-    """The other CTA of a pair; run-time values."""
-
-    first_row: Any  # of the warp's rows in a block
-    distance: Any  # from an address of this CTA's shared memory to the same place in the other's
-
-
-@dataclass(frozen=True)
-class SharedTile:
-    """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
-
-    address: Any
-    rows: Any  # of the warp's group, the same in all lanes
-    distance: Any
-    barrier: Any
-
-
-class Crossing(Dequantizing):
-    """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
-
-    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
-    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy; those of all slabs are sent at
-    once, since the fence before them waits for loads that are under way.
-    """
-
-    def first_row(self, warp):
-        rank = cute.arch.block_idx_in_cluster()
-        return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
-
-    def link(self, memory, first_row) -> Link:
-        other = 1 - cute.arch.block_idx_in_cluster()
-        distance = numbers.address_in(memory.tiles, other) - memory.tiles
-        return Link(cute.arch.make_warp_uniform(first_row), cute.arch.make_warp_uniform(distance))
-
-    @cute.jit
-    def publish_flags(self, memory, link, stage, group, valid, lane):
-        flags = Uint32(cute.arch.vote_ballot_sync(valid != 0)) & 0xFF
-        if lane == 0:
-            place = memory.flags + stage * FLAG_BYTES + group * 4
-            ptx.store_shared(place, 0, [flags])
-            barrier = (memory.full + self.config.part_number(stage, 0)).toint() + link.distance
-            numbers.store_async(place + link.distance, [flags], barrier)
-
-    def tile(self, memory, link, stage, group: int, part: int = 0) -> SharedTile:
-        address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-        rows = address + link.first_row * wgmma_tiles.ROW_BYTES
-        barrier = (memory.full + self.config.part_number(stage, part)).toint() + link.distance
-        return SharedTile(address, rows, link.distance, barrier)
-
-    def store(self, tile: SharedTile, place, offset: int, values) -> None:
-        ptx.store_shared(tile.address + place, offset, values)
-
-    def send(self, tile: SharedTile, part: int = 0) -> None:
-        """Copies a warp's rows of all slabs of a part."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for slab in self.config.parts[part]:
-                source = tile.rows + slab * SLAB_BYTES
-                numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
-
-    def finish(self, memory, stage, phase) -> None:
-        """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
-        here, so that this one may leave."""
-        for _ in range(NUM_STAGES):
-            for part in range(self.config.tile_parts):
-                cute.arch.mbarrier_wait(memory.empty + self.config.part_number(stage, part), phase)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-
-    @cute.jit
-    def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
-        """As that of one CTA, of a part of a tile, behind the fence of the copies; the first warp also says how many
-        bytes are to come from the other CTA."""
-        barrier = memory.full + self.config.part_number(stage, part)
-        if lane == 0:
-            if warp == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes(part))
-            else:
-                cute.arch.mbarrier_arrive(barrier)
 
 
 class Copying:

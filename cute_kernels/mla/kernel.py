@@ -27,12 +27,12 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.gather import Copying, Crossing, Dequantizing, await_barriers
+from cute_kernels.mla.crossing import Crossing
+from cute_kernels.mla.gather import Copying, Dequantizing, await_barriers
 from cute_kernels.mla.items import Counts, Items
 from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
-from cute_kernels.mla.parts import CrossingInParts
 from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
@@ -46,9 +46,7 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying | Boxes:
         return Boxes(config)
     if config.copies:
         return Copying(config)
-    if config.crossover:
-        return CrossingInParts(config) if config.lags else Crossing(config)
-    return Dequantizing(config)
+    return Crossing(config) if config.crossover else Dequantizing(config)
 
 
 class MlaKernel:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import dequant, entries, gather, locate, parts
+from cute_kernels.mla import crossing, dequant, entries, gather, locate
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
@@ -177,10 +177,9 @@ def test_model1_tile(monkeypatch, scales, exponents, gather_warps):
 
 
 @pytest.mark.parametrize("form", ["mla_fp8", "mla_model1"])
-@pytest.mark.parametrize("order", ["stepped", "lagging"])
-def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
+def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form):
     width, scales = {"mla_fp8": (576, "fp32"), "mla_model1": (512, "ue8m0")}[form]
-    config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order=order)
+    config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order="lagging")
     assert config.can_implement() is None
     split = form == "mla_model1"
     quantiser, tokens = (
@@ -188,7 +187,7 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     )
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, gather, dequant, locate, parts)
+    machine.install(monkeypatch, gather, dequant, locate, crossing)
     monkeypatch.setattr(machine, "pinned", lambda value: value, raising=False)
     gatherer: Any = make_gatherer(config)
     token_stride = MODEL1.DATA_BYTES if split else quantiser.row_bytes
@@ -207,13 +206,10 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
             start, rows = rank * config.tile_bytes, gatherer.first_row(warp) * 128
             distance = (1 - 2 * rank) * config.tile_bytes
             tiles = [
-                gather.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
+                crossing.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
                 for part in range(config.tile_parts)
             ]
-            if order == "lagging":
-                write_in_parts(gatherer, token, tiles, place)
-            else:
-                write_all(gatherer, token, tiles[0], place)
+            write_in_parts(gatherer, token, tiles, place)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = quantiser.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
     for rank in range(2):
