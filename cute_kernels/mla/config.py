@@ -25,8 +25,9 @@ STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
-OWN_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (200, 168, 72)
-BOXES_REGISTERS, CROSSOVER_REGISTERS = (256, 184, 64), (232, 176, 96)
+OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
+BOXES_REGISTERS, IN_PARTS_REGISTERS = (256, 184, 64), (240, 176, 88)
+HELD_STEPS, CROSSOVER_HELD_STEPS = 5, {"mla_fp8": 8, "mla_model1": 5}  # with one more, ptxas spills
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
@@ -37,8 +38,14 @@ ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
+CROSSOVER_STRETCH = 3
+# Where a CTA decodes all tokens of a block: what is not the default of `SERVED_STRETCH`. Whole contexts of 656-byte
+# tokens: with stretches of 5, ptxas keeps two words in local memory.
 SERVED_STRETCH = 5
-STRETCH_WITHOUT_SPILLS = 4  # of whole contexts of 656-byte tokens: with 5, ptxas keeps two words in local memory
+SERVED_GATHERING = {
+    ("sparse", "mla_fp8"): {"stretch": 2, "fence": "reader"},
+    ("paged", "mla_fp8"): {"stretch": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,8 @@ class MlaConfig:
         gathering warps; "lagging": likewise, and the right half of the values a block behind, for tiles that come in
         two parts: FP8 tokens with crossover, or 16-bit tokens that a tensor map brings, of which every 64 lie side by
         side in a page.
+    eager: in order "lagging", whether the right half of a block is added as soon as the left one is, which gives its
+        part of a tile back early: where tiles are what is waited for, and not the tensor cores. FP8 tokens want it.
     """
 
     tokens: str = "sparse"
@@ -97,6 +106,7 @@ class MlaConfig:
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
+    eager: bool = False
 
     @property
     def name(self) -> str:
@@ -107,7 +117,7 @@ class MlaConfig:
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
-        order = f"_{self.order}" if self.order != "plain" else ""
+        order = (f"_{self.order}" if self.order != "plain" else "") + "_eager" * self.eager
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
 
     @property
@@ -168,10 +178,9 @@ class MlaConfig:
         return stage if self.tile_parts == 1 else self.tile_parts * stage + part
 
     @property
-    def is_tile_bound(self) -> bool:
-        """Of order "lagging": whether tiles are what is waited for, and not the tensor cores, as two CTAs do that share
-        boxes. Then the right half of a block is added as soon as the left one is, which gives a part of a tile back."""
-        return not (self.boxes and self.crossover)
+    def held_steps(self) -> int:
+        """16 columns each, of the queries, that order "lagging" keeps in registers."""
+        return CROSSOVER_HELD_STEPS[self.form] if self.crossover and not self.copies else HELD_STEPS
 
     @property
     def empty_arrivals(self) -> int:
@@ -212,6 +221,8 @@ class MlaConfig:
             return BOXES_REGISTERS
         if self.gather_warps != GATHER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
+        if self.lags:
+            return IN_PARTS_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
 
     @property
@@ -261,14 +272,18 @@ class MlaConfig:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
         if self.lags:
             return self._lagging_reason()
+        if self.eager:
+            return f"eager is True; order {self.order!r} has no half that lags"
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
-        if self.crossover:
-            return f"crossover is True; order {self.order!r} wants False"
-        if self.copies and self.gather_warps != GATHER_WARPS[0]:
-            return f"gather_warps is {self.gather_warps}; tiles that are copied want {GATHER_WARPS[0]}"
+        if self.copies and self.crossover:
+            return "crossover is True; tiles that are copied are each CTA's own"
+        if (self.copies or self.crossover) and self.gather_warps != GATHER_WARPS[0]:
+            return f"gather_warps is {self.gather_warps}; tiles that are copied or exchanged want {GATHER_WARPS[0]}"
+        if self.crossover and self.fence != "writer":
+            return f"fence is {self.fence!r}; crossover wants 'writer'"
         if self.copies and self.prefetch:
             return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
@@ -289,6 +304,8 @@ class MlaConfig:
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
+        if not self.copies and not self.eager:
+            return f"eager is False; order {self.order!r} wants True of {self.form}"
         most = 1 if self.copies else 0
         if not 0 <= self.prefetch <= most:
             return f"prefetch is {self.prefetch}; order {self.order!r} wants at most {most} of {self.form}"
@@ -330,9 +347,9 @@ class CombineConfig:
 
 
 def crosses(tokens: str, form: str, num_heads: int, boxed: bool = False) -> bool:
-    """Whether calls with so many heads a row are served by crossover, CTAs in pairs: chosen tokens that are decoded, or
-    boxed ones, see `comes_boxed`."""
-    wanted = boxed or (tokens == "sparse" and form in SCALES)
+    """Whether calls with so many heads a row may be served by crossover, CTAs in pairs: chosen tokens that are decoded,
+    whole contexts of 656-byte tokens, or boxed ones, see `comes_boxed`."""
+    wanted = boxed or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
 
@@ -354,32 +371,40 @@ def served_config(
     crossover: bool = False,
     multiplying: bool = False,
     boxed: bool = False,
+    eager: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
-    multiplying: `multiplies`. boxed: `comes_boxed`."""
+    multiplying: `multiplies`. boxed: `comes_boxed`. eager: with crossover or boxes, whether shares are long and tiles
+    are what is waited for, see `.schedule`."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if boxed:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
-        return MlaConfig(tokens, form, head_dim, crossover=crossover, prefetch=int(crossover), order="lagging")
+        served = MlaConfig(tokens, form, head_dim, prefetch=int(crossover), order="lagging")
+        return replace(served, crossover=crossover, eager=eager)
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[multiplying])
     served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
     # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
     # of a whole block; whole contexts lose half of their rate by it. Two gathering warps on a scheduler gain where one
     # CTA decodes all tokens of a block.
+    if crossover and eager:
+        return replace(served, crossover=True, order="lagging", eager=True)
     if crossover:
-        return replace(served, crossover=True, order="lagging")
-    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    stretch = STRETCH_WITHOUT_SPILLS if (tokens, form) == ("paged", "mla_fp8") else SERVED_STRETCH
-    return replace(served, prefetch=prefetch, stretch=stretch, gather_warps=GATHER_WARPS[1])
+        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped")
+    served = replace(
+        served, gather_warps=GATHER_WARPS[1], **SERVED_GATHERING.get((tokens, form), {"stretch": SERVED_STRETCH})
+    )
+    return replace(served, prefetch=SERVED_PREFETCH if tokens == "sparse" else 0)
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
-    *(("sparse", form, None, True) for form in SCALES),
+    *(("sparse", form, None, True, False, False, eager) for form in SCALES for eager in (False, True)),
+    ("paged", "mla_fp8", None, True, False, False, True),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
     *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),
     *(("paged", form, None, pairs, False, True) for form in ("mla_bf16", "mla_fp16") for pairs in (False, True)),
+    *(("paged", form, None, False, False, True, True) for form in ("mla_bf16", "mla_fp16")),
 )
 """What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""

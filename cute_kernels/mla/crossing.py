@@ -1,12 +1,4 @@
-"""Crossover: two CTAs with different heads of a row decode half of its tokens each and send them to each other.
-
-A tile comes in two parts, for :mod:`.lagging`, and each is written, sent and announced by itself: the left half of the
-value with the columns behind it, then the right half. A fence stands behind each, for the copies to the other CTA, and
-one would wait for tokens that have just been asked for; and the first use of any of them waits for all, since the
-compiler counts what a loop carries on one scoreboard. So all of a lane's next token is asked for at one place, right
-behind the first fence, with the second part still to be decoded and sent before anyone waits. That part has registers
-of its own meanwhile.
-"""
+"""Crossover: two CTAs with different heads of a row decode half of its tokens each and send them to each other."""
 
 from __future__ import annotations
 
@@ -46,10 +38,77 @@ class SharedTile:
 
 
 class Crossing(Dequantizing):
-    """The gathering warps, 8 of the CTA's 32 tokens of a block each.
+    """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
 
     The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
-    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy.
+    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy; those of all slabs are sent at
+    once, since the fence before them waits for loads that are under way. Tiles are whole, for :mod:`.stepped`.
+    """
+
+    def first_row(self, warp):
+        rank = cute.arch.block_idx_in_cluster()
+        return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
+
+    def link(self, memory, first_row) -> Link:
+        other = 1 - cute.arch.block_idx_in_cluster()
+        distance = numbers.address_in(memory.tiles, other) - memory.tiles
+        return Link(cute.arch.make_warp_uniform(first_row), cute.arch.make_warp_uniform(distance))
+
+    @cute.jit
+    def publish_flags(self, memory, link, stage, group, valid, lane):
+        flags = Uint32(cute.arch.vote_ballot_sync(valid != 0)) & 0xFF
+        if lane == 0:
+            place = memory.flags + stage * FLAG_BYTES + group * 4
+            ptx.store_shared(place, 0, [flags])
+            barrier = (memory.full + self.config.part_number(stage, 0)).toint() + link.distance
+            numbers.store_async(place + link.distance, [flags], barrier)
+
+    def tile(self, memory, link, stage, group: int, part: int = 0) -> SharedTile:
+        address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
+        rows = address + link.first_row * wgmma_tiles.ROW_BYTES
+        barrier = (memory.full + self.config.part_number(stage, part)).toint() + link.distance
+        return SharedTile(address, rows, link.distance, barrier)
+
+    def store(self, tile: SharedTile, place, offset: int, values) -> None:
+        ptx.store_shared(tile.address + place, offset, values)
+
+    def send(self, tile: SharedTile, part: int = 0) -> None:
+        """Copies a warp's rows of all slabs of a part."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for slab in self.config.parts[part]:
+                source = tile.rows + slab * SLAB_BYTES
+                numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
+
+    def finish(self, memory, stage, phase) -> None:
+        """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
+        here, so that this one may leave."""
+        for _ in range(NUM_STAGES):
+            for part in range(self.config.tile_parts):
+                cute.arch.mbarrier_wait(memory.empty + self.config.part_number(stage, part), phase)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+
+    @cute.jit
+    def announce_tile(self, memory, stage, warp, lane, part: cutlass.Constexpr = 0):
+        """As that of one CTA, of a part of a tile, behind the fence of the copies; the first warp also says how many
+        bytes are to come from the other CTA."""
+        barrier = memory.full + self.config.part_number(stage, part)
+        if lane == 0:
+            if warp == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes(part))
+            else:
+                cute.arch.mbarrier_arrive(barrier)
+
+
+class CrossingInParts(Crossing):
+    """Tiles in two parts, for :mod:`.lagging`: each is written, sent and announced by itself, the left half of the
+    value with the columns behind it first.
+
+    A fence stands behind each part, for the copies to the other CTA, and one would wait for tokens that have just been
+    asked for; and the first use of any of them waits for all, since the compiler counts what a loop carries on one
+    scoreboard. So all of a lane's next token is asked for at one place, right behind the first fence, with the second
+    part still to be decoded and sent before anyone waits. That part has registers of its own meanwhile.
     """
 
     constant = False  # loads stay between the fences where they are issued
@@ -77,10 +136,10 @@ class Crossing(Dequantizing):
                 cute.arch.mbarrier_wait(memory.empty + self.config.part_number(stage, part), phase)
                 if const_expr(part == LEFT):
                     self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS, held, lane)
-                tile = self.tile(memory, link, stage, part)
+                tile = self.tile(memory, link, stage, 0, part)
                 self.write_part(codes, factors, tile, place, part)
                 self.send(tile, part)
-                self.announce_part(memory, stage, part, warp, lane)
+                self.announce_tile(memory, stage, warp, lane, part)
                 if const_expr(part == LEFT):
                     self.load_token(words, scales, following, place)
             held = following.valid
@@ -88,20 +147,6 @@ class Crossing(Dequantizing):
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
         self.finish(memory, stage, phase)
-
-    def finish(self, memory, stage, phase) -> None:
-        """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
-        here, so that this one may leave."""
-        for _ in range(NUM_STAGES):
-            for part in (LEFT, RIGHT):
-                cute.arch.mbarrier_wait(memory.empty + self.config.part_number(stage, part), phase)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-
-    # -- tokens -------------------------------------------------------------------------------------------------------
-
-    def first_row(self, warp):
-        rank = cute.arch.block_idx_in_cluster()
-        return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
 
     @cached_property
     def pieces(self) -> tuple[list[int], ...]:
@@ -123,21 +168,6 @@ class Crossing(Dequantizing):
             pieces[i] = [ptx.pinned(word) for word in pieces[i]]
         return pieces
 
-    # -- tiles, here and in the other CTA -----------------------------------------------------------------------------
-
-    def link(self, memory, first_row) -> Link:
-        """What a warp knows of the other CTA."""
-        other = 1 - cute.arch.block_idx_in_cluster()
-        distance = numbers.address_in(memory.tiles, other) - memory.tiles
-        return Link(cute.arch.make_warp_uniform(first_row), cute.arch.make_warp_uniform(distance))
-
-    def tile(self, memory, link, stage, part: int) -> SharedTile:
-        """Where the rows of a warp go, and who counts those of a part."""
-        address = memory.tiles + stage * self.config.tile_bytes
-        rows = address + link.first_row * wgmma_tiles.ROW_BYTES
-        barrier = (memory.full + self.config.part_number(stage, part)).toint() + link.distance
-        return SharedTile(address, rows, link.distance, barrier)
-
     def write_part(self, codes, factors, tile, place, part: int) -> None:
         """Decodes a lane's pieces of a part into their slabs."""
         first_rope = self.layout.code_slabs
@@ -147,36 +177,3 @@ class Crossing(Dequantizing):
                 self.store_latent(self.decode(codes[i], own), i, tile, place)
             else:
                 self.store_rope(codes[i], i - first_rope, tile, place)
-
-    def store(self, tile: SharedTile, place, offset: int, values) -> None:
-        ptx.store_shared(tile.address + place, offset, values)
-
-    def send(self, tile: SharedTile, part: int) -> None:
-        """Copies a warp's rows of the slabs of a part."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for slab in self.config.parts[part]:
-                source = tile.rows + slab * SLAB_BYTES
-                numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
-
-    @cute.jit
-    def publish_flags(self, memory, link, stage, group, valid, lane):
-        """Says in both CTAs which of a group's 8 tokens exist; the first part's barrier counts that."""
-        flags = Uint32(cute.arch.vote_ballot_sync(valid != 0)) & 0xFF
-        if lane == 0:
-            place = memory.flags + stage * FLAG_BYTES + group * 4
-            ptx.store_shared(place, 0, [flags])
-            barrier = (memory.full + self.config.part_number(stage, LEFT)).toint() + link.distance
-            numbers.store_async(place + link.distance, [flags], barrier)
-
-    @cute.jit
-    def announce_part(self, memory, stage, part: cutlass.Constexpr, warp, lane):
-        """Says that the warp's rows of a part are written, behind the fence of the copies; the first warp also says how
-        many bytes are to come from the other CTA."""
-        barrier = memory.full + self.config.part_number(stage, part)
-        if lane == 0:
-            if warp == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes(part))
-            else:
-                cute.arch.mbarrier_arrive(barrier)

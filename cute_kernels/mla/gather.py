@@ -99,6 +99,7 @@ class Dequantizing:
         """Fills a tile for every block of the CTA's shares."""
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
+        link = self.link(memory, first_row)
         words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
         scales = cute.make_rmem_tensor(self.scale_words, Uint32)
         cursor = Cursor.before(items, self.loader, leads(warp, lane))
@@ -116,14 +117,15 @@ class Dequantizing:
             for group in cutlass.range_constexpr(self.config.warp_groups):
                 following, row = self.step(number, group + 1, place)
                 token = self.entries.token(source, memory, following, first_row, row)
-                write_flags(memory, stage, place.row // GROUP_TOKENS + group, held, lane)
-                tile = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
+                self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
+                tile = self.tile(memory, link, stage, group)
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
             self.entries.step(cursor, source, memory, number, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
+        self.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""
@@ -136,9 +138,27 @@ class Dequantizing:
         """The first row of a block that a warp fetches."""
         return warp * (self.config.warp_groups * GROUP_TOKENS)
 
+    def link(self, memory, first_row):
+        """What is known of another CTA: nothing."""
+        return
+
+    def publish_flags(self, memory, link, stage, group, valid, lane) -> None:
+        """Says which of a group's 8 tokens exist."""
+        write_flags(memory, stage, group, valid, lane)
+
+    def tile(self, memory, link, stage, group: int):
+        """Where the rows of a warp's group go in every slab."""
+        return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
+
     def store(self, tile, place, offset: int, values) -> None:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
+
+    def send(self, tile) -> None:
+        """A warp has written its rows of all slabs: nobody else wants them."""
+
+    def finish(self, memory, stage, phase) -> None:
+        """Behind the last tile: nobody else is to be waited for."""
 
     @cute.jit
     def announce_tile(self, memory, stage, warp, lane):
@@ -186,6 +206,7 @@ class Dequantizing:
             else:
                 if numbers.active_lanes() != 0:
                     self.write_stretch(words, factors, token, tile, place, stretch)
+        self.send(tile)
 
     def factors(self, scales) -> list[Any]:
         """What a token's codes are multiplied with, of each of its scales."""

@@ -27,7 +27,7 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.crossing import Crossing
+from cute_kernels.mla.crossing import Crossing, CrossingInParts
 from cute_kernels.mla.gather import Copying, Dequantizing, await_barriers
 from cute_kernels.mla.items import Counts, Items
 from cute_kernels.mla.lagging import Lagging
@@ -46,7 +46,9 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying | Boxes:
         return Boxes(config)
     if config.copies:
         return Copying(config)
-    return Crossing(config) if config.crossover else Dequantizing(config)
+    if config.crossover:
+        return CrossingInParts(config) if config.lags else Crossing(config)
+    return Dequantizing(config)
 
 
 class MlaKernel:

@@ -25,7 +25,6 @@ from cute_kernels.mla.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, St
 
 LOOSE = 6  # named barrier of both warpgroups: the right half of the block before may be added
 LEFT, RIGHT = 0, 1  # parts of a tile
-HELD_STEPS = 5  # 16 columns each, of the queries, in registers as A operands: scores read that much less memory
 HEAD_SLABS = 1  # of the next scores, queued behind the left half's products
 TAIL_STEPS = 4  # of the last slab of scores: the right half's products are let loose before them
 SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
@@ -118,18 +117,18 @@ class Lagging(Stepped):
         write what a product adds to, or read it.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
-        tile_bound = self.config.is_tile_bound
-        if const_expr(not tile_bound):
+        eager = self.config.eager
+        if const_expr(not eager):
             self.begin_scores(scores, held, memory, next_stage, next_phase)
             wgmma_tiles.commit()
-        wgmma_tiles.wait(0 if tile_bound else 1)
+        wgmma_tiles.wait(0 if eager else 1)
         self.release(memory, self.place(stage, LEFT), lane)
-        if const_expr(tile_bound):
+        if const_expr(eager):
             self.let_loose()
             self.begin_scores(scores, held, memory, next_stage, next_phase)
         self.score_rest(scores, held, memory, next_stage, next_phase)
         wgmma_tiles.wait(1)
-        if const_expr(not tile_bound):
+        if const_expr(not eager):
             self.let_loose()
         self.finish_scores(rows, scores)
 
@@ -178,8 +177,9 @@ class Lagging(Stepped):
     def held_steps(self, slab: int) -> range:
         """Which 16 columns of a slab of the queries are in registers: the first ones that scores are made of."""
         left = self.config.layout.parts[LEFT]
-        before = left.index(slab) * SLAB_STEPS if slab in left else HELD_STEPS
-        return range(min(max(HELD_STEPS - before, 0), SLAB_STEPS))
+        count = self.config.held_steps
+        before = left.index(slab) * SLAB_STEPS if slab in left else count
+        return range(min(max(count - before, 0), SLAB_STEPS))
 
     def hold_queries(self, memory, warp, lane) -> dict:
         """`held_steps` of the slabs that have any, as A operands."""

@@ -44,10 +44,15 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
-    MlaConfig(crossover=True, order="lagging"),
-    MlaConfig(scales="power_of_2", crossover=True, order="lagging"),
+    MlaConfig(crossover=True),
+    MlaConfig(crossover=True, prefetch=4),
+    MlaConfig(crossover=True, stretch=3, order="stepped"),
     MlaConfig(order="stepped"),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="lagging"),
+    MlaConfig(crossover=True, prefetch=4, stretch=3),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3, order="stepped"),
+    MlaConfig(crossover=True, order="lagging", eager=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="lagging", eager=True),
+    MlaConfig(prefetch=2, stretch=2, gather_warps=8, fence="reader"),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
@@ -57,12 +62,14 @@ WIDE = [config for config in SPARSE if isinstance(config, MlaConfig)]
 PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
     MlaConfig("paged", stretch=5, gather_warps=8),
+    MlaConfig("paged", crossover=True, order="lagging", eager=True),
     MlaConfig("paged", "mla_bf16", fence="reader"),
     MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
 BOXED = [
     MlaConfig("paged", "mla_bf16", order="lagging"),
+    MlaConfig("paged", "mla_bf16", order="lagging", eager=True),
     MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
 ]
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]

@@ -177,9 +177,10 @@ def test_model1_tile(monkeypatch, scales, exponents, gather_warps):
 
 
 @pytest.mark.parametrize("form", ["mla_fp8", "mla_model1"])
-def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form):
+@pytest.mark.parametrize("order", ["stepped", "lagging"])
+def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     width, scales = {"mla_fp8": (576, "fp32"), "mla_model1": (512, "ue8m0")}[form]
-    config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order="lagging")
+    config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "lagging")
     assert config.can_implement() is None
     split = form == "mla_model1"
     quantiser, tokens = (
@@ -209,7 +210,10 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form):
                 crossing.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
                 for part in range(config.tile_parts)
             ]
-            write_in_parts(gatherer, token, tiles, place)
+            if order == "lagging":
+                write_in_parts(gatherer, token, tiles, place)
+            else:
+                write_all(gatherer, token, tiles[0], place)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = quantiser.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
     for rank in range(2):
