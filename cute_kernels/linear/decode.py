@@ -7,6 +7,7 @@ codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
 
 bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
 A `PairDecoder` takes them two at a time, 14 instructions per 8 codes: the eighth bit becomes the last of an exponent.
+Of weights without zero points a `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class Decoder:
         return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """What `fragment` wants to know of the thread's two rows: here as `offsets`.
+        """What `fragment` wants to know of the thread's two rows: here their `offsets`.
 
-        scales: of the rows, packed pairs of the dtype; points: their zero points.
+        scales: of the rows, packed pairs of the dtype, or None for those that meet the sums; points: their zero points.
         """
         return self.offsets(points)
 
@@ -177,16 +178,16 @@ def packed_power(exponent: int) -> int:
 
 
 class SubnormalDecoder(Decoder):
-    """bf16 weights without zero points, scaled by the instruction that takes the half range of codes off.
+    """bf16 weights without zero points, scaled by the instruction that takes half the range of codes off.
 
-    A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, since
+    A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, as
     the smallest normal numbers have the same unit. So masking is all of the conversion, and one fused multiply-add both
-    scales and takes off the offset, which is a power of two times the scale and exact: the weight is rounded once.
-    2**133 is no bf16 number; weights come in units of 2**-32, which their sums are multiplied with. Scales below 2**27
+    scales and takes off half the range of codes, a power of two and so exact times any scale: weights are rounded once.
+    2**133 is no bf16 number: weights come in units of 2**-32, which their sums are multiplied with. Scales below 2**27
     have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8.
 
-    That conversions between small floats need masks and one product with a power of two alone, subnormal numbers
-    included, is known from FP8 and FP4 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.
+    That conversions between small floats take masks and one product with a power of two, subnormal numbers included, is
+    known from FP8 and FP6 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.
     """
 
     scales_weights = True
@@ -195,7 +196,7 @@ class SubnormalDecoder(Decoder):
     def __init__(self, bits: int, dtype: str):
         assert dtype == "bf16", f"dtype {dtype!r} is not bf16"
         super().__init__(bits, dtype)
-        self._fragment = self._nibbles if bits == 4 else self._bytes
+        self._pairs = self._nibbles if bits == 4 else self._bytes
         # Of the thread's second row the codes of 4 bits stand four bits further up.
         places = (0, 4 if bits == 4 else 0)
         self.factors = [packed_power(UNIT_EXPONENT - SUBNORMAL_EXPONENT - place) for place in places]
@@ -204,24 +205,22 @@ class SubnormalDecoder(Decoder):
     def masks(self, nothing) -> tuple:
         return ()
 
-    def offsets(self, zeros) -> list[Any]:
-        """(factor, offset) of the rows' codes without a scale; zeros: integers, half the range of codes."""
-        return [(Uint32(factor), Uint32(self.half_range)) for factor in self.factors]
-
     def row_numbers(self, scales, points) -> list[Any]:
-        """(factor, offset) of each row's codes."""
-        return [
-            (ptx.mul_bf16x2(scale, Uint32(factor)), ptx.mul_bf16x2(scale, Uint32(self.half_range)))
-            for scale, factor in zip(scales, self.factors, strict=True)
-        ]
+        """(factor, offset) of the codes of each row; without scales those of 1. ``points`` are half the range."""
+        rows = [(Uint32(factor), Uint32(self.half_range)) for factor in self.factors]
+        if scales is not None:
+            rows = [tuple(ptx.mul_bf16x2(scales[i], one) for one in row) for i, row in enumerate(rows)]
+        return rows
 
-    def _nibbles(self, words, rows, _masks):
-        pairs = [word & Uint32(mask) for word in (words[0], words[0] >> 8) for mask in (LOW_NIBBLES, HIGH_NIBBLES)]
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
+        """As `Decoder.fragment`, but of scaled weights in units of 1 / ``unit``; rows: of `row_numbers`."""
+        first = step * self.words_per_step
+        pairs = self._pairs(words[first : first + self.words_per_step])
         return [numbers.fma_bf16x2(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]
 
-    def _bytes(self, words, rows, _masks):
-        registers = []
-        for word in words:
-            pairs = (word & Uint32(BYTES), ptx.prmt(word, Uint32(0), Uint32(UPPER_BYTES)))
-            registers += [numbers.fma_bf16x2(pair, *row) for pair, row in zip(pairs, rows, strict=True)]
-        return registers
+    def _nibbles(self, words) -> list[Any]:
+        return [word & Uint32(mask) for word in (words[0], words[0] >> 8) for mask in (LOW_NIBBLES, HIGH_NIBBLES)]
+
+    def _bytes(self, words) -> list[Any]:
+        upper = Uint32(UPPER_BYTES)
+        return [pair for word in words for pair in (word & Uint32(BYTES), ptx.prmt(word, Uint32(0), upper))]

@@ -41,34 +41,41 @@ def test_every_code_less_every_zero_point_is_exact(kind, bits: int, dtype: str, 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_symmetric_weight_is_rounded_once(bits: int, monkeypatch):
     """Codes as subnormal numbers, of scales of both signs from tiny to the largest that there is room for."""
-    gpu = LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, decode)
-    subject = decode.SubnormalDecoder(bits, "bf16")
-    generator = np.random.default_rng(bits)
+    subject, generator = subnormal_decoder(bits, monkeypatch), np.random.default_rng(bits)
+    half = 2.0 ** (bits - 1)
     for exponent in (*range(-60, 27, 3), 26):
-        scales = bf16_values(bf16_bits((generator.random((32, 2)) + 1) * 2.0**exponent * (-1) ** exponent))
+        scales = bf16_values(bf16_bits((0.99 * generator.random((32, 2)) + 1) * 2.0**exponent * (-1) ** exponent))
         scales[0] = 0
         pairs = [from_halves(np.stack([bf16_bits(row)] * 2, 1)) for row in scales.T]
         rows = subject.row_numbers(pairs, [subject.symmetric_zero] * 2)
-        for columns in range(0, 256, 8):
-            codes = (np.arange(32)[:, None] * 8 + np.arange(8) + columns) % (1 << bits)
-            words = np.zeros((32, 2), np.uint64)
-            for place in range(8):
-                words[:, place * bits // 32] |= codes[:, place].astype(np.uint64) << np.uint64(place * bits % 32)
-            registers = subject.fragment([decode.Uint32(words[:, i]) for i in range(2)], 0, rows)
-            found = np.stack([elements(register, "bf16") for register in registers], 1)  # [lane, register, column]
-            # A register has every other code of one row, so of 4 bits those of 16 bits further up.
-            order = [[0, 4], [1, 5], [2, 6], [3, 7]] if bits == 4 else [[0, 2], [1, 3], [4, 6], [5, 7]]
-            exact = (codes[:, order] - 2.0 ** (bits - 1)) * scales[:, [0, 1, 0, 1], None]
-            assert np.array_equal(found * subject.unit, bf16_values(bf16_bits(exact)).astype(np.float64))
+        for first in range(0, 256, 8):
+            codes = (np.arange(32)[:, None] * 8 + np.arange(8) + first) % (1 << bits)
+            exact = (codes[:, IN_REGISTERS[bits]] - half) * scales[:, [0, 1, 0, 1], None]
+            assert np.array_equal(fragment_of(subject, codes, rows), bf16_values(bf16_bits(exact)).astype(np.float64))
 
 
-def test_codes_without_a_scale_are_exact(monkeypatch):
-    gpu = LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, decode)
-    subject = decode.SubnormalDecoder(8, "bf16")
-    codes = np.arange(256, dtype=np.uint32).reshape(32, 8)
-    words = [decode.Uint32(codes[:, i : i + 4] @ (1 << 8 * np.arange(4))) for i in (0, 4)]
-    registers = subject.fragment(words, 0, subject.offsets([128, 128]))
-    found = np.sort(np.concatenate([elements(register, "bf16") for register in registers], 1), axis=1)
-    assert np.array_equal(found * subject.unit, codes - 128.0)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_whose_scale_comes_later_are_exact(bits: int, monkeypatch):
+    subject = subnormal_decoder(bits, monkeypatch)
+    codes = np.arange(256).reshape(32, 8) % (1 << bits)
+    found = fragment_of(subject, codes, subject.row_numbers(None, [subject.symmetric_zero] * 2))
+    assert np.array_equal(found, codes[:, IN_REGISTERS[bits]] - 2.0 ** (bits - 1))
+
+
+# [register][column] codes of a step, by bits: a register has two of one row, 4 bits half a word from one another.
+IN_REGISTERS = {4: [[0, 4], [1, 5], [2, 6], [3, 7]], 8: [[0, 2], [1, 3], [4, 6], [5, 7]]}
+
+
+def subnormal_decoder(bits: int, monkeypatch) -> decode.SubnormalDecoder:
+    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, decode)
+    return decode.SubnormalDecoder(bits, "bf16")
+
+
+def fragment_of(subject: decode.SubnormalDecoder, codes: np.ndarray, rows) -> np.ndarray:
+    """[lane, register, column] what a step's codes [lane, 8] become."""
+    bits = subject.bits
+    words = np.zeros((32, 2), np.uint64)
+    for place in range(8):
+        words[:, place * bits // 32] |= codes[:, place].astype(np.uint64) << np.uint64(place * bits % 32)
+    registers = subject.fragment([decode.Uint32(words[:, i]) for i in range(2)], 0, rows)
+    return np.stack([elements(register, "bf16") for register in registers], 1) * subject.unit

@@ -80,7 +80,6 @@ class WgmmaConfig:
     cluster: int = 1
     synchronous: bool = False
     digits: bool = False
-    subnormal: bool = False
 
     @property
     def tile_k(self) -> int:
@@ -228,7 +227,6 @@ class WgmmaConfig:
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
-        groups += "u" if self.subnormal else ""
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
 

@@ -73,6 +73,14 @@ class Lane:
     masks: Any  # of the decoder
 
 
+def decoder_of(config: WgmmaConfig) -> Decoder:
+    """What decodes the codes of a configuration."""
+    scales_late = config.synchronous or config.digits
+    if config.dtype == "bf16" and not config.zero_point and not scales_late:
+        return SubnormalDecoder(config.bits, config.dtype)
+    return PairDecoder(config.bits, config.dtype)
+
+
 class WgmmaKernel:
     """One compiled variant; :class:`WgmmaConfig` says which."""
 
@@ -81,8 +89,7 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        decoder = SubnormalDecoder if config.subnormal else PairDecoder
-        self.decoder: Decoder = decoder(config.bits, config.dtype)
+        self.decoder = decoder_of(config)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -594,7 +601,7 @@ class WgmmaKernel:
                 points = [decoder.symmetric_zero] * 2
                 if config.zero_point:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append(([self.to_float(word) for word in words], decoder.offsets(points)))
+                channel.append(([self.to_float(word) for word in words], decoder.row_numbers(None, points)))
         return channel
 
     def to_float(self, word):
