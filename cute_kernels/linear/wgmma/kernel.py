@@ -73,14 +73,6 @@ class Lane:
     masks: Any  # of the decoder
 
 
-def decoder_of(config: WgmmaConfig) -> Decoder:
-    """What decodes the codes of a configuration."""
-    scales_late = config.synchronous or config.digits
-    if config.dtype == "bf16" and not config.zero_point and not scales_late:
-        return SubnormalDecoder(config.bits, config.dtype)
-    return PairDecoder(config.bits, config.dtype)
-
-
 class WgmmaKernel:
     """One compiled variant; :class:`WgmmaConfig` says which."""
 
@@ -89,7 +81,8 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder = decoder_of(config)
+        decoder = SubnormalDecoder if config.scales_codes else PairDecoder
+        self.decoder: Decoder = decoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -406,8 +399,7 @@ class WgmmaKernel:
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
-        stage, phase = Int32(0), Int32(0)
-        last = Int32(0)
+        stage, phase, last = Int32(0), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
