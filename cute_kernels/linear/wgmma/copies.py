@@ -34,6 +34,10 @@ class CopyingWarps:
         """What brings a box of x, and x as boxes are taken from it."""
         rows = self.config.part_tokens
         box = cute.slice_(self.boxes_layout(rows, 1), (None, None, 0))
+        sharing = self.config.sharing
+        if const_expr(sharing > 1):
+            operation = cpasync.CopyBulkTensorTileG2SMulticastOp()
+            return cpasync.make_tiled_tma_atom(operation, x, box, (rows, BOX_K), num_multicast=sharing)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (rows, BOX_K))
 
     def boxes_layout(self, rows: int, count: int):
@@ -46,7 +50,8 @@ class CopyingWarps:
         """Brings the activations of every unit, a box of 64 inputs of a part of a tile's rows at a time; one warp.
 
         Parts without rows are left out: rows that x does not have would cost TMA the time of writing zeros, rows of
-        somebody else that of bringing them.
+        somebody else that of bringing them. CTAs that share activations bring a slice of each box, to all of them: a
+        stage is free for that when all of them have given it back, and has come when all slices have.
         """
         config = self.config
         if const_expr(config.digits):
@@ -60,7 +65,8 @@ class CopyingWarps:
             first_row, _ = self.rows_of(shape, item)
             rows = cute.domain_offset((first_row, 0), x_view)
             places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
-            target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
+            rank = items.rank if const_expr(config.sharing > 1) else 0
+            target, source = cpasync.tma_partition(copy_x, rank, cute.make_layout(config.sharing), targets, places)
             present = self.parts_of(shape, item)
             size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
@@ -75,7 +81,11 @@ class CopyingWarps:
                         for box in cutlass.range_constexpr(boxes):
                             chosen = source[None, part, unit * boxes + box]
                             place = target[(None, *self.box_place(stage, part, box, present))]
-                            cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
+                            if const_expr(config.sharing > 1):
+                                everybody = cutlass.Int16((1 << config.sharing) - 1)
+                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier, mcast_mask=everybody)
+                            else:
+                                cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
 
     def box_place(self, stage, part: int, box: int, present) -> tuple[Any, Any]:

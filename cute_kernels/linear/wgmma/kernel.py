@@ -122,7 +122,7 @@ class WgmmaKernel(CopyingWarps):
 
     def launch_options(self, num_ctas, stream) -> dict[str, Any]:
         config = self.config
-        cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
+        cluster = (config.cluster_size, 1, 1) if config.cluster_size > 1 else None
         sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
         return sizes | {"min_blocks_per_mp": 1, "use_pdl": self.use_pdl, "stream": stream}
 
@@ -146,8 +146,18 @@ class WgmmaKernel(CopyingWarps):
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        cute.arch.sync_threads()
+        if const_expr(config.sharing > 1):
+            self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
+        else:
+            cute.arch.sync_threads()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+        if const_expr(config.sharing > 1):
+            self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
+
+    def meet_cluster(self):
+        """Waits for all threads of the cluster."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
@@ -201,12 +211,14 @@ class WgmmaKernel(CopyingWarps):
         config = self.config
         for i in range(config.num_stages):
             cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
+            cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.sharing)
         cute.arch.mbarrier_init_fence()
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
-        config = self.config
-        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
+        config, rank = self.config, 0
+        if const_expr(config.sharing > 1):
+            cta, rank, num_ctas = cta // config.sharing, cta % config.sharing, num_ctas // config.sharing
+        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
         return Items(
             shape=shape,
@@ -216,6 +228,8 @@ class WgmmaKernel(CopyingWarps):
             blocks=blocks,
             token_tiles=token_tiles,
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
+            sharing=config.sharing,
+            rank=rank,
         )
 
     # -- products -----------------------------------------------------------------------------------------------------
@@ -258,6 +272,8 @@ class WgmmaKernel(CopyingWarps):
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
+        if const_expr(config.sharing > 1):
+            teller = lane < config.sharing  # each tells one of the CTAs that fill it
         stage, phase, last = Int32(0), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
@@ -356,7 +372,12 @@ class WgmmaKernel(CopyingWarps):
     def release(self, memory, stage, teller):
         """Says that this warp has done with a stage."""
         if teller:
-            cute.arch.mbarrier_arrive(memory.empty + stage)
+            barrier = memory.empty + stage
+            if const_expr(self.config.sharing > 1):
+                there = numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx())
+                numbers.arrive_in_cluster(there)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
 
     def load_codes(self, address) -> list[list[Any]]:
         """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""
