@@ -58,7 +58,8 @@ SHAPES = (
 # Tiles of CTAs that share activations, where no K is cut: less is read from L2, which counts under the power limit.
 SHARED_TOKENS = 256
 SHARING = 2
-SHARING_GAIN = 0.01  # of a unit's time with a cold L2, where launches follow each other up to 0.05
+SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
+SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
 # The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
 DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
@@ -179,6 +180,7 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += DIGIT_ROWS_CLOCKS if config.digits else 0
+    clocks += SHARING_CLOCKS if config.sharing > 1 else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
