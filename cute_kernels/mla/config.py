@@ -274,8 +274,6 @@ class MlaConfig:
             return self._lagging_reason()
         if self.eager:
             return f"eager is True; order {self.order!r} has no half that lags"
-        if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
-            return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
