@@ -96,6 +96,9 @@ class MlaConfig:
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
+    adds_up: bool = False
+    rehearse: int = 0
+    cooperative: bool = True
 
     @property
     def name(self) -> str:
@@ -107,7 +110,8 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
-        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
+        together = f"_adds_up_r{self.rehearse}" + "_free" * (not self.cooperative) if self.adds_up else ""
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}{together}"
 
     @property
     def layout(self) -> TokenLayout:

@@ -28,7 +28,7 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.gather import await_barriers, make_gatherer
-from cute_kernels.mla.items import Counts, Items
+from cute_kernels.mla.items import Counts, Items, PartItems
 from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
@@ -36,6 +36,7 @@ from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.stepped import Stepped
+from cute_kernels.mla.together import Adding, SteppedParts
 from cute_kernels.mla.work import Results, Shape
 
 
@@ -46,7 +47,9 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
-        self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
+        stepped = SteppedParts if config.adds_up else Stepped
+        self.multiplier = {"plain": Serial, "stepped": stepped, "lagging": Lagging}[config.order](config)
+        self.adding = Adding(config, self.gatherer) if config.adds_up else None
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -156,6 +159,7 @@ class MlaKernel:
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
+            cooperative=self.config.adds_up and self.config.cooperative,
             stream=stream,
         )
 
@@ -165,9 +169,11 @@ class MlaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
-        cute.arch.griddepcontrol_launch_dependents()
-        items = Items.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
+        if const_expr(not self.config.adds_up):
+            # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
+            cute.arch.griddepcontrol_launch_dependents()
+        kind = PartItems if const_expr(self.config.adds_up) else Items
+        items = kind.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
@@ -178,7 +184,12 @@ class MlaKernel:
             cute.arch.cluster_arrive_relaxed()
         if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
-            self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
+            own = warp - MULTIPLYING_WARPS
+            if const_expr(self.config.adds_up):
+                stage, phase = self.gatherer.run(items, source, memory, own, lane)
+                self.adding.run(items, results, memory, stage, phase, own, lane)
+            else:
+                self.gatherer.run(items, source, memory, own, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
             await_barriers(self.config)

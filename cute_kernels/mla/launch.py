@@ -193,6 +193,8 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
         return Plan(function, None, num_parts, num_ctas, 0)
     form = PARTIALS[config.partials]
     words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
+    if not few and config.adds_up:
+        return Plan(function, None, num_parts, num_ctas, words, num_ctas * num_parts)
     slots, row_bits = choose_combine(shape)
     combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
     return Plan(function, combine, num_parts, num_ctas, words, combine_row_bits=row_bits)
