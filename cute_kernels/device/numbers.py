@@ -314,6 +314,33 @@ def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32
 
 
 @dsl_user_op
+def copy_to_global(target: Int64, source: Int32, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """cp.async.bulk of ``num_bytes`` (a multiple of 16; addresses too) of this CTA's shared memory to global memory, in
+    the thread's bulk group. Stores before it need a fence of the async proxy."""
+    asm = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _effect([Int64(target), Int32(source), Int32(num_bytes)], asm, "l,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_matrix_x4_if(
+    condition: Int32, address: Int32, offset: int, words: Sequence[Uint32], *, loc=None, ip=None
+) -> None:
+    """`ptx.store_matrix_x4`, not transposed, if condition, the same in all lanes, is not 0."""
+    asm = (
+        "{ .reg .pred p; setp.ne.s32 p, $0, 0; "
+        f"@p stmatrix.sync.aligned.m8n8.x4.shared.b16 [$1 + {offset}], {{$2, $3, $4, $5}}; }}"
+    )
+    operands = [Int32(condition), Int32(address), *(Uint32(word) for word in words)]
+    _effect(operands, asm, "r,r,r,r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def stamp_at(address: Int64, *, loc=None, ip=None) -> None:
+    asm = "{ .reg .u32 a, b; mov.u32 a, %globaltimer_lo; mov.u32 b, %clock; st.global.v2.u32 [$0], {a, b}; }"
+    _effect([Int64(address)], asm, "l", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
     """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
     operands = [Int32(address), *(Float32(value) for value in values)]

@@ -23,6 +23,7 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
+PART_WORDS = BLOCK_HEADS * 2 * (V_HEAD_DIM + 16) // 4  # what a CTA leaves that others add up
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
@@ -98,6 +99,7 @@ class MlaConfig:
     order: str = "plain"
     adds_up: bool = False
     rehearse: int = 0
+    stamps: bool = False
     cooperative: bool = True
 
     @property
@@ -110,7 +112,7 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
-        together = f"_adds_up_r{self.rehearse}" + "_free" * (not self.cooperative) if self.adds_up else ""
+        together = f"_adds_up_r{self.rehearse}" + "_stamps" * self.stamps + "_free" * (not self.cooperative) if self.adds_up else ""
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}{together}"
 
     @property

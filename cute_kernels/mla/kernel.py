@@ -37,7 +37,7 @@ from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.stepped import Stepped
 from cute_kernels.mla.together import Adding, SteppedParts
-from cute_kernels.mla.work import Results, Shape
+from cute_kernels.mla.work import Results, Shape, stamp
 
 
 class MlaKernel:
@@ -174,6 +174,7 @@ class MlaKernel:
             cute.arch.griddepcontrol_launch_dependents()
         kind = PartItems if const_expr(self.config.adds_up) else Items
         items = kind.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
+        stamp(self.config, items, 0, Int32(0), warp, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)

@@ -19,28 +19,63 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.ring import advance
-from cute_kernels.mla.config import BLOCK_HEADS, NUM_STAGES, PARTIALS, V_HEAD_DIM, WARPGROUP_WARPS, MlaConfig
-from cute_kernels.mla.config import BLOCK_TOKENS
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES, V_HEAD_DIM, WARPGROUP_WARPS, MlaConfig
 from cute_kernels.mla.line import ALL_LANES
 from cute_kernels.mla.multiply import MULTIPLYING_THREADS, Rows
 from cute_kernels.mla.numbers16 import of_name
-from cute_kernels.mla.output import exists_sink
+from cute_kernels.mla.output import WARP_ROWS, exists_sink, scale_of
 from cute_kernels.mla.softmax import LOWEST
 from cute_kernels.mla.stepped import WEIGHTS_FREE, Stepped
-from cute_kernels.mla.work import partial_stats, partial_values
+from cute_kernels.mla.work import stamp
 from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of both multiplying warpgroups, of the gathering one
 WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
 LANE_BYTES = 16
-HALF_BYTES = V_HEAD_DIM  # of a part's half of a row, fp16
+HALF = V_HEAD_DIM // 2  # columns of a warpgroup
+# A part's half of a row: fp16 values, then fp32 numbers: the row's maximum and total (left half alone), and what the
+# values are to be multiplied with. 8 rows side by side lie in different banks.
+HALF_BYTES, ROW_BYTES = HALF * 2, HALF * 2 + LANE_BYTES
 
 
-def flag_place(items, reader, writer):
-    """Address of the flag by which the ``writer``-th part of some heads is announced to the ``reader``-th."""
-    group = items.row * items.counts.head_blocks.value + items.head_block
-    parts = items.shape.num_parts
-    return items.states.flags + Int64((group * parts + reader) * parts + writer) * 4
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a CTA's row and block of heads lie; run-time values.
+
+    Heads are dealt to ``readers`` CTAs, ``each`` side by side. For each of them, memory has of every part the left half
+    of its heads, then the right half.
+    """
+
+    words: Any  # addresses: of all parts
+    flags: Any  # ... of a flag for every reader and part
+    part: Any  # the CTA's own
+    count: Any
+    each: Any  # heads, a power of 2 from 4 to 16
+    readers: Any
+
+    @staticmethod
+    def of(items) -> Parts:
+        count = items.shape.num_parts
+        each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
+        readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
+        group = items.row * items.counts.head_blocks.value + items.head_block
+        words = items.states.words + Int64(group * count) * (BLOCK_HEADS * 2 * ROW_BYTES)
+        flags = items.states.flags + Int64(group * count * readers) * 4
+        return Parts(words, flags, items.start, count, each, readers)
+
+    @property
+    def bytes(self):
+        """Of a part of a reader's heads."""
+        return self.each * (2 * ROW_BYTES)
+
+    def place(self, reader, part):
+        """Address of a part of a reader's heads."""
+        return self.words + Int64(reader * self.count + part) * self.bytes
+
+    def flag(self, reader, part):
+        """Address of the flag that says that a part is there."""
+        return self.flags + Int64(reader * self.count + part) * 4
 
 
 class SteppedParts(Stepped):
@@ -51,7 +86,10 @@ class SteppedParts(Stepped):
         work = items.work(items.row, items.start, items.left)
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weight_place(memory, warp, lane))
+        parts = Parts.of(items)
+        stamp(self.config, items, 0, Int32(1), warp, lane)
         self.await_queries(memory, Int32(0))
+        stamp(self.config, items, 0, Int32(2), warp, lane)
         stage, phase = Int32(0), Int32(0)
         for turn in cutlass.range(Int32(1 if self.config.rehearse < 2 else 0), 2, 1, unroll=1):
             rows = Rows.make()
@@ -61,44 +99,70 @@ class SteppedParts(Stepped):
                 stage, phase = advance(stage, phase, NUM_STAGES)
             if turn == 1:
                 cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+            stamp(self.config, items, 0, Int32(10) + turn, warp, lane)
             self.end_rows(rows, scale)
-            self.writer.finish_part(work, results, rows.maxima, rows.totals, warp, lane, turn)
-            self.writer.write_scaled(work, results, rows.sums, warp, lane, 0, turn)
+            stats = [(rows.maxima[i], rows.totals[i]) for i in range(2)]
+            self.leave(parts, rows.sums, stats, memory, warp, lane, 0, turn)
+            stamp(self.config, items, 0, Int32(12) + turn, warp, lane)
         cute.arch.barrier(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
         if warp == 0:
-            if lane < work.shape.num_parts:
-                numbers.store_released(flag_place(items, lane, items.start), Uint32(WRITTEN))
+            if lane < parts.readers:
+                numbers.store_released(parts.flag(lane, parts.part), Uint32(WRITTEN))
+            stamp(self.config, items, 0, Int32(14), warp, lane)
 
     @cute.jit
     def second(self, items, results, memory, softmax_scale, warp, lane):
         work = items.work(items.row, items.start, items.left)
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
+        parts = Parts.of(items)
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+        # Parts go where the queries are.
+        self.await_queries(memory, Int32(0))
+        stamp(self.config, items, 1, Int32(0), warp, lane)
         stage, phase = Int32(0), Int32(0)
         for turn in cutlass.range(Int32(1 if self.config.rehearse < 1 else 0), 2, 1, unroll=1):
             sums = Rows.make().sums
             for _ in cutlass.range(cutlass.select_(turn == 1, work.begin, work.end), work.end, 1, unroll=1):
                 self.second_block(sums, weights, memory, warp, lane, stage, phase)
                 stage, phase = advance(stage, phase, NUM_STAGES)
-            self.writer.write_scaled(work, results, sums, warp, lane, 1, turn)
+            stamp(self.config, items, 1, Int32(10) + turn, warp, lane)
+            self.leave(parts, sums, (), memory, warp, lane, 1, turn)
+            stamp(self.config, items, 1, Int32(12) + turn, warp, lane)
         cute.arch.barrier_arrive(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
 
+    @cute.jit
     def ask_next_queries(self, wanted, work, items, memory, warp) -> None:
         """There is no next share."""
+        if const_expr(self.config.stamps):
+            stamp(self.config, items, 0, cutlass.select_(wanted, Int32(4), Int32(3)), warp, cute.arch.lane_idx())
 
-
-@dataclass(frozen=True)
-class Job:
-    """The heads that a CTA adds up; run-time values.
-
-    query_row: of the first. count: of heads, may be 0. values, stats: addresses of their parts, one after the other.
-    """
-
-    query_row: Any
-    first_head: Any
-    count: Any
-    values: Any
-    stats: Any
+    @cute.jit
+    def leave(self, parts, sums, stats, memory, warp, lane, half: cutlass.Constexpr, wanted):
+        """Leaves a warp's half of its rows for the CTAs that add them up, by way of shared memory where the queries
+        were; nothing if wanted is 0. stats: (maximum, total) of a thread's rows, or ()."""
+        rows = memory.queries + (half * WARPGROUP_WARPS + warp) * (WARP_ROWS * ROW_BYTES)
+        place = rows + lane % 16 * ROW_BYTES + lane // 16 * LANE_BYTES
+        scales = [scale_of(sums, below) for below in range(2)]
+        for i in cutlass.range_constexpr(0, HALF // 2, 8):
+            # Twice 8 columns of 16 rows.
+            order = [(i + 4 * further + 2 * below, scales[below][0]) for further in range(2) for below in range(2)]
+            words = [ptx.pack_f16x2(sums[j] * scale, sums[j + 1] * scale) for j, scale in order]
+            numbers.store_matrix_x4_if(wanted, place, sum_place(i)[1] * 2, words)
+        if (lane % 4 == 0) & (wanted != 0):
+            for below in cutlass.range_constexpr(2):
+                behind = rows + (lane // 4 + 8 * below) * ROW_BYTES
+                unit = scales[below][1]
+                values = [*stats[below], unit, unit] if const_expr(half == 0) else [unit]
+                ptx.store_shared(behind, HALF_BYTES, values)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        size = parts.each * ROW_BYTES
+        readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
+        if (lane < readers) & (wanted != 0):
+            target = parts.place(warp * readers + lane, parts.part) + half * size
+            numbers.copy_to_global(target, rows + lane * size, size)
+            cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0)
 
 
 class Adding:
@@ -107,107 +171,103 @@ class Adding:
     def __init__(self, config: MlaConfig, gatherer):
         self.config = config
         self.gatherer = gatherer
-        self.form = PARTIALS[config.partials]
         self.numbers = of_name(config.layout.dtype)
 
     @cute.jit
     def run(self, items, results, memory, stage, phase, warp, lane):
-        """Waits for all parts of the CTA's heads and writes their results."""
-        job = self.job(items, results)
-        parts = items.shape.num_parts
-        stats = memory.tiles + job.count * parts * self.form.row_bytes
+        """Waits for all parts of the CTA's heads and writes their results.
+
+        All of it is done once before for nothing, so that the program is there when it is wanted.
+        """
+        parts = Parts.of(items)
+        first = items.head_block * BLOCK_HEADS + parts.part * parts.each
+        heads = cutlass.min(items.shape.num_heads - first, parts.each)
+        heads = cutlass.select_(parts.part < parts.readers, heads, Int32(0))
         for turn in cutlass.range(2, unroll=1):
-            heads = cutlass.select_(turn == 1, job.count, Int32(WARPGROUP_WARPS))
+            stamp(self.config, items, 2, Int32(8) + turn, warp, lane)
             if turn == 1:
                 self.gatherer.finish(memory, stage, phase)
                 cute.arch.mbarrier_wait(memory.queries_full, 0)
                 cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
-                if warp == 0:
-                    self.await_parts(items, lane)
-                    self.load(job, parts, stats, memory, lane)
-                if job.count > 0:
+                stamp(self.config, items, 2, Int32(10), warp, lane)
+                if parts.part < parts.readers:
+                    if warp == 0:
+                        self.await_parts(parts, lane)
+                        stamp(self.config, items, 2, Int32(11), warp, lane)
+                        self.load(parts, memory, lane)
                     cute.arch.mbarrier_wait(memory.queries_full, 1)
-            for head in cutlass.range(warp, heads, WARPGROUP_WARPS, unroll=1):
-                self.add(job, results, memory.tiles, stats, head, parts, turn, lane)
-
-    def job(self, items, results) -> Job:
-        shape = items.shape
-        each, _ = items.counts.cuts.divide(Uint32(shape.num_parts + (BLOCK_HEADS - 1)))
-        first_head = items.head_block * BLOCK_HEADS
-        first = items.start * Int32(each)
-        heads = cutlass.min(shape.num_heads - first_head, Int32(BLOCK_HEADS))
-        count = cutlass.max(cutlass.min(heads - first, Int32(each)), Int32(0))
-        query_row = items.row * shape.num_heads + first_head + first
-        values = partial_values(results, shape, query_row, 0, self.form)
-        return Job(query_row, first_head + first, count, values, partial_stats(results, shape, query_row, 0, self.form))
+                stamp(self.config, items, 2, Int32(12), warp, lane)
+            end = cutlass.select_(turn == 1, heads, Int32(WARPGROUP_WARPS))
+            for head in cutlass.range(warp, end, WARPGROUP_WARPS, unroll=1):
+                self.add(items, parts, results, memory.tiles, head, first + head, turn, lane)
+        stamp(self.config, items, 2, Int32(13), warp, lane)
 
     @cute.jit
-    def await_parts(self, items, lane):
+    def await_parts(self, parts, lane):
         """Waits until all parts are written; puts the flags back."""
-        parts = items.shape.num_parts
-        flag = flag_place(items, items.start, cutlass.min(lane, parts - 1))
+        flag = parts.flag(parts.part, cutlass.min(lane, parts.count - 1))
         missing = Int32(1)
         while missing != 0:
             word = numbers.load_acquired(flag)
             missing = Int32(cute.arch.vote_any_sync(word == Uint32(EMPTY_WORD)))
-        if lane < parts:
+        if lane < parts.count:
             ptx.store_global(flag, [Uint32(EMPTY_WORD)])
 
     @cute.jit
-    def load(self, job, parts, stats, memory, lane):
-        """Asks for all parts of the heads in shared memory, where tiles were."""
-        # Parts were written by other means than they are read by.
+    def load(self, parts, memory, lane):
+        """Asks for all parts of the CTA's heads in shared memory, where tiles were."""
         cute.arch.fence_proxy("async.global")
         cute.arch.sync_warp()
-        if (lane == 0) & (job.count > 0):
-            number = job.count * parts
-            total = number * (self.form.row_bytes + self.form.stats_bytes)
+        if lane == 0:
+            total = parts.count * parts.bytes
             cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, total)
-            barrier = memory.queries_full.toint()
-            ptx.bulk_copy_to_shared(stats, job.stats, number * self.form.stats_bytes, barrier)
-            ptx.bulk_copy_to_shared(memory.tiles, job.values, number * self.form.row_bytes, barrier)
+            ptx.bulk_copy_to_shared(memory.tiles, parts.place(parts.part, 0), total, memory.queries_full.toint())
 
     @cute.jit
-    def add(self, job, results, values, stats, head, parts, wanted, lane):
-        """Adds up a head, 8 columns of each half a lane, and writes it if wanted is not 0."""
-        exists = lane < parts
-        number = head * parts
-        known = ptx.load_shared_vector(stats + (number + cutlass.min(lane, parts - 1)) * self.form.stats_bytes, 0, 4)
-        own_maximum, own_total, *units = (word.bitcast(Float32) for word in known)
-        own_maximum = cutlass.select_(exists, own_maximum, Float32(LOWEST))
-        own_total = cutlass.select_(exists, own_total, Float32(0.0))
-        maximum = lane_max(own_maximum, ALL_LANES)
-        weight = ptx.exp2(own_maximum - maximum)
-        total = lane_sum(weight * own_total, ALL_LANES)
+    def add(self, items, parts, results, values, head, row_head, wanted, lane):
+        """Adds up the ``head``-th head of the CTA, 8 columns of each half a lane; writes it if wanted is not 0."""
+        stride = parts.bytes
+        left = values + head * ROW_BYTES
+        right = left + parts.each * ROW_BYTES
+        own = cutlass.min(lane, parts.count - 1) * stride
+        maximum, total, unit, _ = (
+            word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, HALF_BYTES, 4)
+        )
+        units = unit, ptx.load_shared(right + own, HALF_BYTES).bitcast(Float32)
+        exists = lane < parts.count
+        maximum = cutlass.select_(exists, maximum, Float32(LOWEST))
+        total = cutlass.select_(exists, total, Float32(0.0))
+        top = lane_max(maximum, ALL_LANES)
+        weight = ptx.exp2(maximum - top)
+        sum_of_weights = lane_sum(weight * total, ALL_LANES)
         # A part without keys has zeros.
-        weights = [cutlass.select_(own_total > 0.0, weight * unit, Float32(0.0)) for unit in units]
+        weights = [cutlass.select_(total > 0.0, weight * unit, Float32(0.0)) for unit in units]
         sums = cute.make_rmem_tensor(16, Float32)
         sums.fill(0.0)
-        place = values + number * self.form.row_bytes + lane * LANE_BYTES
-        for part in cutlass.range(parts, unroll=4):
+        for part in cutlass.range(parts.count, unroll=4):
             for half in cutlass.range_constexpr(2):
                 worth = cute.arch.shuffle_sync(weights[half], part)
-                words = ptx.load_shared_vector(place + part * self.form.row_bytes, half * HALF_BYTES, 4)
+                place = (left if half == 0 else right) + part * stride + lane * LANE_BYTES
+                words = ptx.load_shared_vector(place, 0, 4)
                 for i in cutlass.range_constexpr(4):
                     j = 8 * half + 2 * i
                     sums[j] = ptx.fma(ptx.half2_low_to_float(words[i]), worth, sums[j])
                     sums[j + 1] = ptx.fma(ptx.half2_high_to_float(words[i]), worth, sums[j + 1])
-        self.write(job, results, head, sums, maximum, total, wanted, lane)
+        self.write(items, results, row_head, sums, top, sum_of_weights, wanted, lane)
 
     @cute.jit
-    def write(self, job, results, head, sums, maximum, total, wanted, lane):
+    def write(self, items, results, row_head, sums, maximum, total, wanted, lane):
         """A head's results, its log-sum-exp, and the greatest score if it is asked for."""
         denominator = total
         if exists_sink(results):
             if wanted != 0:
-                place = results.sinks + Int64(job.first_head + head) * 4
-                sink = ptx.load_global_words(place, 0, 1)[0].bitcast(Float32)
+                sink = ptx.load_global_words(results.sinks + Int64(row_head) * 4, 0, 1)[0].bitcast(Float32)
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
         exists = total != 0.0
         lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
         top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
         factor = cutlass.select_(exists, ptx.reciprocal(denominator), Float32(0.0))
-        query_row = job.query_row + head
+        query_row = items.row * items.shape.num_heads + row_head
         place = results.out + Int64(query_row) * (V_HEAD_DIM * 2) + lane * LANE_BYTES
         words = [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in range(0, 16, 2)]
         if wanted != 0:
