@@ -322,19 +322,6 @@ def copy_to_global(target: Int64, source: Int32, num_bytes: Int32, *, loc=None, 
 
 
 @dsl_user_op
-def store_matrix_x4_if(
-    condition: Int32, address: Int32, offset: int, words: Sequence[Uint32], *, loc=None, ip=None
-) -> None:
-    """`ptx.store_matrix_x4`, not transposed, if condition, the same in all lanes, is not 0."""
-    asm = (
-        "{ .reg .pred p; setp.ne.s32 p, $0, 0; "
-        f"@p stmatrix.sync.aligned.m8n8.x4.shared.b16 [$1 + {offset}], {{$2, $3, $4, $5}}; }}"
-    )
-    operands = [Int32(condition), Int32(address), *(Uint32(word) for word in words)]
-    _effect(operands, asm, "r,r,r,r,r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def stamp_at(address: Int64, *, loc=None, ip=None) -> None:
     asm = "{ .reg .u32 a, b; mov.u32 a, %globaltimer_lo; mov.u32 b, %clock; st.global.v2.u32 [$0], {a, b}; }"
     _effect([Int64(address)], asm, "l", loc=loc, ip=ip)

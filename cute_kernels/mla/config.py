@@ -23,7 +23,8 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
-PART_WORDS = BLOCK_HEADS * 2 * (V_HEAD_DIM + 16) // 4  # what a CTA leaves that others add up
+# What a CTA leaves that others add up, and flags: of both halves, for at most 16 readers.
+PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * (V_HEAD_DIM + 16) // 4, 32
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
@@ -98,9 +99,9 @@ class MlaConfig:
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
     adds_up: bool = False
-    rehearse: int = 0
     stamps: bool = False
     cooperative: bool = True
+    helped: bool = False
 
     @property
     def name(self) -> str:
@@ -112,7 +113,7 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
-        together = f"_adds_up_r{self.rehearse}" + "_stamps" * self.stamps + "_free" * (not self.cooperative) if self.adds_up else ""
+        together = "_adds_up" + "_stamps" * self.stamps + "_helped" * self.helped + "_free" * (not self.cooperative) if self.adds_up else ""
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}{together}"
 
     @property
@@ -217,7 +218,7 @@ class MlaConfig:
     @property
     def entry_bytes(self) -> int:
         """Shared memory of entries."""
-        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
+        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES * (2 if self.adds_up else 1)
 
     @property
     def smem_bytes(self) -> int:

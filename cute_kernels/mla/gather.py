@@ -30,7 +30,6 @@ from cute_kernels.mla.entries import Entries
 from cute_kernels.mla.items import Cursor
 from cute_kernels.mla.locate import Token, make_locator
 from cute_kernels.mla.queries import QueryLoader
-from cute_kernels.mla.work import stamp
 
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
@@ -94,7 +93,6 @@ class Dequantizing:
     @cute.jit
     def run(self, items, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's shares."""
-        stamp(self.config, items, 2, Int32(0), warp, lane)
         first_row = self.first_row(warp)
         place = GatherLane.of(first_row, lane)
         link = self.link(memory, first_row)
@@ -102,7 +100,6 @@ class Dequantizing:
         scales = cute.make_rmem_tensor(self.scale_words, Uint32)
         cursor = Cursor.before(items, self.loader, leads(warp, lane))
         self.entries.start(cursor, source, memory, first_row, lane)
-        stamp(self.config, items, 2, Int32(1), warp, lane)
         token = self.entries.token(source, memory, Int32(0), first_row, place.row)
         for i in cutlass.range_constexpr(self.num_loads):
             self.load_piece(words, token, place, i)
@@ -121,13 +118,10 @@ class Dequantizing:
                 self.write_group(words, scales, token, tile, place)
                 held = token.valid
             self.announce_tile(memory, stage, warp, lane)
-            stamp(self.config, items, 2, 2 + number, warp, lane)
             self.entries.step(cursor, source, memory, number, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
-        if const_expr(not self.config.adds_up):
-            self.finish(memory, stage, phase)
-        return stage, phase
+        self.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""

@@ -36,7 +36,7 @@ from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.stepped import Stepped
-from cute_kernels.mla.together import Adding, SteppedParts
+from cute_kernels.mla.together import Adding, CrossingParts, SteppedParts
 from cute_kernels.mla.work import Results, Shape, stamp
 
 
@@ -47,6 +47,8 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
+        if config.adds_up:
+            self.gatherer = CrossingParts(config)
         stepped = SteppedParts if config.adds_up else Stepped
         self.multiplier = {"plain": Serial, "stepped": stepped, "lagging": Lagging}[config.order](config)
         self.adding = Adding(config, self.gatherer) if config.adds_up else None
@@ -183,14 +185,11 @@ class MlaKernel:
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
-        if warp >= MULTIPLYING_WARPS:
+        if const_expr(self.config.adds_up):
+            self.part(items, source, results, memory, softmax_scale, warp, lane)
+        elif warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
-            own = warp - MULTIPLYING_WARPS
-            if const_expr(self.config.adds_up):
-                stage, phase = self.gatherer.run(items, source, memory, own, lane)
-                self.adding.run(items, results, memory, stage, phase, own, lane)
-            else:
-                self.gatherer.run(items, source, memory, own, lane)
+            self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
             await_barriers(self.config)
@@ -199,6 +198,26 @@ class MlaKernel:
             self.claim_registers(0)
             await_barriers(self.config)
             self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
+
+    @cute.jit
+    def part(self, items, source, results, memory, softmax_scale, warp, lane):
+        """The warps of a CTA that has a part."""
+        own = warp % WARPGROUP_WARPS
+        if warp >= MULTIPLYING_WARPS:
+            self.claim_registers(2)
+            self.gatherer.run(items, source, memory, own, lane, 0)
+            self.adding.run(items, results, memory, own, lane)
+        elif warp >= WARPGROUP_WARPS:
+            self.claim_registers(1)
+            if const_expr(self.config.helped):
+                self.gatherer.run(items, source, memory, own, lane, 1)
+            else:
+                await_barriers(self.config)
+            self.multiplier.second(items, results, memory, softmax_scale, own, lane)
+        else:
+            self.claim_registers(0)
+            await_barriers(self.config)
+            self.multiplier.first(items, results, memory, softmax_scale, own, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]

@@ -13,6 +13,7 @@ from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import (
     FLAG_WORDS,
     PARTIALS,
+    PART_FLAGS,
     PART_WORDS,
     STATE_WORDS,
     V_HEAD_DIM,
@@ -196,7 +197,7 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
     words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
     if not few and config.adds_up:
         words = num_ctas * (PART_WORDS + 3 * 16 * 2 * config.stamps)
-        return Plan(function, None, num_parts, num_ctas, words, num_ctas * num_parts)
+        return Plan(function, None, num_parts, num_ctas, words, num_ctas * PART_FLAGS)
     slots, row_bits = choose_combine(shape)
     combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
     return Plan(function, combine, num_parts, num_ctas, words, combine_row_bits=row_bits)

@@ -8,8 +8,7 @@ warps add up: they have nothing else to do by then.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -20,7 +19,10 @@ from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.lanes import lane_max, lane_sum
 from cute_kernels.device.ring import advance
 from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.combine import outcome_of
 from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES, V_HEAD_DIM, WARPGROUP_WARPS, MlaConfig
+from cute_kernels.mla.gather import GROUP_TOKENS, Crossing, GatherLane, await_barriers
+from cute_kernels.mla.items import PartCursor
 from cute_kernels.mla.line import ALL_LANES
 from cute_kernels.mla.multiply import MULTIPLYING_THREADS, Rows
 from cute_kernels.mla.numbers16 import of_name
@@ -30,10 +32,12 @@ from cute_kernels.mla.stepped import WEIGHTS_FREE, Stepped
 from cute_kernels.mla.work import stamp
 from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
-PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of both multiplying warpgroups, of the gathering one
+TILES_FREE = 6  # named barrier of the gathering warps
 WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
+ROW_LANES = 4  # that have a row's sums
 LANE_BYTES = 16
 HALF = V_HEAD_DIM // 2  # columns of a warpgroup
+COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 8 of each half
 # A part's half of a row: fp16 values, then fp32 numbers: the row's maximum and total (left half alone), and what the
 # values are to be multiplied with. 8 rows side by side lie in different banks.
 HALF_BYTES, ROW_BYTES = HALF * 2, HALF * 2 + LANE_BYTES
@@ -61,21 +65,68 @@ class Parts:
         readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
         group = items.row * items.counts.head_blocks.value + items.head_block
         words = items.states.words + Int64(group * count) * (BLOCK_HEADS * 2 * ROW_BYTES)
-        flags = items.states.flags + Int64(group * count * readers) * 4
+        flags = items.states.flags + Int64(group * count * readers) * 8
         return Parts(words, flags, items.start, count, each, readers)
 
     @property
-    def bytes(self):
-        """Of a part of a reader's heads."""
-        return self.each * (2 * ROW_BYTES)
+    def half_bytes(self):
+        """Of a half of a part of a reader's heads."""
+        return self.each * ROW_BYTES
 
-    def place(self, reader, part):
-        """Address of a part of a reader's heads."""
-        return self.words + Int64(reader * self.count + part) * self.bytes
+    def place(self, reader, part, half):
+        """Address of a half of a part of a reader's heads."""
+        return self.words + Int64((reader * self.count + part) * 2 + half) * self.half_bytes
 
-    def flag(self, reader, part):
-        """Address of the flag that says that a part is there."""
-        return self.flags + Int64(reader * self.count + part) * 4
+    def flag(self, reader, part, half):
+        """Address of the flag that says that it is there."""
+        return self.flags + Int64((reader * self.count + part) * 2 + half) * 4
+
+
+class CrossingParts(Crossing):
+    """The warps that gather a part. The second multiplying warpgroup has nothing to do until the first weights are there:
+    it gathers the second block, while those that gather are at the first one."""
+
+    @cute.jit
+    def run(self, items, source, memory, warp, lane, helps: cutlass.Constexpr):
+        """Fills a tile for every block, or, if ``helps`` is 1, for the second one alone."""
+        stamp(self.config, items, 2 , Int32(7 * helps), warp, lane)
+        first_row = self.first_row(warp)
+        place = GatherLane.of(first_row, lane)
+        link = self.link(memory, first_row)
+        memory = replace(memory, entries=memory.entries + helps * (self.config.entry_bytes // 2))
+        words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
+        scales = cute.make_rmem_tensor(self.scale_words, Uint32)
+        cursor = PartCursor.before(items, helps, self.config.helped)
+        self.entries.start(cursor, source, memory, first_row, lane)
+        stamp(self.config, items, 2, Int32(1 + 14 * helps), warp, lane)
+        token = self.entries.token(source, memory, Int32(0), first_row, place.row)
+        for i in cutlass.range_constexpr(self.num_loads):
+            self.load_piece(words, token, place, i)
+        self.load_scales(scales, token)
+        held = token.valid
+        await_barriers(self.config)
+        number, block = Int32(0), Int32(helps)
+        while number < cursor.found:
+            stage, phase = ring_place(block)
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            following, row = self.step(number, 1, place)
+            token = self.entries.token(source, memory, following, first_row, row)
+            self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS, held, lane)
+            self.write_group(words, scales, token, self.tile(memory, link, stage, 0), place)
+            held = token.valid
+            self.announce_tile(memory, stage, warp, lane)
+            stamp(self.config, items, 2, 2 + block, warp, lane)
+            self.entries.step(cursor, source, memory, number, first_row, lane)
+            number = number + 1
+            if const_expr(self.config.helped):
+                block = block + cutlass.select_(block == 0, Int32(2), Int32(1))
+            else:
+                block = block + 1
+
+
+def ring_place(block) -> tuple[Any, Any]:
+    """(stage, phase of its giving back) of a part's ``block``-th tile."""
+    return block % NUM_STAGES, (block // NUM_STAGES + 1) % 2
 
 
 class SteppedParts(Stepped):
@@ -86,49 +137,35 @@ class SteppedParts(Stepped):
         work = items.work(items.row, items.start, items.left)
         scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
         places = ptx.pinned(self.weight_place(memory, warp, lane))
-        parts = Parts.of(items)
+        rows = Rows.make()
+        factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier sums
         stamp(self.config, items, 0, Int32(1), warp, lane)
         self.await_queries(memory, Int32(0))
         stamp(self.config, items, 0, Int32(2), warp, lane)
         stage, phase = Int32(0), Int32(0)
-        for turn in cutlass.range(Int32(1 if self.config.rehearse < 2 else 0), 2, 1, unroll=1):
-            rows = Rows.make()
-            factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier sums
-            for block in cutlass.range(cutlass.select_(turn == 1, work.begin, work.end), work.end, 1, unroll=1):
-                self.first_block(rows, factors, work, items, memory, places, stage, phase, block, scale, warp, lane)
-                stage, phase = advance(stage, phase, NUM_STAGES)
-            if turn == 1:
-                cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-            stamp(self.config, items, 0, Int32(10) + turn, warp, lane)
-            self.end_rows(rows, scale)
-            stats = [(rows.maxima[i], rows.totals[i]) for i in range(2)]
-            self.leave(parts, rows.sums, stats, memory, warp, lane, 0, turn)
-            stamp(self.config, items, 0, Int32(12) + turn, warp, lane)
-        cute.arch.barrier(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
-        if warp == 0:
-            if lane < parts.readers:
-                numbers.store_released(parts.flag(lane, parts.part), Uint32(WRITTEN))
-            stamp(self.config, items, 0, Int32(14), warp, lane)
+        for block in cutlass.range(work.begin, work.end, 1, unroll=1):
+            self.first_block(rows, factors, work, items, memory, places, stage, phase, block, scale, warp, lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+        cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+        stamp(self.config, items, 0, Int32(11), warp, lane)
+        self.end_rows(rows, scale)
+        stats = [(rows.maxima[i], rows.totals[i]) for i in range(2)]
+        self.leave(items, rows.sums, stats, memory, warp, lane, 0)
 
     @cute.jit
     def second(self, items, results, memory, softmax_scale, warp, lane):
         work = items.work(items.row, items.start, items.left)
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
-        parts = Parts.of(items)
+        sums = Rows.make().sums
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-        # Parts go where the queries are.
-        self.await_queries(memory, Int32(0))
-        stamp(self.config, items, 1, Int32(0), warp, lane)
         stage, phase = Int32(0), Int32(0)
-        for turn in cutlass.range(Int32(1 if self.config.rehearse < 1 else 0), 2, 1, unroll=1):
-            sums = Rows.make().sums
-            for _ in cutlass.range(cutlass.select_(turn == 1, work.begin, work.end), work.end, 1, unroll=1):
-                self.second_block(sums, weights, memory, warp, lane, stage, phase)
-                stage, phase = advance(stage, phase, NUM_STAGES)
-            stamp(self.config, items, 1, Int32(10) + turn, warp, lane)
-            self.leave(parts, sums, (), memory, warp, lane, 1, turn)
-            stamp(self.config, items, 1, Int32(12) + turn, warp, lane)
-        cute.arch.barrier_arrive(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
+        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
+            self.second_block(sums, weights, memory, warp, lane, stage, phase)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+        # The part goes where the queries are.
+        self.await_queries(memory, Int32(0))
+        stamp(self.config, items, 1, Int32(11), warp, lane)
+        self.leave(items, sums, (), memory, warp, lane, 1)
 
     @cute.jit
     def ask_next_queries(self, wanted, work, items, memory, warp) -> None:
@@ -137,20 +174,16 @@ class SteppedParts(Stepped):
             stamp(self.config, items, 0, cutlass.select_(wanted, Int32(4), Int32(3)), warp, cute.arch.lane_idx())
 
     @cute.jit
-    def leave(self, parts, sums, stats, memory, warp, lane, half: cutlass.Constexpr, wanted):
+    def leave(self, items, sums, stats, memory, warp, lane, half: cutlass.Constexpr):
         """Leaves a warp's half of its rows for the CTAs that add them up, by way of shared memory where the queries
-        were; nothing if wanted is 0. stats: (maximum, total) of a thread's rows, or ()."""
+        were. stats: (maximum, total) of a thread's rows, or ()."""
+        parts = Parts.of(items)
         rows = memory.queries + (half * WARPGROUP_WARPS + warp) * (WARP_ROWS * ROW_BYTES)
-        place = rows + lane % 16 * ROW_BYTES + lane // 16 * LANE_BYTES
         scales = [scale_of(sums, below) for below in range(2)]
-        for i in cutlass.range_constexpr(0, HALF // 2, 8):
-            # Twice 8 columns of 16 rows.
-            order = [(i + 4 * further + 2 * below, scales[below][0]) for further in range(2) for below in range(2)]
-            words = [ptx.pack_f16x2(sums[j] * scale, sums[j + 1] * scale) for j, scale in order]
-            numbers.store_matrix_x4_if(wanted, place, sum_place(i)[1] * 2, words)
-        if (lane % 4 == 0) & (wanted != 0):
+        stage_values(sums, [scale for scale, _ in scales], rows + row_place(lane))
+        if lane % ROW_LANES == 0:
             for below in cutlass.range_constexpr(2):
-                behind = rows + (lane // 4 + 8 * below) * ROW_BYTES
+                behind = rows + (lane // ROW_LANES + 8 * below) * ROW_BYTES
                 unit = scales[below][1]
                 values = [*stats[below], unit, unit] if const_expr(half == 0) else [unit]
                 ptx.store_shared(behind, HALF_BYTES, values)
@@ -158,11 +191,28 @@ class SteppedParts(Stepped):
         cute.arch.sync_warp()
         size = parts.each * ROW_BYTES
         readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
-        if (lane < readers) & (wanted != 0):
-            target = parts.place(warp * readers + lane, parts.part) + half * size
-            numbers.copy_to_global(target, rows + lane * size, size)
+        if lane < readers:
+            reader = warp * readers + lane
+            numbers.copy_to_global(parts.place(reader, parts.part, half), rows + lane * size, size)
             cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.cp_async_bulk_wait_group(0)
+            stamp(self.config, items, half, Int32(13), warp, lane)
+            numbers.store_released(parts.flag(reader, parts.part, half), Uint32(WRITTEN))
+            stamp(self.config, items, half, Int32(14), warp, lane)
+
+
+def row_place(lane):
+    """Bytes from a warp's rows to where a lane's matrix of :func:`stage_values` begins."""
+    return lane % WARP_ROWS * ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
+
+
+def stage_values(sums, scales, place) -> None:
+    """Stores a warp's 16 rows as scaled fp16, a row every `ROW_BYTES`. place: of `row_place`."""
+    for i in range(0, HALF // 2, 8):
+        # Twice 8 columns of 16 rows.
+        order = [(i + 4 * further + 2 * below, scales[below]) for further in range(2) for below in range(2)]
+        words = [ptx.pack_f16x2(sums[j] * scale, sums[j + 1] * scale) for j, scale in order]
+        ptx.store_matrix_x4(place, sum_place(i)[1] * 2, words, transpose=False)
 
 
 class Adding:
@@ -174,7 +224,7 @@ class Adding:
         self.numbers = of_name(config.layout.dtype)
 
     @cute.jit
-    def run(self, items, results, memory, stage, phase, warp, lane):
+    def run(self, items, results, memory, warp, lane):
         """Waits for all parts of the CTA's heads and writes their results.
 
         All of it is done once before for nothing, so that the program is there when it is wanted.
@@ -186,15 +236,17 @@ class Adding:
         for turn in cutlass.range(2, unroll=1):
             stamp(self.config, items, 2, Int32(8) + turn, warp, lane)
             if turn == 1:
-                self.gatherer.finish(memory, stage, phase)
+                work = items.work(items.row, items.start, items.left)
+                self.gatherer.finish(memory, *ring_place(work.end - work.begin))
                 cute.arch.mbarrier_wait(memory.queries_full, 0)
-                cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
-                stamp(self.config, items, 2, Int32(10), warp, lane)
                 if parts.part < parts.readers:
-                    if warp == 0:
-                        self.await_parts(parts, lane)
-                        stamp(self.config, items, 2, Int32(11), warp, lane)
-                        self.load(parts, memory, lane)
+                    if (warp == 0) & (lane == 0):
+                        total = parts.count * 2 * parts.half_bytes
+                        cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, total)
+                    cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
+                    stamp(self.config, items, 2, Int32(10), warp, lane)
+                    self.fetch(parts, memory, warp, lane)
+                    stamp(self.config, items, 2, Int32(11), warp, lane)
                     cute.arch.mbarrier_wait(memory.queries_full, 1)
                 stamp(self.config, items, 2, Int32(12), warp, lane)
             end = cutlass.select_(turn == 1, heads, Int32(WARPGROUP_WARPS))
@@ -203,32 +255,32 @@ class Adding:
         stamp(self.config, items, 2, Int32(13), warp, lane)
 
     @cute.jit
-    def await_parts(self, parts, lane):
-        """Waits until all parts are written; puts the flags back."""
-        flag = parts.flag(parts.part, cutlass.min(lane, parts.count - 1))
+    def fetch(self, parts, memory, warp, lane):
+        """Asks for halves of parts of the CTA's heads in shared memory, where tiles were, as they come; a warp for every
+        fourth of them. Puts their flags back."""
+        number = lane * WARPGROUP_WARPS + warp
+        pending = cutlass.select_(number < 2 * parts.count, Int32(1), Int32(0))
+        number = number * pending
+        flag = parts.flag(parts.part, 0, number)
         missing = Int32(1)
         while missing != 0:
             word = numbers.load_acquired(flag)
-            missing = Int32(cute.arch.vote_any_sync(word == Uint32(EMPTY_WORD)))
-        if lane < parts.count:
-            ptx.store_global(flag, [Uint32(EMPTY_WORD)])
-
-    @cute.jit
-    def load(self, parts, memory, lane):
-        """Asks for all parts of the CTA's heads in shared memory, where tiles were."""
-        cute.arch.fence_proxy("async.global")
-        cute.arch.sync_warp()
-        if lane == 0:
-            total = parts.count * parts.bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, total)
-            ptx.bulk_copy_to_shared(memory.tiles, parts.place(parts.part, 0), total, memory.queries_full.toint())
+            if (pending != 0) & (word != Uint32(EMPTY_WORD)):
+                # It was written by other means than it is read by.
+                cute.arch.fence_proxy("async.global")
+                ptx.store_global(flag, [Uint32(EMPTY_WORD)])
+                target = memory.tiles + number * parts.half_bytes
+                source = parts.place(parts.part, 0, number)
+                ptx.bulk_copy_to_shared(target, source, parts.half_bytes, memory.queries_full.toint())
+                pending = Int32(0)
+            missing = Int32(cute.arch.vote_any_sync(pending != 0))
 
     @cute.jit
     def add(self, items, parts, results, values, head, row_head, wanted, lane):
         """Adds up the ``head``-th head of the CTA, 8 columns of each half a lane; writes it if wanted is not 0."""
-        stride = parts.bytes
+        stride = 2 * parts.half_bytes
         left = values + head * ROW_BYTES
-        right = left + parts.each * ROW_BYTES
+        right = left + parts.half_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         maximum, total, unit, _ = (
             word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, HALF_BYTES, 4)
@@ -242,7 +294,7 @@ class Adding:
         sum_of_weights = lane_sum(weight * total, ALL_LANES)
         # A part without keys has zeros.
         weights = [cutlass.select_(total > 0.0, weight * unit, Float32(0.0)) for unit in units]
-        sums = cute.make_rmem_tensor(16, Float32)
+        sums = cute.make_rmem_tensor(COLUMNS, Float32)
         sums.fill(0.0)
         for part in cutlass.range(parts.count, unroll=4):
             for half in cutlass.range_constexpr(2):
@@ -263,13 +315,9 @@ class Adding:
             if wanted != 0:
                 sink = ptx.load_global_words(results.sinks + Int64(row_head) * 4, 0, 1)[0].bitcast(Float32)
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
-        exists = total != 0.0
-        lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
-        top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
-        factor = cutlass.select_(exists, ptx.reciprocal(denominator), Float32(0.0))
+        words, lse, top = outcome_of(sums, COLUMNS, maximum, total, denominator, self.numbers)
         query_row = items.row * items.shape.num_heads + row_head
         place = results.out + Int64(query_row) * (V_HEAD_DIM * 2) + lane * LANE_BYTES
-        words = [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in range(0, 16, 2)]
         if wanted != 0:
             ptx.store_global(place, words[:4])
             ptx.store_global(place, words[4:], offset=HALF_BYTES)
