@@ -322,12 +322,6 @@ def copy_to_global(target: Int64, source: Int32, num_bytes: Int32, *, loc=None, 
 
 
 @dsl_user_op
-def stamp_at(address: Int64, *, loc=None, ip=None) -> None:
-    asm = "{ .reg .u32 a, b; mov.u32 a, %globaltimer_lo; mov.u32 b, %clock; st.global.v2.u32 [$0], {a, b}; }"
-    _effect([Int64(address)], asm, "l", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
     """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
     operands = [Int32(address), *(Float32(value) for value in values)]

@@ -23,8 +23,11 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
-# What a CTA leaves that others add up, and flags: of both halves, for at most 16 readers.
-PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * (V_HEAD_DIM + 16) // 4, 32
+# What a CTA leaves if CTAs add up parts together: a row's half is fp16 values and four numbers; and a flag for each of at
+# most 16 readers.
+PART_ROW_BYTES = V_HEAD_DIM // 2 * 2 + 16
+PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * PART_ROW_BYTES // 4, 16
+PARTS_TOGETHER = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
@@ -86,6 +89,8 @@ class MlaConfig:
     order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
         gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
         tensor map brings, of which every 64 lie side by side in a page.
+    together: the CTAs of a launch, all there at once, have a part of a row each and add up the parts themselves; by
+        crossover, where one power of 2 is enough for a half of a row.
     """
 
     tokens: str = "sparse"
@@ -98,10 +103,8 @@ class MlaConfig:
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
-    adds_up: bool = False
-    stamps: bool = False
-    cooperative: bool = True
-    helped: bool = False
+    together: bool = False
+    eager: bool = True
 
     @property
     def name(self) -> str:
@@ -113,7 +116,7 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
-        together = "_adds_up" + "_stamps" * self.stamps + "_helped" * self.helped + "_free" * (not self.cooperative) if self.adds_up else ""
+        together = "_together" * self.together + "_late" * (not self.eager)
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}{together}"
 
     @property
@@ -217,8 +220,8 @@ class MlaConfig:
 
     @property
     def entry_bytes(self) -> int:
-        """Shared memory of entries."""
-        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES * (2 if self.adds_up else 1)
+        """Shared memory of entries: of those that gather, and of those that help them."""
+        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES 
 
     @property
     def smem_bytes(self) -> int:
@@ -257,6 +260,8 @@ class MlaConfig:
             return f"gather_warps is {self.gather_warps}; tiles that are copied or exchanged want {GATHER_WARPS[0]}"
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
+        if self.together and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
+            return f"together is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
         if self.copies and self.prefetch:
             return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
@@ -339,9 +344,10 @@ def served_config(
     crossover: bool = False,
     multiplying: bool = False,
     boxed: bool = False,
+    together: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
-    multiplying: `multiplies`. boxed: `comes_boxed`."""
+    multiplying: `multiplies`. boxed: `comes_boxed`. together: whether CTAs add up the parts of rows themselves."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if boxed:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
@@ -353,7 +359,7 @@ def served_config(
     # of a whole block; whole contexts lose half of their rate by it. Two gathering warps on a scheduler gain where one
     # CTA decodes all tokens of a block.
     if crossover:
-        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped")
+        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped", together=together)
     prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
     stretch = STRETCH_WITHOUT_SPILLS if (tokens, form) == ("paged", "mla_fp8") else SERVED_STRETCH
     return replace(served, prefetch=prefetch, stretch=stretch, gather_warps=GATHER_WARPS[1])
@@ -362,6 +368,7 @@ def served_config(
 SHIPPED: tuple[tuple[Any, ...], ...] = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
     *(("sparse", form, None, True) for form in SCALES),
+    ("sparse", "mla_fp8", None, True, False, False, True),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
     *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),

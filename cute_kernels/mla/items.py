@@ -7,11 +7,11 @@ next share right behind those of this one, and finds them by a cursor of its own
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.mla.config import BLOCK_HEADS
 from cute_kernels.mla.line import Line, States, units_of
@@ -20,7 +20,6 @@ from cute_kernels.mla.work import Shape, Work
 
 # What a cursor keeps in registers.
 LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
-SKIPPED = LEFT  # of a part: a block that is not the cursor's
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class Items:
     row: Any  # of the first share
     start: Any  # its part, or its first unit
     left: Any  # more than 0
+
+    has_line: ClassVar[bool] = True  # whether rows may be one
 
     @staticmethod
     def of(shape: Shape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> Items:
@@ -101,7 +102,9 @@ class Items:
 
 
 class PartItems(Items):
-    """As `Items`, where every row is cut into parts and a CTA has one."""
+    """As `Items`, where every row is cut into parts and a CTA has one: ``states`` are those of :mod:`.parts` then."""
+
+    has_line: ClassVar[bool] = False
 
     @staticmethod
     def of(shape: Shape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartItems:
@@ -176,10 +179,11 @@ class Cursor:
         """Goes on to the next block. Behind the last one there is none: its number is not below the share's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
-        while (state[BLOCK] >= state[END]) & (state[LEFT] > 0):
-            work = self.items.next_work(state[ROW] + 1, state[LEFT])
-            self.loader.prefetch(self.items.queries, work, self.leads)
-            self.begin(work)
+        if const_expr(self.items.has_line):
+            while (state[BLOCK] >= state[END]) & (state[LEFT] > 0):
+                work = self.items.next_work(state[ROW] + 1, state[LEFT])
+                self.loader.prefetch(self.items.queries, work, self.leads)
+                self.begin(work)
         if state[BLOCK] < state[END]:
             state[FOUND] = state[FOUND] + 1
 
@@ -188,29 +192,3 @@ class Cursor:
         kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
         for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):
             self.state[i] = value
-
-
-class PartCursor(Cursor):
-    """As `Cursor`, of a part whose second block another warpgroup has, or of that block alone."""
-
-    @staticmethod
-    def before(items: Items, helps: int, helped: bool) -> PartCursor:
-        """Before the first block. helps: 1 for the second block alone, 0 for all others."""
-        state = cute.make_rmem_tensor(8, Int32)
-        state.fill(0)
-        cursor = PartCursor(items, None, None, state)
-        work = items.work(items.row, items.start, items.left)
-        cursor.begin(work)
-        state[BLOCK] = work.begin - 1 + helps
-        state[END] = cutlass.min(work.end, work.begin + 2) if helps else work.end
-        state[SKIPPED] = work.begin + 1 if helped and not helps else Int32(-1)
-        return cursor
-
-    @cute.jit
-    def advance(self):
-        """Goes on to the next block. Behind the last one there is none: its number is not below the part's end."""
-        state = self.state
-        block = state[BLOCK] + 1
-        state[BLOCK] = block + cutlass.select_(block == state[SKIPPED], Int32(1), Int32(0))
-        if state[BLOCK] < state[END]:
-            state[FOUND] = state[FOUND] + 1

@@ -36,8 +36,8 @@ from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.stepped import Stepped
-from cute_kernels.mla.together import Adding, CrossingParts, SteppedParts
-from cute_kernels.mla.work import Results, Shape, stamp
+from cute_kernels.mla.together import AddingUp, SteppedParts
+from cute_kernels.mla.work import Results, Shape
 
 
 class MlaKernel:
@@ -47,11 +47,9 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
-        if config.adds_up:
-            self.gatherer = CrossingParts(config)
-        stepped = SteppedParts if config.adds_up else Stepped
-        self.multiplier = {"plain": Serial, "stepped": stepped, "lagging": Lagging}[config.order](config)
-        self.adding = Adding(config, self.gatherer) if config.adds_up else None
+        self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
+        if config.together:
+            self.gatherer, self.multiplier = AddingUp(config), SteppedParts(config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -161,7 +159,7 @@ class MlaKernel:
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
-            cooperative=self.config.adds_up and self.config.cooperative,
+            cooperative=self.config.together,
             stream=stream,
         )
 
@@ -171,12 +169,11 @@ class MlaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        if const_expr(not self.config.adds_up):
+        if const_expr(not self.config.together):
             # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
             cute.arch.griddepcontrol_launch_dependents()
-        kind = PartItems if const_expr(self.config.adds_up) else Items
+        kind = PartItems if const_expr(self.config.together) else Items
         items = kind.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
-        stamp(self.config, items, 0, Int32(0), warp, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
@@ -185,7 +182,7 @@ class MlaKernel:
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
-        if const_expr(self.config.adds_up):
+        if const_expr(self.config.together):
             self.part(items, source, results, memory, softmax_scale, warp, lane)
         elif warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
@@ -205,14 +202,11 @@ class MlaKernel:
         own = warp % WARPGROUP_WARPS
         if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
-            self.gatherer.run(items, source, memory, own, lane, 0)
-            self.adding.run(items, results, memory, own, lane)
+            self.gatherer.run(items, source, memory, own, lane)
+            self.gatherer.add_up(items, results, memory, own, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            if const_expr(self.config.helped):
-                self.gatherer.run(items, source, memory, own, lane, 1)
-            else:
-                await_barriers(self.config)
+            await_barriers(self.config)
             self.multiplier.second(items, results, memory, softmax_scale, own, lane)
         else:
             self.claim_registers(0)

@@ -13,6 +13,7 @@ from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import (
     FLAG_WORDS,
     PARTIALS,
+    PARTS_TOGETHER,
     PART_FLAGS,
     PART_WORDS,
     STATE_WORDS,
@@ -22,7 +23,7 @@ from cute_kernels.mla.config import (
     comes_boxed,
 )
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas
+from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas, fits_together
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
@@ -43,7 +44,7 @@ class Plan:
         num_parts: of a row; LINE if all rows are one line, cut evenly.
         num_ctas: of the launch.
         part_words: words of all partial results, or of what is put down on the line; 0 if rows are not cut.
-        flag_words: workspace words of the line, else 0.
+        flag_words: workspace words of the line, or of parts that are added up together, else 0.
         combine_row_bits: as the combining function takes it.
     """
 
@@ -191,13 +192,14 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
     num_ctas = 0 if few else count_ctas(shape, num_parts)
     if num_parts == LINE:
         return Plan(function, None, LINE, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
+    if not few and config.together:
+        if not fits_together(shape, num_parts):
+            raise ValueError(f"num_parts: got {num_parts}, {num_ctas} CTAs; want {PARTS_TOGETHER} and {shape.num_sms}")
+        return Plan(function, None, num_parts, num_ctas, num_ctas * PART_WORDS, num_ctas * PART_FLAGS)
     if num_parts == cluster:
         return Plan(function, None, num_parts, num_ctas, 0)
     form = PARTIALS[config.partials]
     words = shape.num_rows * shape.num_heads * num_parts * (form.row_bytes + form.stats_bytes) // 4
-    if not few and config.adds_up:
-        words = num_ctas * (PART_WORDS + 3 * 16 * 2 * config.stamps)
-        return Plan(function, None, num_parts, num_ctas, words, num_ctas * PART_FLAGS)
     slots, row_bits = choose_combine(shape)
     combine = load(CombineSpec(CombineConfig(config.layout.dtype, slots, config.partials)), arch)
     return Plan(function, combine, num_parts, num_ctas, words, combine_row_bits=row_bits)

@@ -52,15 +52,6 @@ class Writer:
         return factors
 
     @cute.jit
-    def finish_part(self, work, results, maxima, totals, warp, lane, wanted):
-        """Writes the statistics of a thread's two rows of a part, if wanted is not 0."""
-        for i in cutlass.range_constexpr(2):
-            head = warp * WARP_ROWS + lane // 4 + 8 * i
-            if (head + work.first_head < work.shape.num_heads) & (lane % 4 == 0) & (wanted != 0):
-                place = partial_stats(results, work.shape, work.query_row(head), work.part, self.partials)
-                ptx.store_global(place, [maxima[i], totals[i]])
-
-    @cute.jit
     def finish_row(self, results, maximum, total, query_row, head, exists) -> Float32:
         """1 / (sum of the row's weights and its sink's), 0 for a row without keys; writes the log-sum-exp, and the
         greatest score if it is asked for."""
@@ -128,7 +119,7 @@ class Writer:
                     ptx.store_global(place + sum_place(i)[1] * 4, [sums[first], sums[first + 1]])
 
     @cute.jit
-    def write_scaled(self, work, results, sums, warp, lane, half: cutlass.Constexpr, wanted=None):
+    def write_scaled(self, work, results, sums, warp, lane, half: cutlass.Constexpr):
         """Unnormalised fp16 values, as :meth:`store` writes results, and the powers of 2 that they are to be multiplied
         with."""
         scales = [scale_of(sums, below) for below in range(2)]
@@ -141,10 +132,7 @@ class Writer:
             stats = partial_stats(results, work.shape, query_row, work.part, self.partials)
             scale, unit = scales[below]
             pieces = self.pieces(sums, scale, below, lane, ptx.pack_f16x2)
-            exists = work.first_head + head < work.shape.num_heads
-            if const_expr(wanted is not None):
-                exists = exists & (wanted != 0)
-            if exists:
+            if work.first_head + head < work.shape.num_heads:
                 for i in cutlass.range_constexpr(len(pieces)):
                     ptx.store_global(place + PIECE_PITCH * i, pieces[i])
                 if lane % 4 == 0:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-import cutlass.cute as cute
-from cutlass import Int64, const_expr
+from cutlass import Int64
 
-from cute_kernels.device import numbers
 from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 
 
@@ -72,19 +70,6 @@ class Work:
     def query_row(self, head):
         """The number of a head's row among all of the launch."""
         return self.row * self.shape.num_heads + self.first_head + head
-
-
-STAMPS = 16
-
-
-@cute.jit
-def stamp(config: cutlass.Constexpr, items, role: cutlass.Constexpr, slot, warp, lane):
-    """(globaltimer, clock) in [cta, 3 roles, 16] behind the statistics."""
-    if const_expr(config.stamps):
-        if (warp == 0) & (lane == 0):
-            behind = Int64(items.counts.of_part.value) * items.shape.num_parts * (64 * 1056)
-            place = items.states.words + behind + (Int64(items.states.own) * 3 + role) * (STAMPS * 8) + slot * 8
-            numbers.stamp_at(place)
 
 
 def blocks_of(length):
