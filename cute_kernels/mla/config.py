@@ -23,8 +23,8 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
-# What a CTA leaves if CTAs add up parts together: a row's half is fp16 values and four numbers; and a flag for each of at
-# most 16 readers.
+# What a CTA leaves where CTAs add up parts together: of a row's half fp16 values and four numbers; and a flag for each
+# of at most 16 readers.
 PART_ROW_BYTES = V_HEAD_DIM // 2 * 2 + 16
 PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * PART_ROW_BYTES // 4, 16
 PARTS_TOGETHER = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
@@ -104,7 +104,6 @@ class MlaConfig:
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
     together: bool = False
-    eager: bool = True
 
     @property
     def name(self) -> str:
@@ -116,7 +115,7 @@ class MlaConfig:
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
         order = f"_{self.order}" if self.order != "plain" else ""
-        together = "_together" * self.together + "_late" * (not self.eager)
+        together = "_together" * self.together
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}{together}"
 
     @property
@@ -221,7 +220,7 @@ class MlaConfig:
     @property
     def entry_bytes(self) -> int:
         """Shared memory of entries: of those that gather, and of those that help them."""
-        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES 
+        return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
     def smem_bytes(self) -> int:
@@ -248,6 +247,8 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
+        if self.together and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
+            return f"together is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
         if self.boxes:
             return self._boxes_reason()
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
@@ -260,8 +261,6 @@ class MlaConfig:
             return f"gather_warps is {self.gather_warps}; tiles that are copied or exchanged want {GATHER_WARPS[0]}"
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
-        if self.together and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
-            return f"together is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
         if self.copies and self.prefetch:
             return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:

@@ -48,8 +48,9 @@ class MlaKernel:
         self.locator = make_locator(config.tokens)
         self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
         self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
+        self.adding: Any = AddingUp(config) if config.together else None
         if config.together:
-            self.gatherer, self.multiplier = AddingUp(config), SteppedParts(config)
+            self.gatherer, self.multiplier = self.adding, SteppedParts(config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -182,11 +183,11 @@ class MlaKernel:
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
-        if const_expr(self.config.together):
-            self.part(items, source, results, memory, softmax_scale, warp, lane)
-        elif warp >= MULTIPLYING_WARPS:
+        if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
             self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
+            if const_expr(self.adding is not None):
+                self.adding.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
             await_barriers(self.config)
@@ -195,23 +196,6 @@ class MlaKernel:
             self.claim_registers(0)
             await_barriers(self.config)
             self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
-
-    @cute.jit
-    def part(self, items, source, results, memory, softmax_scale, warp, lane):
-        """The warps of a CTA that has a part."""
-        own = warp % WARPGROUP_WARPS
-        if warp >= MULTIPLYING_WARPS:
-            self.claim_registers(2)
-            self.gatherer.run(items, source, memory, own, lane)
-            self.gatherer.add_up(items, results, memory, own, lane)
-        elif warp >= WARPGROUP_WARPS:
-            self.claim_registers(1)
-            await_barriers(self.config)
-            self.multiplier.second(items, results, memory, softmax_scale, own, lane)
-        else:
-            self.claim_registers(0)
-            await_barriers(self.config)
-            self.multiplier.first(items, results, memory, softmax_scale, own, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]

@@ -12,10 +12,10 @@ import torch
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import (
     FLAG_WORDS,
-    PARTIALS,
-    PARTS_TOGETHER,
     PART_FLAGS,
     PART_WORDS,
+    PARTIALS,
+    PARTS_TOGETHER,
     STATE_WORDS,
     V_HEAD_DIM,
     CombineConfig,

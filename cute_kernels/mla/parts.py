@@ -1,9 +1,9 @@
 """Parts of a row that the CTAs of one launch leave for each other and add up: where they lie, who reads what.
 
-The CTAs with the same heads of a row deal these heads among themselves. Each leaves its part for all of them and says so
-by a flag each; then it fetches all parts of its own heads and adds them up in their order, so results do not depend on
-who was first. What is left is made in shared memory as it lies in global memory, so it takes one bulk copy for a warp
-and reader on its way out, and one for a part on its way in.
+The CTAs with the same heads of a row deal these heads among themselves. Each leaves its part for all of them and says
+so by a flag each; then it fetches all parts of its own heads and adds them up in their order, so results do not depend
+on who was first. What is left is made in shared memory as it lies in global memory, so it takes one bulk copy for a
+warp and reader on its way out, and one for all parts on their way in.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
 ROW_LANES = 4  # that have a row's sums
 LANE_BYTES = 16
 HALF = V_HEAD_DIM // 2  # columns of a warpgroup
-# A row's half of a part: fp16 values, then fp32 numbers: maximum and total (left half alone), and what the values are to
-# be multiplied with. 8 rows side by side lie in different banks.
+# A row's half of a part: fp16 values, then fp32 numbers: maximum and total (left half alone), and what the values are
+# to be multiplied with. 8 rows side by side lie in different banks.
 STATS_OFFSET = HALF * 2
 COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 8 of each half
 
@@ -135,24 +135,14 @@ class Adding:
     """Adding up parts, by four warps that have nothing else to do: those that gather, behind their last tile."""
 
     def __init__(self, config: MlaConfig):
-        self.config = config
         self.numbers = of_name(config.layout.dtype)
 
     @cute.jit
     def fetch(self, parts, memory, warp, lane):
-        """Waits for all parts of the CTA's heads, and asks for each as it comes, in shared memory where tiles were; a
-        warp for every fourth. `queries_full` counts them. Puts their flags back."""
-        if (warp == 0) & (lane == 0):
-            cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, parts.count * 2 * parts.half_bytes)
+        """Waits for all parts of the CTA's heads and brings them into shared memory, where tiles were. `queries_full`
+        counts them. Puts their flags back."""
         # Nobody reads tiles any more, nor waits for queries.
         cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
-        if const_expr(not self.config.eager):
-            self.fetch_late(parts, memory, warp, lane)
-        else:
-            self.fetch_early(parts, memory, warp, lane)
-
-    @cute.jit
-    def fetch_late(self, parts, memory, warp, lane):
         if warp == 0:
             flag = parts.flag(parts.part, cutlass.min(lane, parts.count - 1))
             missing = Int32(1)
@@ -161,29 +151,15 @@ class Adding:
                 missing = Int32(cute.arch.vote_any_sync(word == Uint32(EMPTY_WORD)))
             if lane < parts.count:
                 ptx.store_global(flag, [Uint32(EMPTY_WORD)])
+            # What comes by a bulk copy was announced by an ordinary store.
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()
             if lane == 0:
-                total = parts.count * 2 * parts.half_bytes
-                ptx.bulk_copy_to_shared(memory.tiles, parts.place(parts.part, 0, 0), total, memory.queries_full.toint())
-
-    @cute.jit
-    def fetch_early(self, parts, memory, warp, lane):
-        number = lane * WARPGROUP_WARPS + warp
-        wanted = cutlass.select_(number < parts.count, Int32(1), Int32(0))
-        number = number * wanted
-        flag = parts.flag(parts.part, number)
-        missing = Int32(1)
-        while missing != 0:
-            word = numbers.load_acquired(flag)
-            if (wanted != 0) & (word != Uint32(EMPTY_WORD)):
-                # What comes by a bulk copy was seen by an ordinary load.
-                cute.arch.fence_proxy("async.global")
-                ptx.store_global(flag, [Uint32(EMPTY_WORD)])
-                target, size = memory.tiles + number * (2 * parts.half_bytes), 2 * parts.half_bytes
-                ptx.bulk_copy_to_shared(target, parts.place(parts.part, number, 0), size, memory.queries_full.toint())
-                wanted = Int32(0)
-            missing = Int32(cute.arch.vote_any_sync(wanted != 0))
+                size = parts.count * 2 * parts.half_bytes
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, size)
+                source, barrier = parts.place(parts.part, 0, 0), memory.queries_full.toint()
+                ptx.bulk_copy_to_shared(memory.tiles, source, size, barrier)
+        cute.arch.mbarrier_wait(memory.queries_full, 1)
 
     @cute.jit
     def add(self, items, parts, results, memory, head, wanted, lane):
@@ -193,8 +169,8 @@ class Adding:
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """(fp32 [16] unnormalised columns, 8 lane onwards of both halves; maximum, total) of the head whose first part's
-        left half lies at ``left`` in shared memory."""
+        """(fp32 [16] unnormalised columns, 8 lane onwards of both halves; maximum, total) of the head whose first part
+        has its left half at ``left`` in shared memory."""
         right, stride = left + parts.half_bytes, 2 * parts.half_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]

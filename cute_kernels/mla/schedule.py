@@ -63,7 +63,7 @@ class Rate:
 
 WIDE = Rate(BLOCK_HEADS, 2.8, 7.3)
 CROSSING = Rate(BLOCK_HEADS, 2.2, 6.8)
-TOGETHER = Rate(BLOCK_HEADS, 2.35, 8.7, together=True)
+TOGETHER = Rate(BLOCK_HEADS, 2.2, 9.2, together=True)
 COPYING = Rate(BLOCK_HEADS, 1.55, 6.8)  # tokens of 16-bit numbers
 FEW_HEADS_BYTES = PARTIALS[FewHeadsConfig.partials].value_bytes
 FEW_HEADS = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
@@ -54,7 +54,6 @@ class AddingUp(Crossing):
                 cute.arch.mbarrier_wait(memory.queries_full, 0)
                 if parts.part < parts.readers:
                     self.adding.fetch(parts, memory, warp, lane)
-                    cute.arch.mbarrier_wait(memory.queries_full, 1)
             for head in cutlass.range(warp, end, WARPGROUP_WARPS, unroll=1):
                 self.adding.add(items, parts, results, memory, head, turn, lane)
 
