@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.decode import Decoder, PairDecoder, SubnormalDecoder
+from cute_kernels.linear.decode import Decoder, SubnormalDecoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
@@ -81,8 +81,9 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        decoder = SubnormalDecoder if config.scales_codes else PairDecoder
-        self.decoder: Decoder = decoder(config.bits, config.dtype)
+        self.decoder = Decoder(config.bits, config.dtype)
+        if config.scales_codes:
+            self.decoder = SubnormalDecoder(config.bits, config.dtype, config.zero_point)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
