@@ -169,17 +169,18 @@ class SubnormalDecoder(Decoder):
 
         points: zero points, of symmetric weights half the range, which is not looked at.
         """
-        factors: list[Any] = [Uint32(factor) for factor in self.factors]
-        offsets: list[Any] = [Uint32(self.half_range)] * 2
+        rows = [(Uint32(factor), self._offset(points, row)) for row, factor in enumerate(self.factors)]
+        if scales is None:
+            return rows
         if self.zero_point:
-            offsets = [
-                points[i] * Uint32(0x00010001 << place) | Uint32(BOTH_SIGNS) for i, place in enumerate(self.places)
-            ]
-        elif scales is not None:
-            offsets = [ptx.mul_bf16x2(scales[i], offset) for i, offset in enumerate(offsets)]
-        if scales is not None:
-            factors = [ptx.mul_bf16x2(scales[i], factor) for i, factor in enumerate(factors)]
-        return list(zip(factors, offsets, strict=True))
+            return [(ptx.mul_bf16x2(scales[i], factor), offset) for i, (factor, offset) in enumerate(rows)]
+        return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
+
+    def _offset(self, points, row: int):
+        """What is added to the codes of a row before they are scaled, or scaled and added."""
+        if not self.zero_point:
+            return Uint32(self.half_range)
+        return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
         """As `Decoder.fragment`, but of scaled weights in units of 1 / ``unit``; rows: of `row_numbers`."""
