@@ -218,7 +218,7 @@ def _wide_config(tokens: str, form: str, head_dim: int, shape: WorkShape, num_pa
     else:
         eager = crossover and blocks >= EAGER_BLOCKS
         crossover = crossover and (eager or tokens == "sparse")
-    multiplying = multiplies(tokens, form, shape.num_heads)
+    multiplying = multiplies(form, shape.num_heads)
     return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed, eager)
 
 

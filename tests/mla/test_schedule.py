@@ -145,6 +145,13 @@ def test_the_right_half_lags_where_shares_are_long():
         assert isinstance(config, MlaConfig) and config.lags and config.eager == eager
 
 
+def test_16_bit_tokens_of_several_blocks_of_heads_go_in_steps():
+    for tokens in ("sparse", "paged"):
+        for heads, order in ((16, "plain"), (64, "plain"), (65, "stepped"), (128, "stepped")):
+            config, _ = choose(tokens, "mla_bf16", 576, WorkShape(4096, heads, 2048))
+            assert isinstance(config, MlaConfig) and config.order == order and config.can_implement() is None
+
+
 @given(SHAPES, st.sampled_from(("sparse", "paged")))
 def test_what_is_chosen_is_shipped(shape, tokens):
     config, parts = choose(tokens, "mla_fp8", 576, shape)
