@@ -28,6 +28,7 @@ SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
 DIGIT_GROUP = 128  # inputs of a row of x that share a scale where x comes in digits: rows of a box of bytes
 DIGIT_TOKENS = 64
+AHEAD_TOKENS = 32  # for which a thread has registers to decode the next unit ahead
 DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
@@ -61,6 +62,7 @@ class WgmmaConfig:
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
+        ahead: whether, of digits, the next unit is decoded while this one is multiplied. See `.digits_ahead`.
     """
 
     bits: int
@@ -80,6 +82,7 @@ class WgmmaConfig:
     cluster: int = 1
     synchronous: bool = False
     digits: bool = False
+    ahead: bool = False
 
     @property
     def tile_k(self) -> int:
@@ -226,6 +229,7 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
+        groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
@@ -280,6 +284,8 @@ class WgmmaConfig:
             return f"digits want groups of at least {DIGIT_GROUP} inputs, MMAs of warpgroups and no cluster"
         if self.digits and self.tokens > DIGIT_TOKENS:
             return f"{self.tokens} tokens are more than the {DIGIT_TOKENS} whose digits an MMA takes"
+        if self.ahead and (not self.digits or self.tokens > AHEAD_TOKENS):
+            return f"a unit is decoded ahead of products of digits, of at most {AHEAD_TOKENS} tokens"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

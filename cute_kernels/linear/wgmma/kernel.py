@@ -36,6 +36,7 @@ from cute_kernels.linear.wgmma.config import (
     WgmmaConfig,
 )
 from cute_kernels.linear.wgmma.digits import DigitUnits
+from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
@@ -85,7 +86,7 @@ class WgmmaKernel:
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
-        self.digits = DigitUnits(self)
+        self.digits = (AheadUnits if config.ahead else DigitUnits)(self)
 
     @cute.jit
     def __call__(
@@ -398,8 +399,7 @@ class WgmmaKernel:
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
-        stage, phase = Int32(0), Int32(0)
-        last = Int32(0)
+        stage, phase, last = Int32(0), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
