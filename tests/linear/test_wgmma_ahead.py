@@ -37,13 +37,11 @@ CONFIGS = [
         num_stages=STAGES,
         digits=True,
         ahead=True,
-    )  # fmt: skip
+    )
     for tokens, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
 ]
 
-PLAIN: dict[str, Any] = {
-    name: vars(digits_ahead.AheadUnits)[name].__wrapped__ for name in ("multiply", "multiply_round")
-}
+PLAIN: dict[str, Any] = {name: vars(digits_ahead.AheadUnits)[name].__wrapped__ for name in ("multiply",)}
 
 
 class Ring:
@@ -82,7 +80,7 @@ class Ring:
         sizes = (
             (X, config.x_stage_bytes), (CODES, config.code_stage_bytes),
             (SCALES, config.scale_stage_bytes), (X_SCALES, config.x_scale_stage_bytes),
-        )  # fmt: skip
+        )
         return [(start + stage * size, size) for start, size in sizes]
 
     def fill(self, stage: int, unit: int) -> None:
@@ -115,10 +113,7 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     arch = digits_ahead.cute.arch
     arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, ring.wait
     monkeypatch.setattr(digits_ahead.cute, "size", len, raising=False)
-    ranges = {"range": lambda count, unroll: range(count), "range_constexpr": range}
-    for name, value in ranges.items():
-        monkeypatch.setattr(digits_ahead.cutlass, name, value, raising=False)
-    monkeypatch.setattr(digits_ahead, "const_expr", bool)
+    monkeypatch.setattr(digits_ahead.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
     monkeypatch.setattr(
         digits_ahead,
         "advance",

@@ -16,6 +16,7 @@ BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
+DIGIT_CLUSTERS = (1, 2, 3, 4, 8)  # where x comes in digits
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -30,6 +31,8 @@ DIGIT_GROUP = 128  # inputs of a row of x that share a scale where x comes in di
 DIGIT_TOKENS = 64
 AHEAD_TOKENS = 32  # for which a thread has registers to decode the next unit ahead
 DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
+# With a warpgroup that makes them in the CTA: registers of those that multiply, and of its own.
+OWN_DIGIT_MATH_REGISTERS, OWN_DIGIT_REGISTERS = 192, 104
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
 
@@ -62,6 +65,7 @@ class WgmmaConfig:
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
+        own_digits: whether x comes as it is, and warps of the CTA make digits of it. See `.own_digits`.
         ahead: whether, of digits, the next unit is decoded while this one is multiplied. See `.digits_ahead`.
     """
 
@@ -82,6 +86,7 @@ class WgmmaConfig:
     cluster: int = 1
     synchronous: bool = False
     digits: bool = False
+    own_digits: bool = False
     ahead: bool = False
 
     @property
@@ -111,11 +116,13 @@ class WgmmaConfig:
     @property
     def num_threads(self) -> int:
         """Multiplying warpgroups, and one of copying warps: registers are given to whole warpgroups."""
-        return (self.warpgroups + 1) * WARPGROUP_THREADS
+        return (self.warpgroups + 1 + self.own_digits) * WARPGROUP_THREADS
 
     @property
     def math_registers(self) -> int:
         """Of a multiplying thread."""
+        if self.own_digits:
+            return OWN_DIGIT_MATH_REGISTERS
         return (SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS)[self.warpgroups]
 
     @property
@@ -130,8 +137,28 @@ class WgmmaConfig:
 
     @property
     def own_tokens(self) -> int:
-        """Rows of x of a tile that a CTA stores."""
-        return self.tokens // self.cluster
+        """Rows of x of a tile that a CTA stores; of digits whole tiles of 64 output features are shared out."""
+        return self.tokens // (1 if self.digits else self.cluster)
+
+    @property
+    def brings_digits(self) -> bool:
+        """Whether digits are brought, with their scales."""
+        return self.digits and not self.own_digits
+
+    @property
+    def part_slots(self) -> int:
+        """Tiles of 64 output features whose parts of K a CTA of a cluster adds up, at most."""
+        return -(-self.block_tiles // self.cluster) if self.digits and self.cluster > 1 else 0
+
+    @property
+    def part_bytes(self) -> int:
+        """A tile of 64 output features' sums of a part of K in fp32."""
+        return 4 * TILE_N * self.tokens
+
+    @property
+    def parts_bytes(self) -> int:
+        """Shared memory for the parts of K of tiles that a CTA of a cluster adds up."""
+        return self.part_slots * self.cluster * self.part_bytes
 
     @property
     def unit_steps(self) -> int:
@@ -213,13 +240,14 @@ class WgmmaConfig:
 
     @property
     def num_barriers(self) -> int:
-        """Of full and of empty stages."""
-        return 2 * self.num_stages
+        """Of full and of empty stages, of stages whose x is not in digits yet, of parts of K."""
+        return (3 if self.own_digits else 2) * self.num_stages + self.part_slots
 
     @property
     def smem_bytes(self) -> int:
         ring = self.num_stages * self.stage_bytes
-        return ring + self.warpgroups * self.staging_bytes + self.num_barriers * BARRIER_BYTES
+        staging = self.warpgroups * self.staging_bytes
+        return ring + staging + self.parts_bytes + self.num_barriers * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -229,6 +257,7 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
+        groups += "own" if self.own_digits else ""
         groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
@@ -251,7 +280,7 @@ class WgmmaConfig:
             "group_steps": (1, 2, 4),
             "in_flight": (1, 2, 3),
             "chunk": (32, 64),
-            "cluster": CLUSTERS,
+            "cluster": DIGIT_CLUSTERS if self.digits else CLUSTERS,
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -269,9 +298,13 @@ class WgmmaConfig:
             return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
-        if self.cluster > 1 and (self.m_tiles > 1 or self.own_tokens < 2 * MMA_TOKENS or self.row_parts > 1):
+        if (
+            self.cluster > 1
+            and not self.digits
+            and (self.m_tiles > 1 or self.own_tokens < 2 * MMA_TOKENS or self.row_parts > 1)
+        ):
             return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
-        if self.cluster > 1 and self.sum_bytes > self.num_stages * self.x_stage_bytes:
+        if self.cluster > 1 and not self.digits and self.sum_bytes > self.num_stages * self.x_stage_bytes:
             return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
@@ -280,12 +313,14 @@ class WgmmaConfig:
             return f"synchronous warpgroups do not exchange sums in a cluster of {self.cluster}"
         if self.digits and (self.bits != 4 or self.zero_point or self.unit_k != DIGIT_GROUP):
             return f"digits want 4 bits without zero points and units of {DIGIT_GROUP} inputs"
-        if self.digits and (self.group_size < DIGIT_GROUP or self.synchronous or self.cluster > 1):
-            return f"digits want groups of at least {DIGIT_GROUP} inputs, MMAs of warpgroups and no cluster"
+        if self.digits and (self.group_size < DIGIT_GROUP or self.synchronous):
+            return f"digits want groups of at least {DIGIT_GROUP} inputs and MMAs of warpgroups"
         if self.digits and self.tokens > DIGIT_TOKENS:
             return f"{self.tokens} tokens are more than the {DIGIT_TOKENS} whose digits an MMA takes"
         if self.ahead and (not self.digits or self.tokens > AHEAD_TOKENS):
             return f"a unit is decoded ahead of products of digits, of at most {AHEAD_TOKENS} tokens"
+        if self.own_digits and (not self.digits or self.part_tokens != MMA_TOKENS or self.warpgroups != 2):
+            return f"digits are made of parts of {MMA_TOKENS} tokens, for two warpgroups"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:

@@ -27,9 +27,11 @@ from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
 from cute_kernels.linear.decode import Decoder, PairDecoder
+from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
+    OWN_DIGIT_REGISTERS,
     TOKEN_BAND,
     WARPGROUP_WARPS,
     X_SCALE_ALIGNMENT,
@@ -38,6 +40,7 @@ from cute_kernels.linear.wgmma.config import (
 from cute_kernels.linear.wgmma.digits import DigitUnits
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
+from cute_kernels.linear.wgmma.own_digits import OwnDigits
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
 from cute_kernels.linear.work import Operands
@@ -63,6 +66,9 @@ class Memory:
     empty: Any
     table: Any
     x_scales: Any
+    raw: Any  # barriers of stages whose x is not in digits yet
+    parts: Any  # of K of a cluster's tiles, and their barriers
+    part_barriers: Any
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,8 @@ class WgmmaKernel:
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
         self.digits = (AheadUnits if config.ahead else DigitUnits)(self)
+        self.cluster_parts = ClusterParts(self)
+        self.own_digits = OwnDigits(self)
 
     @cute.jit
     def __call__(
@@ -166,6 +174,8 @@ class WgmmaKernel:
             if lane == 0:
                 self.init_barriers(memory)
         cute.arch.sync_threads()
+        if const_expr(config.part_slots > 0):
+            cute.arch.cluster_arrive()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
 
     @cute.jit
@@ -174,6 +184,9 @@ class WgmmaKernel:
         if warp < config.math_warps:
             cute.arch.setmaxregister_increase(config.math_registers)
             self.multiply(operands, shape, memory, items, warp, lane)
+        elif const_expr(config.own_digits) and warp >= config.math_warps + WARPGROUP_WARPS:
+            cute.arch.setmaxregister_decrease(OWN_DIGIT_REGISTERS)
+            self.own_digits.run(memory, shape, items, warp % WARPGROUP_WARPS, lane)
         else:
             cute.arch.setmaxregister_decrease(config.copy_registers)
             if warp == config.math_warps:
@@ -199,6 +212,9 @@ class WgmmaKernel:
         if const_expr(config.digits):
             x_scales = smem.allocate(stages * config.x_scale_stage_bytes, byte_alignment=128).toint()
         staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
+        parts = Int32(0)
+        if const_expr(config.parts_bytes):
+            parts = smem.allocate(config.parts_bytes, byte_alignment=128).toint()
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
         table = Int32(0)
         if const_expr(self.table_bytes):
@@ -214,13 +230,20 @@ class WgmmaKernel:
             empty=full + stages,
             table=table,
             x_scales=x_scales,
+            raw=full + 2 * stages,
+            parts=parts,
+            part_barriers=full + (config.num_barriers - config.part_slots),
         )
 
     def init_barriers(self, memory: Memory):
         config = self.config
         for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
+            cute.arch.mbarrier_init(memory.full + i, 1 + WARPGROUP_WARPS if config.own_digits else 2)
             cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
+            if config.own_digits:
+                cute.arch.mbarrier_init(memory.raw + i, 1)
+        if config.part_slots:
+            self.cluster_parts.init_barriers(memory)
         cute.arch.mbarrier_init_fence()
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
@@ -247,7 +270,7 @@ class WgmmaKernel:
         somebody else that of bringing them.
         """
         config = self.config
-        if const_expr(config.digits):
+        if const_expr(config.brings_digits):
             # The launch before made them. All else it had waited for itself, before it let this one begin.
             cute.arch.griddepcontrol_wait()
         boxes, parts = config.unit_k // BOX_K, config.row_parts
@@ -260,13 +283,13 @@ class WgmmaKernel:
             places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
             target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
             present = self.parts_of(shape, item)
-            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
+            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes * config.brings_digits
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                barrier = memory.full + stage
+                barrier = (memory.raw if config.own_digits else memory.full) + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                    if const_expr(config.digits):
+                    if const_expr(config.brings_digits):
                         self.copy_x_scales(shape, memory, item, unit, stage)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:
@@ -415,7 +438,9 @@ class WgmmaKernel:
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
-            if const_expr(config.cluster > 1):
+            if const_expr(config.part_slots > 0):
+                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile)
+            elif const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
                 corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
