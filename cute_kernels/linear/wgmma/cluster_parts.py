@@ -31,15 +31,6 @@ class ClusterParts:
         self.kernel = kernel
         self.config: WgmmaConfig = kernel.config
 
-    def init_barriers(self, memory) -> None:
-        """One thread: each barrier waits for the bytes of all parts but the CTA's own."""
-        config = self.config
-        for slot in range(config.part_slots):
-            cute.arch.mbarrier_init(memory.part_barriers + slot, 1)
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                memory.part_barriers + slot, (config.cluster - 1) * config.part_bytes
-            )
-
     @cute.jit
     def finish(self, operands, shape, memory, store, item, sums, first_tile):
         """Sends the parts of tiles that others store, then adds up and stores those of the CTA's own.

@@ -29,7 +29,6 @@ from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
 from cute_kernels.linear.decode import Decoder, PairDecoder
 from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
-    BOX_ALIGNMENT,
     BOX_K,
     OWN_DIGIT_REGISTERS,
     TOKEN_BAND,
@@ -40,6 +39,7 @@ from cute_kernels.linear.wgmma.config import (
 from cute_kernels.linear.wgmma.digits import DigitUnits
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
+from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
 from cute_kernels.linear.wgmma.own_digits import OwnDigits
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
@@ -50,25 +50,6 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Shared memory of a CTA: addresses, and pointers to barriers and to the ring of activations."""
-
-    x: Any
-    x_address: Any
-    codes: Any
-    scales: Any
-    zeros: Any
-    staging: Any
-    full: Any
-    empty: Any
-    table: Any
-    x_scales: Any
-    raw: Any  # barriers of stages whose x is not in digits yet
-    parts: Any  # of K of a cluster's tiles, and their barriers
-    part_barriers: Any
 
 
 @dataclass(frozen=True)
@@ -195,56 +176,10 @@ class WgmmaKernel:
                 self.copy_weights(operands, shape, memory, items)
 
     def allocate(self) -> Memory:
-        config = self.config
-        smem = cutlass.utils.SmemAllocator()
-        stages = config.num_stages
-        layout = self.x_layout()
-        x = smem.allocate_tensor(
-            ELEMENTS[config.dtype], layout.outer, byte_alignment=BOX_ALIGNMENT, swizzle=layout.inner
-        )
-        codes = smem.allocate(stages * config.code_stage_bytes, byte_alignment=128).toint()
-        scales = zeros = Int32(0)
-        if const_expr(config.scale_stage_bytes):
-            scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
-        if const_expr(config.zero_stage_bytes):
-            zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
-        x_scales = Int32(0)
-        if const_expr(config.digits):
-            x_scales = smem.allocate(stages * config.x_scale_stage_bytes, byte_alignment=128).toint()
-        staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
-        parts = Int32(0)
-        if const_expr(config.parts_bytes):
-            parts = smem.allocate(config.parts_bytes, byte_alignment=128).toint()
-        full = smem.allocate_array(cutlass.Int64, config.num_barriers)
-        table = Int32(0)
-        if const_expr(self.table_bytes):
-            table = smem.allocate(self.table_bytes, byte_alignment=16).toint()
-        return Memory(
-            x=x,
-            x_address=x.iterator.toint(),
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            staging=staging.toint(),
-            full=full,
-            empty=full + stages,
-            table=table,
-            x_scales=x_scales,
-            raw=full + 2 * stages,
-            parts=parts,
-            part_barriers=full + (config.num_barriers - config.part_slots),
-        )
+        return allocate(self.config, self.x_layout(), ELEMENTS[self.config.dtype], self.table_bytes)
 
-    def init_barriers(self, memory: Memory):
-        config = self.config
-        for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 1 + WARPGROUP_WARPS if config.own_digits else 2)
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
-            if config.own_digits:
-                cute.arch.mbarrier_init(memory.raw + i, 1)
-        if config.part_slots:
-            self.cluster_parts.init_barriers(memory)
-        cute.arch.mbarrier_init_fence()
+    def init_barriers(self, memory: Memory) -> None:
+        init_barriers(self.config, memory)
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config = self.config
