@@ -105,12 +105,6 @@ def max_f16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def max_u16x2(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
-    """Larger of two packed pairs of unsigned 16-bit integers; also of magnitudes of bf16 or fp16, NaN above all."""
-    return _pure(Uint32, [Uint32(a), Uint32(b)], "max.u16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def e4m3x2_low_to_f16x2(x: Uint32, *, loc=None, ip=None) -> Uint32:
     """Bytes 0 and 1 of a word, FP8 E4M3, as packed fp16 (exact)."""
     asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.rn.f16x2.e4m3x2 $0, lo; }"

@@ -117,7 +117,7 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
     is_portable = isinstance(schedule.config, PortableConfig)
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
-    if not is_portable and schedule.config.brings_digits:
+    if not is_portable and schedule.config.digits:
         function = DigitProduct(digit_rows(schedule.config.dtype, m, schedule.units, arch), function)
     return Plan(
         function=function,

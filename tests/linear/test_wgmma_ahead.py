@@ -78,8 +78,10 @@ class Ring:
     def places(self, stage: int) -> list[tuple[int, int]]:
         config = self.config
         sizes = (
-            (X, config.x_stage_bytes), (CODES, config.code_stage_bytes),
-            (SCALES, config.scale_stage_bytes), (X_SCALES, config.x_scale_stage_bytes),
+            (X, config.x_stage_bytes),
+            (CODES, config.code_stage_bytes),
+            (SCALES, config.scale_stage_bytes),
+            (X_SCALES, config.x_scale_stage_bytes),
         )
         return [(start + stage * size, size) for start, size in sizes]
 

@@ -65,10 +65,20 @@ class Cluster:
 
 CONFIGS = [
     WgmmaConfig(
-        4, "bf16", 128, tokens=tokens, row_parts=tokens // 8, m_tiles=tiles, unit_k=128, num_stages=2, digits=True,
-        splits_k=True, cluster=cluster,
+        4,
+        "bf16",
+        128,
+        tokens=tokens,
+        row_parts=tokens // 8,
+        m_tiles=tiles,
+        unit_k=128,
+        num_stages=2,
+        digits=True,
+        splits_k=True,
+        cluster=cluster,
+        pushes=True,
     )
-    for tokens, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 1, 4), (16, 2, 2), (16, 2, 4), (32, 2, 3), (16, 2, 8))
+    for tokens, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 2, 2), (32, 1, 2), (32, 2, 3))
 ]
 
 

@@ -32,9 +32,6 @@ class LinearWarp(warp.Warp):
     def add_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves(bf16_bits(bf16_values(halves(a)) + bf16_values(halves(b))))
 
-    def max_u16x2(self, a: Lanes, b: Lanes) -> Lanes:
-        return from_halves(np.maximum(halves(a), halves(b)))
-
     def fma_f16x2(self, a: Lanes, b: Any, c: Lanes) -> Lanes:
         left, right, addend = (
             halves(np.broadcast_to(np.asarray(x, np.uint32), (32,))).view(np.float16).astype(np.float64)
@@ -65,5 +62,4 @@ class LinearWarp(warp.Warp):
         self.accesses.append(Access("st", width, tuple(places.tolist())))
         assert not (places % width).any() and places.max() + width <= self.shared_memory.size, "bad access"
         for i, value in enumerate(values):
-            word = value if np.asarray(value).dtype == np.uint32 else Float32(value)
-            self.shared_memory.view(np.uint32)[places // 4 + i] = np.asarray(word).view(np.uint32)
+            self.shared_memory.view(np.float32)[places // 4 + i] = np.asarray(Float32(value))

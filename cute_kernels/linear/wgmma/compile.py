@@ -12,7 +12,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
     "cluster_parts", "compile", "config", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
-    "memory", "own_digits", "synchronous", "tiles",
+    "memory", "synchronous", "tiles",
 )  # fmt: skip
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
@@ -81,6 +81,6 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
     check_config(config)
-    counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.brings_digits else NUM_INTEGERS)
-    kernel = (DigitWgmmaKernel if config.brings_digits else WgmmaKernel)(config)
+    counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
+    kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)

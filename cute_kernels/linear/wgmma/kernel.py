@@ -30,7 +30,6 @@ from cute_kernels.linear.decode import Decoder, PairDecoder
 from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
     BOX_K,
-    OWN_DIGIT_REGISTERS,
     TOKEN_BAND,
     WARPGROUP_WARPS,
     X_SCALE_ALIGNMENT,
@@ -40,7 +39,6 @@ from cute_kernels.linear.wgmma.digits import DigitUnits
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
-from cute_kernels.linear.wgmma.own_digits import OwnDigits
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
 from cute_kernels.linear.work import Operands
@@ -75,7 +73,6 @@ class WgmmaKernel:
         self.synchronous = SynchronousUnits(self)
         self.digits = (AheadUnits if config.ahead else DigitUnits)(self)
         self.cluster_parts = ClusterParts(self)
-        self.own_digits = OwnDigits(self)
 
     @cute.jit
     def __call__(
@@ -165,9 +162,6 @@ class WgmmaKernel:
         if warp < config.math_warps:
             cute.arch.setmaxregister_increase(config.math_registers)
             self.multiply(operands, shape, memory, items, warp, lane)
-        elif const_expr(config.own_digits) and warp >= config.math_warps + WARPGROUP_WARPS:
-            cute.arch.setmaxregister_decrease(OWN_DIGIT_REGISTERS)
-            self.own_digits.run(memory, shape, items, warp % WARPGROUP_WARPS, lane)
         else:
             cute.arch.setmaxregister_decrease(config.copy_registers)
             if warp == config.math_warps:
@@ -205,7 +199,7 @@ class WgmmaKernel:
         somebody else that of bringing them.
         """
         config = self.config
-        if const_expr(config.brings_digits):
+        if const_expr(config.digits):
             # The launch before made them. All else it had waited for itself, before it let this one begin.
             cute.arch.griddepcontrol_wait()
         boxes, parts = config.unit_k // BOX_K, config.row_parts
@@ -218,13 +212,13 @@ class WgmmaKernel:
             places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
             target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
             present = self.parts_of(shape, item)
-            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes * config.brings_digits
+            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
             for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                barrier = (memory.raw if config.own_digits else memory.full) + stage
+                barrier = memory.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                    if const_expr(config.brings_digits):
+                    if const_expr(config.digits):
                         self.copy_x_scales(shape, memory, item, unit, stage)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:

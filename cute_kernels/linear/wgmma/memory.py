@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.linear.wgmma.config import BOX_ALIGNMENT, WARPGROUP_WARPS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_ALIGNMENT, WgmmaConfig
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Memory:
     empty: Any
     table: Any
     x_scales: Any
-    raw: Any  # barriers of stages whose x is not in digits yet
     parts: Any  # of K of a cluster's tiles, and their barriers
     part_barriers: Any
 
@@ -67,19 +66,16 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
         empty=full + stages,
         table=table,
         x_scales=x_scales,
-        raw=full + 2 * stages,
         parts=parts,
-        part_barriers=full + (config.num_barriers - config.part_slots),
+        part_barriers=full + 2 * stages,
     )
 
 
 def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
     """Of one thread, before any other uses them."""
     for i in range(config.num_stages):
-        cute.arch.mbarrier_init(memory.full + i, 1 + WARPGROUP_WARPS if config.own_digits else 2)
+        cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
         cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
-        if config.own_digits:
-            cute.arch.mbarrier_init(memory.raw + i, 1)
     for slot in range(config.part_slots):
         # It waits for the bytes of all parts but the CTA's own.
         cute.arch.mbarrier_init(memory.part_barriers + slot, 1)
