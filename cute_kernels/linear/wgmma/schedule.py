@@ -31,9 +31,12 @@ COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
 # Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
-# scales of its sums: per k16 step of a tile, tensor cores included.
-DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
-DIGIT_ROWS_CLOCKS = 1000  # of the launch that makes them, beyond what it does at the same time as others
+# scales of its sums: per k16 step of a tile, tensor cores included, and for each unit.
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS, DIGIT_UNIT_CLOCKS = 10.8, 0.566, 110
+DIGIT_ROW_SHARE = 0.1  # of a row's bytes that take as long as the memory's
+DIGIT_START_CLOCKS = 5800  # of the launch that makes digits, and of the way out of the last item, while no other is
+DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 500, 55  # as `COMBINE_CLOCKS`
+PUSH_CLOCKS = 0  # of parts of K that are pushed: no more than the way out of those that need not be
 MAX_SPLITS = 16
 MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -55,9 +58,16 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-# The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
+# The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
-DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
+DIGIT_SHAPES = (
+    (16, 2, 1, 1),
+    (16, 2, 1, 2),
+    (16, 2, 1, 3),
+    (16, 2, 2, 1),
+    (32, 4, 1, 2),
+    (32, 4, 2, 1),
+)
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -163,6 +173,8 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config, resident = schedule.config, schedule.num_ctas
     unit = unit_clocks(problem, schedule)
+    if config.digits:
+        return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
     part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
     if config.cluster > 1:
@@ -171,8 +183,20 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
-    clocks += DIGIT_ROWS_CLOCKS if config.digits else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
+
+
+def digit_clocks(schedule: TileSchedule, unit: float) -> float:
+    """Clocks of a launch whose x comes in digits, beyond the start: an item's results take none while the next one's
+    weights are on their way."""
+    config, resident = schedule.config, schedule.num_ctas
+    clocks = DIGIT_START_CLOCKS + -(-schedule.whole // resident) * schedule.units * unit
+    part = schedule.split_units * unit
+    if config.pushes:
+        part += PUSH_CLOCKS
+    elif schedule.splits > 1:
+        part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
+    return clocks + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
 
 
 def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
@@ -181,8 +205,9 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     fragments = config.block_tiles * config.unit_steps
     if config.digits:
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
-        decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
-        return max(decoding, config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
+        decoding = DIGIT_UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
+        stage_bytes = config.weight_stage_bytes + DIGIT_ROW_SHARE * tokens * config.x_stage_bytes / config.tokens
+        return max(decoding, stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
     tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
     decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
     # Token tiles that run side by side read a weight from memory once.
@@ -237,9 +262,12 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
             m_tiles=m_tiles,
             unit_k=DIGIT_GROUP,
             splits_k=True,
+            cluster=cluster,
+            pushes=cluster > 1,
             digits=True,
+            ahead=True,
         )
-        for tokens, row_parts, m_tiles in DIGIT_SHAPES
+        for tokens, row_parts, m_tiles, cluster in DIGIT_SHAPES
         if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
     )
     return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
