@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
@@ -30,13 +31,13 @@ COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
+PUSH_CLOCKS = 400  # the same of parts that are pushed
 # Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
 # scales of its sums: per k16 step of a tile, tensor cores included, and for each unit.
 DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS, DIGIT_UNIT_CLOCKS = 10.8, 0.566, 110
 DIGIT_ROW_SHARE = 0.1  # of a row's bytes that take as long as the memory's
 DIGIT_START_CLOCKS = 5800  # of the launch that makes digits, and of the way out of the last item, while no other is
 DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 500, 55  # as `COMBINE_CLOCKS`
-PUSH_CLOCKS = 0  # of parts of K that are pushed: no more than the way out of those that need not be
 MAX_SPLITS = 16
 MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -68,6 +69,9 @@ DIGIT_SHAPES = (
     (32, 4, 1, 2),
     (32, 4, 2, 1),
 )
+# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed; measured with 4 bits.
+PUSH_SHAPES = ((32, 4, 2), (32, 4, 3), (16, 2, 3))
+PUSH_UNIT_K = 128
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -176,8 +180,10 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     if config.digits:
         return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
-    if config.cluster > 1:
+    part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
+    if config.pushes:
+        part += PUSH_CLOCKS
+    elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
     elif schedule.splits > 1:
@@ -191,10 +197,8 @@ def digit_clocks(schedule: TileSchedule, unit: float) -> float:
     weights are on their way."""
     config, resident = schedule.config, schedule.num_ctas
     clocks = DIGIT_START_CLOCKS + -(-schedule.whole // resident) * schedule.units * unit
-    part = schedule.split_units * unit
-    if config.pushes:
-        part += PUSH_CLOCKS
-    elif schedule.splits > 1:
+    part = schedule.split_units * unit  # parts that are pushed take no longer than a way out
+    if schedule.splits > 1 and not config.pushes:
         part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     return clocks + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
 
@@ -226,11 +230,8 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     for tokens, m_tiles, warpgroups, unit_k, cluster in shapes:
         if cluster > 1 and problem.batch_invariant:
             continue  # which cuts K
-        config = WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
+        config = of_format(
+            problem,
             tokens=tokens,
             m_tiles=m_tiles,
             warpgroups=warpgroups,
@@ -244,7 +245,27 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
-    return configs + digit_configs(problem)
+    return configs + push_configs(problem) + digit_configs(problem)
+
+
+def push_configs(problem: Problem) -> list[WgmmaConfig]:
+    """Configurations whose CTAs push parts of K."""
+    if problem.batch_invariant or problem.bits != 4 or problem.k_pad % PUSH_UNIT_K:
+        return []
+    configs = (
+        of_format(
+            problem,
+            tokens=tokens,
+            row_parts=row_parts,
+            unit_k=PUSH_UNIT_K,
+            splits_k=True,
+            cluster=cluster,
+            pushes=True,
+        )
+        for tokens, row_parts, cluster in PUSH_SHAPES
+        if tokens >= problem.m > tokens // 2
+    )
+    return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
 
 
 def digit_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -252,11 +273,8 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
     if problem.batch_invariant or problem.m > MOST_DIGIT_ROWS:
         return []
     configs = (
-        WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
+        of_format(
+            problem,
             tokens=tokens,
             row_parts=row_parts,
             m_tiles=m_tiles,
@@ -276,7 +294,7 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
 def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that ship: every tile in the most common formats, one for few and one for many rows in others.
 
-    8-bit codes come without zero points, digits with groups of 128.
+    8-bit codes come without zero points, digits and pushed parts with groups of 128.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -285,9 +303,17 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+    for tokens, *_ in PUSH_SHAPES:
+        configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, 4, "bf16", 128)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
+
+
+def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
+    """A configuration for a problem's weights."""
+    form = {"group_size": problem.group_size, "zero_point": problem.zero_point}
+    return WgmmaConfig(bits=problem.bits, dtype=problem.dtype, **form, **choices)
 
 
 def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
