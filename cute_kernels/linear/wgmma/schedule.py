@@ -69,8 +69,10 @@ DIGIT_SHAPES = (
     (32, 4, 1, 2),
     (32, 4, 2, 1),
 )
-# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed; measured with 4 bits.
+# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed, and (bits, dtype, group_size,
+# zero_point) of the weights that they were measured with.
 PUSH_SHAPES = ((32, 4, 2), (32, 4, 3), (16, 2, 3))
+PUSH_FORMATS = ((4, "bf16", 128, False),)
 PUSH_UNIT_K = 128
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
@@ -250,7 +252,8 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations whose CTAs push parts of K."""
-    if problem.batch_invariant or problem.bits != 4 or problem.k_pad % PUSH_UNIT_K:
+    form = problem.bits, problem.dtype, problem.group_size, problem.zero_point
+    if problem.batch_invariant or form not in PUSH_FORMATS:
         return []
     configs = (
         of_format(
@@ -294,7 +297,7 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
 def shipped_configs() -> list[WgmmaConfig]:
     """Configurations that ship: every tile in the most common formats, one for few and one for many rows in others.
 
-    8-bit codes come without zero points, digits and pushed parts with groups of 128.
+    8-bit codes come without zero points, digits with groups of 128.
     """
     configs: dict[WgmmaConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
@@ -303,8 +306,8 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
-    for tokens, *_ in PUSH_SHAPES:
-        configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, 4, "bf16", 128)))
+    for form, (tokens, *_) in product(PUSH_FORMATS, PUSH_SHAPES):
+        configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
