@@ -69,8 +69,8 @@ DIGIT_SHAPES = (
     (32, 4, 1, 2),
     (32, 4, 2, 1),
 )
-# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed, and (bits, dtype, group_size,
-# zero_point) of the weights that they were measured with.
+# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed, and (bits, dtype,
+# group_size, zero_point) of the weights that they were measured with.
 PUSH_SHAPES = ((32, 4, 2), (32, 4, 3), (16, 2, 3))
 PUSH_FORMATS = ((4, "bf16", 128, False),)
 PUSH_UNIT_K = 128
