@@ -17,6 +17,7 @@ TOKENS = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 PUSH_CLUSTERS = (2, 3)  # of those that push their sums; clusters of more do not all run at once, one for each SM
+SHARINGS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -62,6 +63,8 @@ class WgmmaConfig:
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
         pushes: whether the CTAs of a cluster share out whole tiles of 64 output features, and each sends its parts of
             the others' to them; for few rows. See `.cluster_parts`.
+        sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
+            brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
@@ -84,6 +87,7 @@ class WgmmaConfig:
     splits_k: bool = False
     cluster: int = 1
     pushes: bool = False
+    sharing: int = 1
     synchronous: bool = False
     digits: bool = False
     ahead: bool = False
@@ -110,6 +114,11 @@ class WgmmaConfig:
     def block_rows(self) -> int:
         """Output features of a CTA's tile."""
         return TILE_N * self.block_tiles
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster, whatever they do together."""
+        return self.cluster * self.sharing
 
     @property
     def math_warps(self) -> int:
@@ -258,6 +267,7 @@ class WgmmaConfig:
         split = "_split" if self.splits_k else ""
         if self.cluster > 1:
             split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
+        split += f"_share{self.sharing}" if self.sharing > 1 else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
@@ -282,6 +292,7 @@ class WgmmaConfig:
             "in_flight": (1, 2, 3),
             "chunk": (32, 64),
             "cluster": PUSH_CLUSTERS if self.pushes else CLUSTERS,
+            "sharing": SHARINGS,
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -301,6 +312,10 @@ class WgmmaConfig:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
         if problem := self.cluster_problem():
             return problem
+        if self.sharing > 1 and (self.splits_k or self.cluster > 1 or self.row_parts > 1):
+            return f"{self.sharing} CTAs that share activations want tiles in one part, of K and of rows"
+        if self.sharing > 1 and (self.synchronous or self.digits):
+            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"

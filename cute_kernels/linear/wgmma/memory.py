@@ -75,7 +75,7 @@ def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
     """Of one thread, before any other uses them."""
     for i in range(config.num_stages):
         cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-        cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
+        cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.sharing)
     for slot in range(config.part_slots):
         # It waits for the bytes of all parts but the CTA's own.
         cute.arch.mbarrier_init(memory.part_barriers + slot, 1)
