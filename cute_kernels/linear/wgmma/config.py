@@ -13,7 +13,7 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
-TOKENS = (16, 32, 64, 128, 256)
+TOKENS = (16, 32, 48, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
@@ -240,7 +240,7 @@ class WgmmaConfig:
             "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 4),
+            "row_parts": (1, 2, 3, 4, 6, 8),
             "m_tiles": (1, 2),
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),

@@ -281,7 +281,7 @@ class WgmmaKernel:
         if not self.config.digits:
             return part, stage * boxes + box
         place = box * present + part
-        return place & (parts - 1), stage * boxes + (place >> (parts.bit_length() - 1))
+        return place % parts, stage * boxes + place // parts
 
     def copy_x_scales(self, shape, memory, item, unit, stage):
         """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on."""
@@ -402,6 +402,8 @@ class WgmmaKernel:
         last = Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
+        if const_expr(config.digits and config.group_steps != 2):
+            self.digits.begin_turns()
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
             first_tile = group * config.m_tiles
@@ -427,6 +429,8 @@ class WgmmaKernel:
                     for i in cutlass.range_constexpr(config.m_tiles):
                         corner = self.corner(shape, item, first_tile + i)
                         self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+        if const_expr(config.digits and config.group_steps != 2):
+            self.digits.end_turns()
 
     def corner(self, shape, item, index, token=0) -> Corner:
         """Where the ``index``-th tile of an item's block belongs in the output, from its ``token``-th row of x on."""
