@@ -22,7 +22,7 @@ STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 # The same where MMAs are synchronous: the copying warps are given more, of which none is missed.
 SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
