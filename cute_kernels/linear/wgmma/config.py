@@ -13,7 +13,7 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
-TOKENS = (16, 32, 48, 64, 128, 256)
+TOKENS = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
@@ -22,7 +22,7 @@ STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
 # Registers of the multiplying threads, by the number of their warpgroups: with the copying ones, all that an SM has.
-MATH_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 # The same where MMAs are synchronous: the copying warps are given more, of which none is missed.
 SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
@@ -80,6 +80,14 @@ class WgmmaConfig:
     cluster: int = 1
     synchronous: bool = False
     digits: bool = False
+
+    @property
+    def scales_codes(self) -> bool:
+        """Whether codes are scaled by the instruction that decodes them: `cute_kernels.linear.decode.SubnormalDecoder`.
+
+        If not, scales meet weights in a product of their own, or the sums of a group.
+        """
+        return self.dtype == "bf16" and not (self.zero_point or self.synchronous or self.digits)
 
     @property
     def tile_k(self) -> int:
@@ -240,7 +248,7 @@ class WgmmaConfig:
             "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 3, 4, 6, 8),
+            "row_parts": (1, 2, 4),
             "m_tiles": (1, 2),
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),

@@ -63,11 +63,6 @@ class DigitUnits:
         tiles = self.config.m_tiles
         words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
         x = self.descriptor(memory, stage)
-        turns = self.config.group_steps != 2
-        together = tokens <= (TOGETHER_TOKENS if self.config.tokens > 48 or not turns else 48)
-        if turns:
-            self.multiply_in_turn(sums, words, scales, x_scales, place, x, tokens, together and self.config.group_steps == 4)
-            return
         started = self.start(self.operands(words[0], place.masks), x, tokens)
         for i in range(tiles):
             following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
@@ -78,46 +73,6 @@ class DigitUnits:
             self.add(sums, i, self.join(dots), scales[i], x_scales)
             if i + 1 < tiles:
                 started = following if ahead else self.start(following, x, tokens)
-
-    def multiply_in_turn(self, sums, words, scales, x_scales, place, x, tokens: int, together: bool):
-        tiles = self.config.m_tiles
-        operands = [self.operands(words[i], place.masks) for i in range(tiles)]
-        if together:
-            pinned = wgmma.fence([r for each in operands for r in each])
-            operands = [pinned[i * len(operands[0]) : (i + 1) * len(operands[0])] for i in range(tiles)]
-            self.take_turn()
-            started = [self.start(operands[i], x, tokens) for i in range(tiles)]
-            self.pass_turn()
-            for i in range(tiles):
-                dots = wgmma.wait_for_dots(started[i], tiles - 1 - i)
-                self.add(sums, i, self.join(dots), scales[i], x_scales)
-        else:
-            for i in range(tiles):
-                operands[i] = wgmma.fence(operands[i])
-                self.take_turn()
-                started = self.start(operands[i], x, tokens)
-                self.pass_turn()
-                dots = wgmma.wait_for_dots(started, 0)
-                self.add(sums, i, self.join(dots), scales[i], x_scales)
-
-    def group(self):
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
-
-    def take_turn(self):
-        cute.arch.barrier(barrier_id=4 + self.group(), number_of_threads=256)
-
-    def pass_turn(self):
-        cute.arch.barrier_arrive(barrier_id=5 - self.group(), number_of_threads=256)
-
-    @cute.jit
-    def begin_turns(self):
-        if self.group() == 1:
-            self.pass_turn()
-
-    @cute.jit
-    def end_turns(self):
-        if self.group() == 0:
-            self.take_turn()
 
     def load(self, memory, stage, place, x_place, tokens: int) -> tuple[Any, Any, Any]:
         """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""

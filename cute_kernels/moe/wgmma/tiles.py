@@ -124,7 +124,7 @@ class GroupedItems:
 
 def tiles_of(rows, tokens: int):
     """Tiles of ``tokens`` places, a power of two, that so many rows take."""
-    return (rows + (tokens - 1)) // tokens
+    return (rows + (tokens - 1)) >> (tokens.bit_length() - 1)
 
 
 @cute.jit
