@@ -101,13 +101,22 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
     assert machine_code.early_writes(loop) == []
 
 
-@pytest.mark.parametrize("config, per_step", [(SQUARE, 4), (replace(SQUARE, bits=8, chunk=32), 8)])
-def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: int, tmp_path):
-    """One LOP3 for two codes of 4 bits, two of 8: masks are in registers of each lane, none is made or copied again."""
+@pytest.mark.parametrize(
+    "config, per_step",
+    [
+        (SQUARE, {"LOP3": 4, "SHF": 1, "HFMA2": 4}),
+        (replace(SQUARE, bits=8, chunk=32), {"LOP3": 2, "PRMT": 2, "HFMA2": 4}),
+        (replace(SQUARE, zero_point=True), {"LOP3": 4, "SHF": 3, "HADD2": 4, "HMUL2": 4}),
+    ],
+    ids=lambda value: value.name if isinstance(value, WgmmaConfig) else "",
+)
+def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: dict[str, int], tmp_path):
+    """A mask for two codes, one HFMA2 for their weights, and none made or copied again; four more with zero points."""
     artifact = compiled_apart(WgmmaSpec(config))
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
     steps = config.unit_steps
-    assert per_step * steps <= sum(opcode.startswith("LOP3") for _, opcode, _ in loop) <= per_step * steps + 2
+    for name, count in per_step.items():
+        assert count * steps <= sum(opcode.startswith(name) for _, opcode, _ in loop) <= count * steps + 4, name
     copies = [operands for _, opcode, operands in loop if opcode.startswith(("IMAD.U32", "MOV")) and ", UR" in operands]
     assert len(copies) <= 2
 
