@@ -75,9 +75,10 @@ class TilesPlan:
     stores_fp32: bool = False
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
+        """As :meth:`GroupedPlan.run`; where there is an address of rows, the launch before brought them in order."""
         n, activation, out_kind = numbers
-        self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
+        offsets, rows = routing
+        self.function(x, *addresses, offsets, n, *self.sizes, activation, out_kind, int(rows != 0))
 
 
 @dataclass(frozen=True)
