@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe.schedule import MAX_EXPERTS, GroupedProblem
 from cute_kernels.moe.wgmma import schedule, tiles
@@ -67,9 +68,8 @@ def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, m
 
 
 @pytest.mark.parametrize("experts, counts", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("blocks, num_ctas", [(3, 2), (1, 5)])
-def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, num_ctas, monkeypatch):
-    tokens = 16
+@pytest.mark.parametrize("blocks, num_ctas, tokens", [(3, 2, 16), (1, 5, 16), (2, 3, 48)])
+def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, num_ctas, tokens, monkeypatch):
     found = items_of(counts, blocks, num_ctas, tokens, monkeypatch)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     wanted = {
@@ -220,6 +220,17 @@ def test_digits_are_of_weights_without_zero_points_in_large_groups():
     wide: dict[str, Any] = {"n": 28672, "k": 4096}
     assert has_many_rows(problem(16, 8, **wide)) and not has_many_rows(problem(16, 8, **wide, zero=True))
     assert not has_many_rows(problem(16, 8, 1024, 1024)), "tiles for a few SMs only"
+
+
+@pytest.mark.parametrize("layout", layouts(problem(1024, 8)), ids=lambda layout: layout.config.name)
+def test_a_tile_is_multiplied_by_the_narrowest_loop_that_takes_its_rows(layout):
+    config, kernel = layout.config, WgmmaKernel(layout.config)
+    for present in range(1, config.row_parts + 1):
+        enough = [count for count in config.loop_parts if count >= present]
+        # As `multiply_parts` asks, one loop after the other; the last takes what is left.
+        taken = next((one for one in config.loop_parts[:-1] if kernel.in_loop_of(present, one)), config.row_parts)
+        assert taken == min(enough)
+    assert config.loop_parts[-1] == config.row_parts and len(config.loop_parts) <= (6 if config.digits else 4)
 
 
 def test_synchronous_tiles_are_of_few_rows_only():
