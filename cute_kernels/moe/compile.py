@@ -16,7 +16,8 @@ from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 12  # of a grouped product of few rows, after x,
-NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 8  # and of one of many
+NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
+NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
@@ -167,7 +168,7 @@ def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     check_config(config)
     if config.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
-    counts = (NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS)
+    counts = (NUM_TILE_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_TILE_INTEGERS)
     kernel = (GroupedDigitKernel if config.digits else GroupedWgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 

@@ -62,8 +62,8 @@ class GatherKernel:
         piece = piece_block * config.row_threads + thread % config.row_threads
         place = block * config.block_places + thread // config.row_threads
         if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()  # the product asks for weights meanwhile, and waits for x only
         (count,) = ptx.load_global_words(end, 0, 1, constant=False)
         numbers = self.load_numbers(rows, place, places - 1)
         if piece < row_pieces:

@@ -152,35 +152,18 @@ class GroupedKernel(LinearKernel):
         first = cut.entry_of(work.first_block)
         end = cut.entry_of(work.first_block + work.num_segments - 1) + 1
         entry = before - count - shape.first_entry
+        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+            rows = ends[i + 1] - ends[i]
+            entries = self.entries_of(rows)
+            begin, stop = cutlass.max(first - entry, 0), cutlass.min(end - entry, entries)
+            for j in cutlass.range(begin, stop, unroll=1):  # pyright: ignore[reportCallIssue]
+                done = j * self.config.max_tokens
+                values = [expert + i, ends[i] + done, cutlass.min(rows - done, self.config.max_tokens), Int32(0)]
+                address = table + (entry + j - first + 1) * TABLE_ENTRY_BYTES
+                ptx.store_shared(address, 0, [Uint32(value) for value in values])
+            entry = entry + entries
         if lane == 0:
             ptx.store_shared(table, 0, [Uint32(num_entries)])
-        if const_expr(self.config.x_bytes % 1024 == 0):
-            self.list_from(table, ends, expert, each, first, end, entry, 0)
-        else:
-            for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-                entry = self.list_entries(table, ends, expert, first, end, entry, i)
-
-    @cute.jit
-    def list_from(self, table, ends, expert, each, first, end, entry, begin: int):
-        """Lists the entries of a lane's experts from the ``begin``-th on; there are few where a lane has few experts."""
-        for i in cutlass.range_constexpr(begin, max(1, 2 * begin)):
-            entry = self.list_entries(table, ends, expert, first, end, entry, i)
-        if const_expr(max(1, 2 * begin) < EXPERTS_PER_LANE):
-            if each > max(1, 2 * begin):
-                self.list_from(table, ends, expert, each, first, end, entry, max(1, 2 * begin))
-
-    @cute.jit
-    def list_entries(self, table, ends, expert, first, end, entry, i: int):
-        """Lists those entries of a lane's i-th expert that the CTA takes part in; returns the next expert's first."""
-        rows = ends[i + 1] - ends[i]
-        entries = self.entries_of(rows)
-        begin, stop = cutlass.max(first - entry, 0), cutlass.min(end - entry, entries)
-        for j in cutlass.range(begin, stop, unroll=1):  # pyright: ignore[reportCallIssue]
-            done = j * self.config.max_tokens
-            values = [expert + i, ends[i] + done, cutlass.min(rows - done, self.config.max_tokens), Int32(0)]
-            address = table + (entry + j - first + 1) * TABLE_ENTRY_BYTES
-            ptx.store_shared(address, 0, [Uint32(value) for value in values])
-        return entry + entries
 
     def entries_of(self, rows):
         """Entries of an expert with so many rows."""

@@ -75,10 +75,9 @@ class TilesPlan:
     stores_fp32: bool = False
 
     def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
-        """As :meth:`GroupedPlan.run`; where there is an address of rows, the launch before brought them in order."""
+        """As :meth:`GroupedPlan.run`; the address of rows is not looked at."""
         n, activation, out_kind = numbers
-        offsets, rows = routing
-        self.function(x, *addresses, offsets, n, *self.sizes, activation, out_kind, int(rows != 0))
+        self.function(x, *addresses, routing[0], n, *self.sizes, activation, out_kind)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class ExpertsSubject:
         """As a layer launches it: a kernel that takes rows in their order only has them brought so."""
         rows = routing.rows if self.is_first else None
         if rows is not None and not plan.gathers:
-            x = launch_gather(x, routing.offsets, rows)
+            x, rows = launch_gather(x, routing.offsets, rows), None
         places = routing.offsets.data_ptr(), 0 if rows is None else rows.data_ptr()
         activation = SWIGLU if self.is_first else NO_ACTIVATION
         addresses = *addresses_of(Weights.of(weight)), 0, out.data_ptr()

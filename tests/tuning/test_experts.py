@@ -59,16 +59,11 @@ class CpuPlan:
         assert addresses[:2] == (weight.codes.data_ptr(), weight.scales.data_ptr()) and addresses[3] == 0
         offsets = ints(places[0], problem.num_experts + 1)
         rows = ints(places[1], problem.places) if places[1] else None
-        assert (rows is None) == (not subject.is_first)
+        assert (rows is None) == (not subject.is_first or not self.gathers)
         dtype = next(dtype for dtype, kind in OUT_KINDS.items() if kind == out_kind)
         kind = "swiglu" if subject.is_first else None
         result = grouped_linear_reference(
-            x[:, : problem.k],
-            weight,
-            offsets,
-            rows=rows if self.gathers else None,
-            activation=kind,
-            out_dtype=dtype,
+            x[:, : problem.k], weight, offsets, rows=rows, activation=kind, out_dtype=dtype
         )
         if self.candidate.name in self.machine.wrong:
             result = result * 1.1

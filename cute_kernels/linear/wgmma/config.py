@@ -13,10 +13,9 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
-TOKENS = (16, 32, 48, 64, 128, 256)
+TOKENS = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
-MOST_LOOPS = 4
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -158,17 +157,6 @@ class WgmmaConfig:
         return self.tokens // self.row_parts
 
     @property
-    def loop_parts(self) -> tuple[int, ...]:
-        """Numbers of parts for which there is a loop of its own; fewer are multiplied as if they were as many.
-
-        ptxas puts the MMAs of more than four loops one after the other, but for those of digits, which end with a wait.
-        """
-        parts = range(1, self.row_parts + 1)
-        if self.digits or self.row_parts <= MOST_LOOPS:
-            return tuple(parts)
-        return tuple(count for count in parts if count % 2 == 0 or count > self.row_parts - 2)
-
-    @property
     def box_bytes(self) -> int:
         """A tile's activations of BOX_K inputs."""
         return 2 * BOX_K * self.tokens
@@ -260,7 +248,7 @@ class WgmmaConfig:
             "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 3, 4, 6),
+            "row_parts": (1, 2, 4),
             "m_tiles": (1, 2),
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MMA_K = 2 * STEP_K
 DIGIT_BASE = 256
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
-TOGETHER_TOKENS = {64: 40}  # of which a thread has registers for the products of two tiles at a time, by its tile's
+TOGETHER_TOKENS = 40  # for which a thread has registers for the products of two tiles at a time
 
 
 class DigitUnits:
@@ -66,7 +66,7 @@ class DigitUnits:
         started = self.start(self.operands(words[0], place.masks), x, tokens)
         for i in range(tiles):
             following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
-            ahead = i + 1 < tiles and tokens <= TOGETHER_TOKENS.get(self.config.tokens, self.config.tokens)
+            ahead = i + 1 < tiles and tokens <= TOGETHER_TOKENS
             if ahead:
                 following = self.start(following, x, tokens)
             dots = wgmma.wait_for_dots(started, 1 if ahead else 0)

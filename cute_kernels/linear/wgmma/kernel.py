@@ -78,7 +78,6 @@ class WgmmaKernel:
 
     table_bytes = 0  # of shared memory for a table of tiles, which grouped products have
     use_pdl = False  # whether it may begin before the launch before it has ended
-    late_x = False  # whether activations may come later than all else, from that launch
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
@@ -248,7 +247,7 @@ class WgmmaKernel:
         somebody else that of bringing them.
         """
         config = self.config
-        if const_expr(config.digits or self.late_x):
+        if const_expr(config.digits):
             # The launch before made them. All else it had waited for itself, before it let this one begin.
             cute.arch.griddepcontrol_wait()
         boxes, parts = config.unit_k // BOX_K, config.row_parts
@@ -283,7 +282,7 @@ class WgmmaKernel:
         if not self.config.digits:
             return part, stage * boxes + box
         place = box * present + part
-        return place % parts, stage * boxes + place // parts
+        return place & (parts - 1), stage * boxes + (place >> (parts.bit_length() - 1))
 
     def copy_x_scales(self, shape, memory, item, unit, stage):
         """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on."""
@@ -452,25 +451,16 @@ class WgmmaKernel:
         """As :meth:`multiply_item`, of a tile of which ``present`` parts have rows, at least ``count``."""
         stage, phase, last = ring
         tokens = count * self.config.part_tokens
-        if const_expr(count not in self.config.loop_parts):
-            stage, phase, last = self.multiply_parts(
-                sums, memory, item, place, channel, ring, teller, present, count + 1
-            )
-        elif const_expr(count == self.config.row_parts):
+        if const_expr(count == self.config.row_parts):
             stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
         else:
-            if self.in_loop_of(present, count):
+            if present == count:
                 stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
             else:
                 stage, phase, last = self.multiply_parts(
                     sums, memory, item, place, channel, ring, teller, present, count + 1
                 )
         return stage, phase, last
-
-    def in_loop_of(self, present, count: int):
-        """Whether a tile of which ``present`` parts have rows is multiplied as if ``count`` had, no fewer being enough."""
-        every = len(self.config.loop_parts) == self.config.row_parts
-        return present == count if every else present <= count
 
     @cute.jit
     def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):

@@ -19,7 +19,7 @@ from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES
-from cute_kernels.moe.wgmma.tiles import DigitShape, GroupedItems, OrderedShape, fill_table
+from cute_kernels.moe.wgmma.tiles import DigitShape, GroupedItems, GroupedShape, fill_table
 
 
 class GroupedWgmmaKernel(WgmmaKernel):
@@ -27,7 +27,6 @@ class GroupedWgmmaKernel(WgmmaKernel):
 
     table_bytes = TABLE_BYTES
     use_pdl = True
-    late_x = True
 
     @cute.jit
     def __call__(  # type: ignore[override]
@@ -46,7 +45,6 @@ class GroupedWgmmaKernel(WgmmaKernel):
         num_ctas: Int32,
         activation: Int32,
         out_kind: Int32,
-        early: Int32,
         stream,
     ):
         """Launches ``num_ctas`` CTAs.
@@ -54,11 +52,9 @@ class GroupedWgmmaKernel(WgmmaKernel):
         x: [places, k], rows in the order of the places, k a multiple of 8, 16-byte aligned. Addresses: codes, scales
         and zeros as in the dense kernel, those of all experts one behind the other; bias [experts, n] of x's dtype or
         0; out [places, n] (half of n for swiglu); offsets int32 [num_experts + 1], the first place of each expert.
-        early: whether it may begin at once where programmatic dependent launch lets it: 1 behind a launch that had
-        waited for the offsets itself before it let this one begin, and brings nothing but x.
         """
         copy_x, x_view = self.box_copy(x)
-        shape = OrderedShape(*self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind), early)
+        shape = GroupedShape(*self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
         self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
@@ -78,8 +74,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         if cutlass.const_expr(not config.digits):
-            if shape.early == 0:
-                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_wait()
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)

@@ -60,12 +60,10 @@ class Shape(NamedTuple):
 SHAPES = (
     Shape(16, 2, 128, 2, digits=True),
     Shape(32, 2, 128, 4, digits=True),
-    Shape(48, 2, 128, 6, digits=True),
     Shape(64, 2, 128, 4, digits=True),
     Shape(256, 1, 64, 2),
     Shape(128, 1, 128, 4),
     Shape(64, 2, 128, 4),
-    Shape(48, 2, 128, 6),
     Shape(32, 2, 128, 4),
     Shape(16, 2, 128, 2),
     Shape(16, 2, 128, 2, synchronous=True),

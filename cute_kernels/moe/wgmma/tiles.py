@@ -31,13 +31,6 @@ class GroupedShape(Shape):
 
 
 @dataclass(frozen=True)
-class OrderedShape(GroupedShape):
-    """Sizes of a launch whose rows of x lie in the order of the places."""
-
-    early: Any  # whether the launch before it has waited for the routing, and brings nothing but x
-
-
-@dataclass(frozen=True)
 class DigitShape(GroupedShape):
     """Sizes of a launch whose x comes in digits, and where its scales are: fp32 [units, x_scale_pitch]."""
 
@@ -130,8 +123,8 @@ class GroupedItems:
 
 
 def tiles_of(rows, tokens: int):
-    """Tiles of ``tokens`` places that so many rows take."""
-    return (rows + (tokens - 1)) // tokens
+    """Tiles of ``tokens`` places, a power of two, that so many rows take."""
+    return (rows + (tokens - 1)) >> (tokens.bit_length() - 1)
 
 
 @cute.jit
