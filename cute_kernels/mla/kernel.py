@@ -27,7 +27,8 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.gather import await_barriers, make_gatherer
+from cute_kernels.mla.crossing import Crossing, CrossingInParts
+from cute_kernels.mla.gather import Copying, Dequantizing, await_barriers
 from cute_kernels.mla.items import Counts, Items
 from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
@@ -39,13 +40,24 @@ from cute_kernels.mla.stepped import Stepped
 from cute_kernels.mla.work import Results, Shape
 
 
+def make_gatherer(config: MlaConfig) -> Dequantizing | Copying | Boxes:
+    """What fills tiles."""
+    if config.boxes:
+        return Boxes(config)
+    if config.copies:
+        return Copying(config)
+    if config.crossover:
+        return CrossingInParts(config) if config.lags else Crossing(config)
+    return Dequantizing(config)
+
+
 class MlaKernel:
     """One compiled variant; :class:`MlaConfig` says which."""
 
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
+        self.gatherer = make_gatherer(config)
         self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
         self.loader = QueryLoader(config)
 

@@ -35,6 +35,7 @@ MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
 ROW_US = 2.0  # of a team, from one row of the line to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
 PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
+EAGER_BLOCKS = 24  # of a CTA, for which crossover with the right half a block behind is worth its longer program
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -95,6 +96,12 @@ class WorkShape:
     def head_blocks(self, heads: int) -> int:
         """CTAs of so many heads that a row has."""
         return -(-self.num_heads // heads)
+
+    def cta_blocks(self, num_parts: int) -> int:
+        """Blocks that a CTA has of a launch with so many parts, or of the line."""
+        if num_parts == LINE:
+            return self.num_rows * self.num_blocks // self.teams
+        return -(-self.num_blocks // num_parts)
 
     @property
     def teams(self) -> int:
@@ -161,18 +168,30 @@ def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[Mla
     """The variant that serves a call and the number of parts."""
     own = WIDE if form in SCALES else COPYING
     crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
-    wide = CROSSING if crossover and not shape.boxed else own
+    wide = CROSSING if crossover and tokens == "sparse" else own
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
     if rate is wide:
-        if shape.boxed and -(-shape.num_blocks // max(parts[rate], 1)) < PAIR_BLOCKS:
-            crossover = False
-        multiplying = multiplies(tokens, form, shape.num_heads)
-        return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed), parts[rate]
+        return _wide_config(tokens, form, head_dim, shape, parts[rate]), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
+
+
+def _wide_config(tokens: str, form: str, head_dim: int, shape: WorkShape, num_parts: int) -> MlaConfig:
+    """The variant of the kernel for 64 heads a CTA."""
+    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
+    blocks = shape.cta_blocks(num_parts)
+    if shape.boxed:
+        # One block of heads of uncut rows waits for memory; several for the tensor cores.
+        crossover = crossover and -(-shape.num_blocks // max(num_parts, 1)) >= PAIR_BLOCKS
+        eager = shape.num_heads <= BLOCK_HEADS and num_parts <= 1
+    else:
+        eager = crossover and blocks >= EAGER_BLOCKS
+        crossover = crossover and (eager or tokens == "sparse")
+    multiplying = multiplies(tokens, form, shape.num_heads)
+    return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed, eager)
 
 
 def _has_room(shape: WorkShape, rate: Rate) -> bool:

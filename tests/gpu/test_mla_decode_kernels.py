@@ -50,6 +50,9 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(order="stepped"),
     MlaConfig(crossover=True, prefetch=4, stretch=3),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3, order="stepped"),
+    MlaConfig(crossover=True, order="lagging", eager=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="lagging", eager=True),
+    MlaConfig(prefetch=2, stretch=2, gather_warps=8, fence="reader"),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
@@ -65,13 +68,15 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
 ]
 BOXED = [
     MlaConfig("paged", "mla_bf16", order="lagging"),
+    MlaConfig("paged", "mla_bf16", order="lagging", eager=True),
     MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
 ]
+WHOLE_CROSSOVER = MlaConfig("paged", crossover=True, order="lagging", eager=True)
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED, *BOXED, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
+    return [*map(MlaSpec, [*SPARSE, *PAGED, *BOXED, WHOLE_CROSSOVER, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -186,6 +191,14 @@ def test_pages(config, num_parts, page_size):
 @pytest.mark.parametrize("config", PAGED, ids=name)
 def test_queries_that_all_see_everything(config):
     check_paged(config, [300, 5, 129], causal=False, q_len=3, num_heads=64, page_size=16)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, NUM_SMS), (3, NUM_SMS), (LINE, 4), (LINE, 12)])
+def test_whole_contexts_by_crossover(num_parts, num_sms, page_size):
+    """Pairs want an even number of blocks of heads."""
+    lengths = [0, 1, 64, 65, 777, 130]
+    check_paged(WHOLE_CROSSOVER, lengths, num_parts, q_len=2, num_heads=100, page_size=page_size, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [4, 12, 31])

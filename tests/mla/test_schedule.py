@@ -48,7 +48,7 @@ def test_few_heads_have_a_kernel_of_their_own():
             assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
             assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
     wide = choose("sparse", "mla_fp8", 576, WorkShape(256, 128, 2048))
-    assert wide == (served_config("sparse", "mla_fp8", crossover=True), LINE)
+    assert wide == (served_config("sparse", "mla_fp8", crossover=True, eager=True), LINE)
     for form, head_dim in (("mla_bf16", 576), ("mla_bf16", 512), ("mla_model1", 512)):
         assert choose("paged", form, head_dim, WorkShape(128, 16, 8192)) == (served_config("paged", form, head_dim), 1)
 
@@ -59,7 +59,8 @@ def test_pairs_of_blocks_of_heads_decode_half_of_the_tokens_each():
             config, _ = choose("sparse", form, head_dim, WorkShape(256, heads, 2048))
             assert isinstance(config, MlaConfig) and config.crossover == pairs and config.can_implement() is None
             config, _ = choose("paged", form, head_dim, WorkShape(256, heads, 2048))
-            assert isinstance(config, MlaConfig) and not config.crossover
+            assert isinstance(config, MlaConfig) and config.crossover == (pairs and form == "mla_fp8")
+            assert config.can_implement() is None
     assert not crosses("sparse", "mla_bf16", 128)
 
 
@@ -70,11 +71,11 @@ def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks
     for form in ("mla_bf16", "mla_fp16"):
         for heads, pairs in ((1, False), (64, False), (65, True), (192, False), (256, True)):
             config, parts = choose("paged", form, 576, WorkShape(128, heads, 8192, boxed=True))
-            assert config == served_config("paged", form, None, pairs, False, True)
+            assert config == served_config("paged", form, None, pairs, False, True, heads <= BLOCK_HEADS)
             assert parts == (LINE if heads > BLOCK_HEADS else 1)
             assert isinstance(config, MlaConfig) and config.can_implement() is None
             assert (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
-            assert ("paged", form, None, pairs, False, True) in SHIPPED
+            assert ("paged", form, None, pairs, False, True) in SHIPPED or config.eager
             unboxed, same = choose("paged", form, 576, WorkShape(128, heads, 8192))
             assert isinstance(unboxed, MlaConfig) and not unboxed.boxes and same == parts
     config, parts = choose("paged", "mla_bf16", 576, WorkShape(1, 128, 32768, boxed=True))
@@ -101,11 +102,30 @@ def test_few_rows_of_many_heads_take_few_heads_a_cta():
         assert choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, 2048)) == wanted
 
 
+def test_the_right_half_lags_where_shares_are_long():
+    """A longer program, for many blocks; a tile that is given back early, for chosen tokens and for memory's rate."""
+    for rows, topk, lags in (
+        (4, 2048, False),
+        (64, 1024, False),
+        (64, 2048, True),
+        (256, 2048, True),
+        (296, 32768, True),
+    ):
+        config, _ = choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, topk))
+        assert isinstance(config, MlaConfig) and config.crossover and config.lags == config.eager == lags
+    for rows, lags in ((1, False), (128, True)):
+        config, _ = choose("paged", "mla_fp8", 576, WorkShape(rows, 256, 8192))
+        assert isinstance(config, MlaConfig) and config.crossover == config.eager == lags
+    for rows, heads, eager in ((128, 64, True), (128, 16, True), (1, 64, False), (1, 128, False), (128, 128, False)):
+        config, _ = choose("paged", "mla_bf16", 576, WorkShape(rows, heads, 32768, boxed=True))
+        assert isinstance(config, MlaConfig) and config.lags and config.eager == eager
+
+
 @given(SHAPES, st.sampled_from(("sparse", "paged")))
 def test_what_is_chosen_is_shipped(shape, tokens):
     config, parts = choose(tokens, "mla_fp8", 576, shape)
-    crossover = crosses(tokens, "mla_fp8", shape.num_heads)
-    assert config in (served_config(tokens, "mla_fp8", crossover=crossover), *shipped_few_heads())
+    served = [served_config(*which) for which in SHIPPED if which[:2] == (tokens, "mla_fp8")]
+    assert config in (*served, *shipped_few_heads())
     assert config.can_implement() is None and LINE <= parts <= MAX_PARTS
     if isinstance(config, FewHeadsConfig) and config.cluster > 1:
         assert parts == config.cluster
@@ -193,6 +213,12 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
         (MlaConfig(order="lagging"), "order"),
         (MlaConfig("paged", order="lagging"), "order"),
+        (MlaConfig("sparse", "mla_bf16", fence="reader", order="lagging"), "order"),
+        (MlaConfig(order="lagging", crossover=True, eager=True, stretch=3), "stretch"),
+        (MlaConfig(order="lagging", crossover=True, eager=True, fence="reader"), "fence"),
+        (MlaConfig(order="lagging", crossover=True, eager=True, prefetch=2), "prefetch"),
+        (MlaConfig(order="lagging", crossover=True), "eager"),
+        (MlaConfig(order="stepped", crossover=True, eager=True), "eager"),
         (MlaConfig("paged", "mla_bf16", fence="reader", order="lagging"), "fence"),
         (MlaConfig("paged", "mla_bf16", order="lagging", prefetch=2), "prefetch"),
         (MlaConfig("paged", "mla_bf16", order="lagging", gather_warps=8), "gather_warps"),

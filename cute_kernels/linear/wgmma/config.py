@@ -16,6 +16,7 @@ BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
+SHARINGS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -58,6 +59,8 @@ class WgmmaConfig:
         splits_k: whether K may be cut into parts.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
+        sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
+            brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
@@ -78,6 +81,7 @@ class WgmmaConfig:
     chunk: int = CHUNK_TOKENS
     splits_k: bool = False
     cluster: int = 1
+    sharing: int = 1
     synchronous: bool = False
     digits: bool = False
 
@@ -103,6 +107,11 @@ class WgmmaConfig:
     def block_rows(self) -> int:
         """Output features of a CTA's tile."""
         return TILE_N * self.block_tiles
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster, whatever they do together."""
+        return self.cluster * self.sharing
 
     @property
     def math_warps(self) -> int:
@@ -233,6 +242,7 @@ class WgmmaConfig:
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
+        split += f"_share{self.sharing}" if self.sharing > 1 else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
@@ -256,6 +266,7 @@ class WgmmaConfig:
             "in_flight": (1, 2, 3),
             "chunk": (32, 64),
             "cluster": CLUSTERS,
+            "sharing": SHARINGS,
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -277,6 +288,10 @@ class WgmmaConfig:
             return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
         if self.cluster > 1 and self.sum_bytes > self.num_stages * self.x_stage_bytes:
             return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
+        if self.sharing > 1 and (self.splits_k or self.cluster > 1 or self.row_parts > 1):
+            return f"{self.sharing} CTAs that share activations want tiles in one part, of K and of rows"
+        if self.sharing > 1 and (self.synchronous or self.digits):
+            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"

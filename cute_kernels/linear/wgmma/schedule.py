@@ -55,6 +55,11 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
+# Tiles of CTAs that share activations, where no K is cut: less is read from L2, which counts under the power limit.
+SHARED_TOKENS = 256
+SHARING = 2
+SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
+SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
 # The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
 DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
@@ -86,8 +91,8 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features."""
-        return -(-self.num_tiles // self.config.block_tiles)
+        """Blocks of output features; those of CTAs that share activations count as one."""
+        return -(-self.num_tiles // (self.config.block_tiles * self.config.sharing))
 
     @property
     def num_tiles_cut(self) -> int:
@@ -138,19 +143,22 @@ def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
 def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
     """The schedule of a given configuration; None if a part of K would be empty or nothing is left to be cut.
 
-    Whole rounds of all CTAs are of whole tiles.
+    Whole rounds of all CTAs are of whole tiles. CTAs that share activations have an item together.
     """
     units = problem.k_pad // config.unit_k
     if -(-units // -(-units // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
+    if splits > 1 and config.sharing > 1:
+        return None
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
         if not schedule.num_tiles_cut:
             return None
-    return replace(schedule, num_ctas=min(problem.num_sms, schedule.num_items))
+    teams = min(problem.num_sms // config.sharing, schedule.num_items)
+    return replace(schedule, num_ctas=teams * config.sharing)
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
@@ -161,7 +169,7 @@ def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> Ti
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
-    config, resident = schedule.config, schedule.num_ctas
+    config, resident = schedule.config, schedule.num_ctas // schedule.config.sharing
     unit = unit_clocks(problem, schedule)
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
     part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
@@ -172,6 +180,7 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += DIGIT_ROWS_CLOCKS if config.digits else 0
+    clocks += SHARING_CLOCKS if config.sharing > 1 else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
@@ -183,7 +192,7 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
         decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
         return max(decoding, config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
-    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
+    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS) * (1 - SHARING_GAIN * (config.sharing > 1))
     decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
     # Token tiles that run side by side read a weight from memory once.
     sharing = min(schedule.token_tiles, TOKEN_BAND)
@@ -219,6 +228,8 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
+            if tokens == SHARED_TOKENS and cluster == 1:
+                configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
     return configs + digit_configs(problem)
 
 
