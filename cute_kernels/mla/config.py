@@ -23,6 +23,11 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
+# What a CTA leaves where CTAs add up parts together: of a row's half fp16 values and four numbers; and a flag for each
+# of at most 16 readers.
+PART_ROW_BYTES = V_HEAD_DIM // 2 * 2 + 16
+PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * PART_ROW_BYTES // 4, 16
+PARTS_TOGETHER = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
@@ -94,6 +99,8 @@ class MlaConfig:
         side in a page.
     eager: in order "lagging", whether the right half of a block is added as soon as the left one is, which gives its
         part of a tile back early: where tiles are what is waited for, and not the tensor cores. FP8 tokens want it.
+    together: the CTAs of a launch, all there at once, have a part of a row each and add up the parts themselves; by
+        crossover in order "stepped", where one power of 2 is enough for a half of a row.
     """
 
     tokens: str = "sparse"
@@ -107,6 +114,7 @@ class MlaConfig:
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
     eager: bool = False
+    together: bool = False
 
     @property
     def name(self) -> str:
@@ -117,7 +125,9 @@ class MlaConfig:
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
-        order = (f"_{self.order}" if self.order != "plain" else "") + "_eager" * self.eager
+        order = (
+            (f"_{self.order}" if self.order != "plain" else "") + "_eager" * self.eager + "_together" * self.together
+        )
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
 
     @property
@@ -242,7 +252,7 @@ class MlaConfig:
 
     @property
     def entry_bytes(self) -> int:
-        """Shared memory of entries."""
+        """Shared memory of entries: of those that gather, and of those that help them."""
         return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
@@ -270,6 +280,8 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
+        if self.together and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
+            return f"together is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
         if self.lags:
             return self._lagging_reason()
         if self.eager:
@@ -372,10 +384,11 @@ def served_config(
     multiplying: bool = False,
     boxed: bool = False,
     eager: bool = False,
+    together: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
     multiplying: `multiplies`. boxed: `comes_boxed`. eager: with crossover or boxes, whether shares are long and tiles
-    are what is waited for, see `.schedule`."""
+    are what is waited for, see `.schedule`. together: whether CTAs add up the parts of rows themselves."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if boxed:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
@@ -390,7 +403,7 @@ def served_config(
     if crossover and eager:
         return replace(served, crossover=True, order="lagging", eager=True)
     if crossover:
-        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped")
+        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped", together=together)
     served = replace(
         served, gather_warps=GATHER_WARPS[1], **SERVED_GATHERING.get((tokens, form), {"stretch": SERVED_STRETCH})
     )
@@ -400,6 +413,7 @@ def served_config(
 SHIPPED: tuple[tuple[Any, ...], ...] = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
     *(("sparse", form, None, True, False, False, eager) for form in SCALES for eager in (False, True)),
+    ("sparse", "mla_fp8", None, True, False, False, False, True),  # together
     ("paged", "mla_fp8", None, True, False, False, True),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),

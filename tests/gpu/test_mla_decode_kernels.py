@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.mla.compile import MlaSpec, combine_specs
-from cute_kernels.mla.config import MlaConfig
+from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
@@ -72,11 +72,13 @@ BOXED = [
     MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
 ]
 WHOLE_CROSSOVER = MlaConfig("paged", crossover=True, order="lagging", eager=True)
+TOGETHER = served_config("sparse", "mla_fp8", crossover=True, together=True)
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED, *BOXED, WHOLE_CROSSOVER, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
+    wanted = [*SPARSE, TOGETHER, *PAGED, *BOXED, WHOLE_CROSSOVER, *CLUSTERS, PAGED_CLUSTER]
+    return [*map(MlaSpec, wanted), *combine_specs("bf16")]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -159,6 +161,43 @@ def test_even_and_odd_numbers_of_blocks(config, topk):
 @pytest.mark.parametrize("config", SPARSE, ids=name)
 def test_parts(config, num_parts, batch):
     check_sparse(config, num_parts, batch=batch, num_heads=128, topk=700 if num_parts < 40 else 2600)
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "batch", "q_len", "num_heads", "topk"),
+    [
+        (16, 2, 2, 128, 2048), (11, 4, 1, 128, 2048), (8, 8, 1, 128, 700), (4, 4, 4, 128, 1500), (32, 1, 1, 128, 2100),
+        (16, 2, 2, 80, 900), (5, 12, 1, 128, 640), (7, 3, 3, 128, 65), (22, 3, 1, 70, 5000), (12, 5, 1, 128, 1),
+    ],
+)  # fmt: skip
+def test_parts_that_are_added_up_together(num_parts, batch, q_len, num_heads, topk):
+    """In one launch, some parts without tokens among them."""
+    check_sparse(TOGETHER, num_parts, batch=batch, q_len=q_len, num_heads=num_heads, topk=topk)
+
+
+def test_launches_on_several_streams_that_add_up_together():
+    """Each wants nearly all SMs at once: they wait for each other, not for ever, and flags are each stream's own."""
+    calls = []
+    for stream, num_parts in ((torch.cuda.Stream(), 16), (torch.cuda.Stream(), 11), (torch.cuda.Stream(), 4)):
+        call = moved(
+            make_sparse("mla_fp8", batch=4, q_len=1, num_heads=128, topk=2048, num_pages=40, page_size=64), "cuda"
+        )
+        tokens = (*pages_of(call.cache), 40 * 64, call.indices.data_ptr(), 2048, 0, *NO_CACHE)
+        calls.append((stream, call, tokens, num_parts, run(TOGETHER, call, tokens, num_parts)[0]))
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for stream, call, tokens, num_parts, wanted in calls:
+            with torch.cuda.stream(stream):
+                plan = make_plan(TOGETHER, "sm_90a", WorkShape(4, 128, 0), num_parts)
+                found.append((plan.run(call.q, SCALE, tokens)[0], wanted))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out, wanted in found)
+
+
+def test_too_many_ctas_to_add_up_together():
+    with pytest.raises(ValueError, match="num_parts"):
+        make_plan(TOGETHER, "sm_90a", WorkShape(8, 128, 2048), 16)
 
 
 @pytest.mark.parametrize("config", SPARSE, ids=name)

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import BLOCK_HEADS, SHIPPED, MlaConfig, comes_boxed, crosses, served_config
-from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    PARTS_TOGETHER,
+    SHIPPED,
+    MlaConfig,
+    comes_boxed,
+    crosses,
+    served_config,
+)
+from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
 from cute_kernels.mla.schedule import (
     COPYING,
     CROSSING,
@@ -17,6 +25,7 @@ from cute_kernels.mla.schedule import (
     LINE,
     MAX_LINE_REQUESTS,
     MAX_PARTS,
+    TOGETHER,
     WIDE,
     WorkShape,
     choose,
@@ -24,6 +33,8 @@ from cute_kernels.mla.schedule import (
     choose_parts,
     cost_us,
     count_ctas,
+    heads_together,
+    possible_parts,
 )
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
@@ -93,13 +104,25 @@ def test_few_rows_of_few_heads_are_clusters_where_they_have_few_tokens():
         assert isinstance(config, FewHeadsConfig) and config.cluster == 1
 
 
-def test_few_rows_of_many_heads_take_few_heads_a_cta():
-    """2 rows of 128 heads: 8 blocks of 16 heads in 8 parts are 128 CTAs with few partial results. Crossover is faster
-    from 3 rows on."""
-    assert choose("sparse", "mla_fp8", 576, WorkShape(2, 128, 2048)) == (served_few_heads("sparse", 16), 8)
-    for rows in (3, 4):
-        wanted = served_config("sparse", "mla_fp8", crossover=True), 16
-        assert choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, 2048)) == wanted
+def test_few_rows_of_many_heads_are_added_up_in_one_launch():
+    """All CTAs are there at once: with crossover, where rows in at least 4 parts find room. Other formats are not."""
+    together = served_config("sparse", "mla_fp8", crossover=True, together=True)
+    for rows, parts in ((2, 16), (4, 16), (6, 11), (8, 8), (16, 4)):
+        assert choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, 2048)) == (together, parts)
+    for form, head_dim, shape in (
+        ("mla_fp8", 576, WorkShape(17, 128, 2048)),
+        ("mla_fp8", 576, WorkShape(4, 64, 2048)),
+        ("mla_model1", 512, WorkShape(4, 128, 2048)),
+    ):
+        config, _ = choose("sparse", form, head_dim, shape)
+        assert not (isinstance(config, MlaConfig) and config.together)
+
+
+@given(SHAPES)
+def test_all_that_add_up_together_are_there_at_once(shape):
+    for parts in possible_parts(shape, TOGETHER):
+        assert count_ctas(shape, parts) <= shape.num_sms
+        assert parts in PARTS_TOGETHER and heads_together(parts) * parts >= BLOCK_HEADS
 
 
 def test_the_right_half_lags_where_shares_are_long():
@@ -142,6 +165,9 @@ def test_the_model_is_near_what_was_measured():
         (CROSSING, 1, 128, 2048, 32, 18.0), (CROSSING, 1, 128, 2048, 16, 19.6), (CROSSING, 3, 128, 2048, 16, 20.5),
         (CROSSING, 8, 128, 2048, 8, 26.5), (CROSSING, 8, 128, 2048, 4, 33.3), (CROSSING, 256, 128, 2048, 1, 302.8),
         (CROSSING, 296, 128, 32768, 2, 5190.7), (CROSSING, 66, 128, 4096, 1, 154.5),
+        (TOGETHER, 4, 128, 2048, 16, 18.5), (TOGETHER, 4, 128, 2048, 11, 20.3), (TOGETHER, 4, 128, 2048, 8, 21.9),
+        (TOGETHER, 1, 128, 2048, 32, 16.1), (TOGETHER, 1, 128, 2048, 16, 16.1), (TOGETHER, 2, 128, 2048, 32, 17.4),
+        (TOGETHER, 8, 128, 2048, 8, 22.7), (TOGETHER, 16, 128, 2048, 4, 32.4), (TOGETHER, 4, 128, 32768, 16, 83.6),
         (h16, 128, 16, 2048, 1, 62.0), (h8, 128, 8, 2048, 1, 57.4), (h32, 128, 32, 2048, 1, 98.1),
         (h32, 128, 64, 2048, 1, 189.3), (h16, 128, 16, 8192, 1, 217.6), (h16, 33, 16, 2048, 4, 27.1),
         (h16, 4, 128, 2048, 4, 25.9), (h32, 4, 128, 2048, 8, 26.3), (h16, 1, 128, 2048, 16, 16.4),

@@ -92,7 +92,7 @@ class WgmmaConfig:
 
         If not, scales meet weights in a product of their own, or the sums of a group.
         """
-        return self.dtype == "bf16" and not (self.zero_point or self.synchronous or self.digits)
+        return self.dtype == "bf16" and not (self.synchronous or self.digits)
 
     @property
     def tile_k(self) -> int:

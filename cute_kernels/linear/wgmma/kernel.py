@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.decode import Decoder, PairDecoder, SubnormalDecoder
+from cute_kernels.linear.decode import Decoder, SubnormalDecoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
@@ -78,8 +78,9 @@ class WgmmaKernel(CopyingWarps):
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        decoder = SubnormalDecoder if config.scales_codes else PairDecoder
-        self.decoder: Decoder = decoder(config.bits, config.dtype)
+        self.decoder = Decoder(config.bits, config.dtype)
+        if config.scales_codes:
+            self.decoder = SubnormalDecoder(config.bits, config.dtype, config.zero_point)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)

@@ -23,6 +23,8 @@ DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
 MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
+# The same three where codes are scaled as they are decoded.
+SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS = 20, 0.25, 10
 FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
@@ -192,8 +194,11 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
         decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
         return max(decoding, config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
-    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS) * (1 - SHARING_GAIN * (config.sharing > 1))
-    decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
+    decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
+    if config.scales_codes:
+        decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
+    tensor = fragments * (config.tokens / 2 + mma) * (1 - SHARING_GAIN * (config.sharing > 1))
+    decoding = UNIT_CLOCKS + fragments * (decode + decode_token * config.tokens)
     # Token tiles that run side by side read a weight from memory once.
     sharing = min(schedule.token_tiles, TOKEN_BAND)
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / sharing
@@ -219,7 +224,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             m_tiles=m_tiles,
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
-            in_flight=2 if tokens in (64, 128) and cluster == 1 and problem.k_pad % unit_k == 0 else 1,
+            in_flight=groups_in_flight(problem, tokens, unit_k) if cluster == 1 else 1,
             chunk=SHORT_CHUNK if tokens == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_TOKENS,
             splits_k=True,
             cluster=cluster,
@@ -231,6 +236,13 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             if tokens == SHARED_TOKENS and cluster == 1:
                 configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
     return configs + digit_configs(problem)
+
+
+def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
+    """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
+    if tokens not in (64, 128) or problem.k_pad % unit_k:
+        return 1
+    return 1 if (tokens, problem.bits, problem.dtype) == (128, 8, "bf16") else 2
 
 
 def digit_configs(problem: Problem) -> list[WgmmaConfig]:
