@@ -217,17 +217,19 @@ def test_a_peer_that_is_slow_to_start_joins_when_all_else_is_recorded(monkeypatc
     monkeypatch.setattr(moe, "measure", measure)
     monkeypatch.setattr(moe, "make_weights", lambda model: None)
     monkeypatch.setattr(moe, "_host_cost", lambda bench, model, weights: bench.recorder.set("moe_host_us", {}))
-    prompt = MoePeer("prompt", lambda: None, lambda weights: None)
-    slow = MoePeer("slow", lambda: None, lambda weights: None, slow_start=True)
-    bench = RecordedBench()
+    nothing: Any = lambda weights: None  # noqa: E731
+    prompt = MoePeer("prompt", lambda: None, nothing)
+    slow = MoePeer("slow", lambda: None, nothing, slow_start=True)
+    bench: Any = RecordedBench()
     moe.run(bench, [SMALL], tokens, [slow, prompt])
     assert rounds == [(1, ["prompt"]), (4, ["prompt"]), (1, ["prompt", "slow"]), (4, ["prompt", "slow"])]
     assert [row["peers"] for row in bench.recorder.data["moe"]] == [["prompt", "slow"], ["prompt"]]
     assert bench.recorder.data["moe"][1]["why_not"] == {"slow": moe.NOT_YET}
     assert [what for what, _ in bench.failed] == ["moe: small, 4 tokens"]
-    absent = MoePeer("slow", lambda: "not installed", lambda weights: None, slow_start=True)
+    absent = MoePeer("slow", lambda: "not installed", nothing, slow_start=True)
     rounds.clear()
-    moe.run(RecordedBench(), [SMALL], tokens, [absent, prompt])
+    bench = RecordedBench()
+    moe.run(bench, [SMALL], tokens, [absent, prompt])
     assert rounds == [(1, ["prompt"]), (4, ["prompt"])]
 
 
