@@ -152,7 +152,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
     """Whether weights are those of which the tables in tests/moe/measured.py hold for such decoding."""
-    return config.scales_codes and config.bits == SCALED_BITS
+    return config.scales_codes and config.bits == SCALED_BITS and not config.zero_point
 
 
 def usual_tiles(problem: GroupedProblem, tokens: int, parts: int) -> list[float]:
