@@ -25,8 +25,8 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.decode import Decoder, SubnormalDecoder
+from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
-    BOX_ALIGNMENT,
     BOX_K,
     TOKEN_BAND,
     WARPGROUP_WARPS,
@@ -34,7 +34,9 @@ from cute_kernels.linear.wgmma.config import (
 )
 from cute_kernels.linear.wgmma.copies import ELEMENTS, CopyingWarps
 from cute_kernels.linear.wgmma.digits import DigitUnits
+from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
+from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape
 from cute_kernels.linear.work import Operands
@@ -43,22 +45,6 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Shared memory of a CTA: addresses, and pointers to barriers and to the ring of activations."""
-
-    x: Any
-    x_address: Any
-    codes: Any
-    scales: Any
-    zeros: Any
-    staging: Any
-    full: Any
-    empty: Any
-    table: Any
-    x_scales: Any
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,8 @@ class WgmmaKernel(CopyingWarps):
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
-        self.digits = DigitUnits(self)
+        self.digits = (AheadUnits if config.ahead else DigitUnits)(self)
+        self.cluster_parts = ClusterParts(self)
 
     @cute.jit
     def __call__(
@@ -151,6 +138,8 @@ class WgmmaKernel(CopyingWarps):
             self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
         else:
             cute.arch.sync_threads()
+        if const_expr(config.part_slots > 0):
+            cute.arch.cluster_arrive()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
         if const_expr(config.sharing > 1):
             self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
@@ -174,46 +163,10 @@ class WgmmaKernel(CopyingWarps):
                 self.copy_weights(operands, shape, memory, items)
 
     def allocate(self) -> Memory:
-        config = self.config
-        smem = cutlass.utils.SmemAllocator()
-        stages = config.num_stages
-        layout = self.x_layout()
-        x = smem.allocate_tensor(
-            ELEMENTS[config.dtype], layout.outer, byte_alignment=BOX_ALIGNMENT, swizzle=layout.inner
-        )
-        codes = smem.allocate(stages * config.code_stage_bytes, byte_alignment=128).toint()
-        scales = zeros = Int32(0)
-        if const_expr(config.scale_stage_bytes):
-            scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
-        if const_expr(config.zero_stage_bytes):
-            zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
-        x_scales = Int32(0)
-        if const_expr(config.digits):
-            x_scales = smem.allocate(stages * config.x_scale_stage_bytes, byte_alignment=128).toint()
-        staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
-        full = smem.allocate_array(cutlass.Int64, config.num_barriers)
-        table = Int32(0)
-        if const_expr(self.table_bytes):
-            table = smem.allocate(self.table_bytes, byte_alignment=16).toint()
-        return Memory(
-            x=x,
-            x_address=x.iterator.toint(),
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            staging=staging.toint(),
-            full=full,
-            empty=full + stages,
-            table=table,
-            x_scales=x_scales,
-        )
+        return allocate(self.config, self.x_layout(), ELEMENTS[self.config.dtype], self.table_bytes)
 
-    def init_barriers(self, memory: Memory):
-        config = self.config
-        for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.sharing)
-        cute.arch.mbarrier_init_fence()
+    def init_barriers(self, memory: Memory) -> None:
+        init_barriers(self.config, memory)
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config, rank = self.config, 0
@@ -291,7 +244,9 @@ class WgmmaKernel(CopyingWarps):
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
-            if const_expr(config.cluster > 1):
+            if const_expr(config.part_slots > 0):
+                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile)
+            elif const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
                 corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
@@ -318,7 +273,8 @@ class WgmmaKernel(CopyingWarps):
     def multiply_item(self, sums, memory, shape, item, place: Lane, channel, ring, teller):
         """Adds the products of an item; ring and result: (stage, phase, the stage before).
 
-        MMAs are as wide as the parts that have rows: the same loop for each number of them, no further registers.
+        MMAs are as wide as the parts that have rows: the same loop for each number of them, or for most of them, no
+        further registers. What lies where no part was brought are columns that nobody stores.
         """
         return self.multiply_parts(sums, memory, item, place, channel, ring, teller, self.parts_of(shape, item), 1)
 
@@ -327,16 +283,25 @@ class WgmmaKernel(CopyingWarps):
         """As :meth:`multiply_item`, of a tile of which ``present`` parts have rows, at least ``count``."""
         stage, phase, last = ring
         tokens = count * self.config.part_tokens
-        if const_expr(count == self.config.row_parts):
+        if const_expr(count not in self.config.loop_parts):
+            stage, phase, last = self.multiply_parts(
+                sums, memory, item, place, channel, ring, teller, present, count + 1
+            )
+        elif const_expr(count == self.config.row_parts):
             stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
         else:
-            if present == count:
+            if self.in_loop_of(present, count):
                 stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
             else:
                 stage, phase, last = self.multiply_parts(
                     sums, memory, item, place, channel, ring, teller, present, count + 1
                 )
         return stage, phase, last
+
+    def in_loop_of(self, present, count: int):
+        """Whether ``present`` parts, too many for any loop of fewer, are multiplied by the loop of ``count``."""
+        every = len(self.config.loop_parts) == self.config.row_parts
+        return present == count if every else present <= count
 
     @cute.jit
     def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
@@ -32,10 +33,13 @@ COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
+PUSH_CLOCKS = 400  # the same of parts that are pushed
 # Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
-# scales of its sums: per k16 step of a tile, tensor cores included.
-DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
-DIGIT_ROWS_CLOCKS = 1000  # of the launch that makes them, beyond what it does at the same time as others
+# scales of its sums: per k16 step of a tile, tensor cores included, and for each unit.
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS, DIGIT_UNIT_CLOCKS = 10.8, 0.566, 110
+DIGIT_ROW_SHARE = 0.1  # of a row's bytes that take as long as the memory's
+DIGIT_START_CLOCKS = 5800  # of the launch that makes digits, and of the way out of the last item, while no other is
+DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 500, 55  # as `COMBINE_CLOCKS`
 MAX_SPLITS = 16
 MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -62,9 +66,21 @@ SHARED_TOKENS = 256
 SHARING = 2
 SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
 SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
-# The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
+# The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
-DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
+DIGIT_SHAPES = (
+    (16, 2, 1, 1),
+    (16, 2, 1, 2),
+    (16, 2, 1, 3),
+    (16, 2, 2, 1),
+    (32, 4, 1, 2),
+    (32, 4, 2, 1),
+)
+# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed, and (bits, dtype,
+# group_size, zero_point) of the weights that they were measured with.
+PUSH_SHAPES = ((32, 4, 2), (32, 4, 3), (16, 2, 3))
+PUSH_FORMATS = ((4, "bf16", 128, False),)
+PUSH_UNIT_K = 128
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -173,17 +189,31 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config, resident = schedule.config, schedule.num_ctas // schedule.config.sharing
     unit = unit_clocks(problem, schedule)
+    if config.digits:
+        return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
-    if config.cluster > 1:
+    part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
+    if config.pushes:
+        part += PUSH_CLOCKS
+    elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
     elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
-    clocks += DIGIT_ROWS_CLOCKS if config.digits else 0
     clocks += SHARING_CLOCKS if config.sharing > 1 else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
+
+
+def digit_clocks(schedule: TileSchedule, unit: float) -> float:
+    """Clocks of a launch whose x comes in digits, beyond the start: an item's results take none while the next one's
+    weights are on their way."""
+    config, resident = schedule.config, schedule.num_ctas
+    clocks = DIGIT_START_CLOCKS + -(-schedule.whole // resident) * schedule.units * unit
+    part = schedule.split_units * unit  # parts that are pushed take no longer than a way out
+    if schedule.splits > 1 and not config.pushes:
+        part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
+    return clocks + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
 
 
 def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
@@ -192,8 +222,9 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     fragments = config.block_tiles * config.unit_steps
     if config.digits:
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
-        decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
-        return max(decoding, config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
+        decoding = DIGIT_UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
+        stage_bytes = config.weight_stage_bytes + DIGIT_ROW_SHARE * tokens * config.x_stage_bytes / config.tokens
+        return max(decoding, stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
     decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
     if config.scales_codes:
         decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
@@ -215,11 +246,8 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     for tokens, m_tiles, warpgroups, unit_k, cluster in shapes:
         if cluster > 1 and problem.batch_invariant:
             continue  # which cuts K
-        config = WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
+        config = of_format(
+            problem,
             tokens=tokens,
             m_tiles=m_tiles,
             warpgroups=warpgroups,
@@ -235,7 +263,28 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             configs.append(config)
             if tokens == SHARED_TOKENS and cluster == 1:
                 configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
-    return configs + digit_configs(problem)
+    return configs + push_configs(problem) + digit_configs(problem)
+
+
+def push_configs(problem: Problem) -> list[WgmmaConfig]:
+    """Configurations whose CTAs push parts of K."""
+    form = problem.bits, problem.dtype, problem.group_size, problem.zero_point
+    if problem.batch_invariant or form not in PUSH_FORMATS:
+        return []
+    configs = (
+        of_format(
+            problem,
+            tokens=tokens,
+            row_parts=row_parts,
+            unit_k=PUSH_UNIT_K,
+            splits_k=True,
+            cluster=cluster,
+            pushes=True,
+        )
+        for tokens, row_parts, cluster in PUSH_SHAPES
+        if tokens >= problem.m > tokens // 2
+    )
+    return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
 
 
 def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
@@ -250,19 +299,19 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
     if problem.batch_invariant or problem.m > MOST_DIGIT_ROWS:
         return []
     configs = (
-        WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
+        of_format(
+            problem,
             tokens=tokens,
             row_parts=row_parts,
             m_tiles=m_tiles,
             unit_k=DIGIT_GROUP,
             splits_k=True,
+            cluster=cluster,
+            pushes=cluster > 1,
             digits=True,
+            ahead=True,
         )
-        for tokens, row_parts, m_tiles in DIGIT_SHAPES
+        for tokens, row_parts, m_tiles, cluster in DIGIT_SHAPES
         if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
     )
     return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
@@ -280,9 +329,17 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+    for form, (tokens, *_) in product(PUSH_FORMATS, PUSH_SHAPES):
+        configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
+
+
+def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
+    """A configuration for a problem's weights."""
+    form = {"group_size": problem.group_size, "zero_point": problem.zero_point}
+    return WgmmaConfig(bits=problem.bits, dtype=problem.dtype, **form, **choices)
 
 
 def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
