@@ -45,6 +45,8 @@ class PackedExperts:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
         for name in _TENSORS[1:]:
             tensor = getattr(self, name)
+            if tensor is not None:
+                check_tensors(**{name: tensor})
             if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != len(self)):
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
         for name, tensor in self._tensors().items():
@@ -129,6 +131,9 @@ class PackedExperts:
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
+        if not isinstance(tensors, dict):
+            raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+        check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
         for name in ("format", "codes", "scales"):
             if name not in tensors:
                 raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
@@ -157,6 +162,8 @@ def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
         TypeError, ValueError: there is none, they differ in format, or one has perm or input_scale; the message says
             which.
     """
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"weights: got {type(weights).__name__}, want a sequence of PackedWeight")
     if not weights:
         raise ValueError("weights: got none, want at least one expert")
     for i, weight in enumerate(weights):
@@ -193,7 +200,14 @@ def quantize_experts(
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
-    """The experts [E, 2 N, K] whose even rows are gate's and odd rows are up's; see `interleave_weights`."""
+    """The experts [E, 2 N, K] whose even rows are gate's and odd rows are up's; see `interleave_weights`.
+
+    Raises:
+        TypeError, ValueError: the two are no PackedExperts, or differ in number or in what `interleave_weights` names.
+    """
+    for name, weight in (("gate", gate), ("up", up)):
+        if not isinstance(weight, PackedExperts):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want PackedExperts")
     if len(gate) != len(up):
         raise ValueError(f"up: got {len(up)} experts, want {len(gate)}, as many as gate has")
     zeros = gate.zeros is not None or up.zeros is not None

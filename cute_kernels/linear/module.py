@@ -135,6 +135,8 @@ class QuantizedLinear(nn.Module):
         check_tensors(bias=bias)
         if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
             raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating [{self.out_features}]")
+        if bias.is_meta and weight.device.type != "meta":
+            raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
         return bias.to(weight.device, weight.dtype).contiguous()
 
     # -- state dicts -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_flag, check_tensors, device_of
 from cute_kernels.linear.weight import (
     SCALE_DTYPES,
     TILE_BYTES,
@@ -67,13 +67,11 @@ def quantize_weight(
     if w.dim() != 2:
         raise ValueError(f"w: got shape {list(w.shape)}, want [N, K]")
     shape = (w.shape[0], w.shape[1])
+    check_options(bits, group_size, zero_point, dtype)
     check_format(bits, group_size, shape)
-    if not isinstance(zero_point, bool):
-        raise TypeError(f"zero_point: got {zero_point!r}, want True or False")
+    device = device_of(device)
     if dtype is None:
         dtype = w.dtype if w.dtype in SCALE_DTYPES else torch.bfloat16
-    if dtype not in SCALE_DTYPES:
-        raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     w = w.detach()
     scales, zeros = _choose_scales(w, bits, group_size, zero_point, dtype)
     k, top = shape[1], (1 << bits) - 1
@@ -87,6 +85,14 @@ def quantize_weight(
         return codes.to(torch.uint8).flatten(1)[:, :k]
 
     return pack_codes(codes_of, scales, zeros, bits=bits, group_size=group_size, shape=shape, device=device)
+
+
+def check_options(bits: Any, group_size: Any, zero_point: Any, dtype: Any) -> None:
+    """Raises TypeError or ValueError unless `quantize_weight` takes these for some weight."""
+    check_format(bits, group_size, (1, 1))
+    check_flag("zero_point", zero_point)
+    if dtype is not None and dtype not in SCALE_DTYPES:
+        raise TypeError(f"dtype: got {dtype}, want None, torch.bfloat16 or torch.float16")
 
 
 def _choose_scales(
@@ -172,7 +178,7 @@ def pack_codes(
         zeros = None
     if perm is not None:
         check_permutation("perm", perm)
-    where = torch.device(device) if device is not None else scales.device
+    where = device_of(device) or scales.device
     tile_scales = _tiled(scales, shape, group_size).to(where)
     tile_zeros = None if zeros is None else _tiled(zeros, shape, group_size)
     n_pad, k_pad = padded_shape(shape, group_size)
@@ -202,8 +208,12 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     For checkpoints that have the two apart. Codes are moved, never changed.
 
     Raises:
+        TypeError: one of them is no PackedWeight.
         ValueError: the two differ in shape, bits, group size, dtype, device, perm or input_scale.
     """
+    for name, weight in (("gate", gate), ("up", up)):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
     for name in ("shape", "bits", "group_size", "dtype", "device"):
         ours, theirs = getattr(gate, name), getattr(up, name)
         if ours != theirs:

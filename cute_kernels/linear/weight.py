@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import check_count, check_matrix_shape, check_tensors, is_one_of
 from layouts.transform import unpack
 from layouts.weights import hopper
 
@@ -81,6 +82,7 @@ class PackedWeight:
 
     def __post_init__(self) -> None:
         check_format(self.bits, self.group_size, self.shape)
+        check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
         tiles, k = n_pad // TILE_N, self.shape[1]
         per_group = (tiles, num_groups(self.shape, self.group_size), TILE_N)
@@ -96,6 +98,7 @@ class PackedWeight:
         tensor = getattr(self, name)
         if tensor is None:
             return
+        check_tensors(**{name: tensor})
         if tensor.dtype != dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
         if tuple(tensor.shape) != shape:
@@ -147,8 +150,13 @@ class PackedWeight:
 
         `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
         through fp32.
+
+        Raises:
+            TypeError: dtype is not floating.
         """
         n, k = self.shape
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: got {dtype!r}, want None or a floating one")
         out = torch.empty(n, k, dtype=dtype or self.dtype, device=self.device)
         for first, last in row_blocks(self.codes.shape[0], self.codes.shape[1] * hopper.tile_k(self.bits)):
             out[first * TILE_N : last * TILE_N] = self.dequantize_tiles(first, last)
@@ -305,6 +313,9 @@ class PackedWeight:
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
+        if not isinstance(tensors, dict):
+            raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+        check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
         for name in ("format", "codes", "scales"):
             if name not in tensors:
                 raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
@@ -335,14 +346,13 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
 
 
 def check_format(bits: Any, group_size: Any, shape: Any) -> None:
-    """Raises ValueError unless there is such a format of weights."""
-    if bits not in BITS:
+    """Raises TypeError or ValueError unless there is such a format of weights."""
+    if not is_one_of(bits, BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
-    if group_size is not None and group_size not in GROUP_SIZES:
+    if group_size is not None and not is_one_of(group_size, GROUP_SIZES):
         wanted = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None for one scale per row")
-    if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"shape: got {list(shape)}, want [N, K] with N and K at least 1")
+    check_matrix_shape("shape", shape)
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:
@@ -352,7 +362,5 @@ def check_permutation(name: str, perm: torch.Tensor) -> None:
 
 
 def _check_rank(rank: int, world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size: got {world_size}, want at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: got {rank}, want 0 to {world_size - 1}")
+    check_count("world_size", world_size, 1)
+    check_count("rank", rank, 0, world_size - 1)

@@ -104,7 +104,7 @@ BAD = {
     "bits": ({"bits": 2}, "bits: got 2, want 4 or 8"),
     "group_size": ({"group_size": 0}, "group_size: got 0, want one of 32, 64, 128, 256, or None"),
     "zero_point": ({"zero_point": 8}, "zero_point: got 8, want True or False"),
-    "dtype": ({"dtype": FP32}, "dtype: got torch.float32, want torch.bfloat16 or torch.float16"),
+    "dtype": ({"dtype": FP32}, "dtype: got torch.float32, want None, torch.bfloat16 or torch.float16"),
     "NaN": ({"w": torch.tensor([[1.0, float("nan")]])}, "w: got NaN or infinite values"),
     "infinite": ({"w": torch.tensor([[1.0, float("-inf")]])}, "w: got NaN or infinite values"),
     "beyond fp16": ({"w": torch.full((1, 32), 1e6), "dtype": FP16}, "w: got a group that wants scale 142857, beyond"),
