@@ -35,8 +35,11 @@ format: setup
 typecheck: setup
 	$(PY) -m pyright --pythonpath $(PY)
 
+# Modules side by side where pytest-xdist is installed; tests/conftest.py says how many.
+PARALLEL = $(shell $(PY) -c "import xdist; print('-n auto --dist loadscope')" 2>/dev/null)
+
 pytest: setup
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 # Executed into a scratch folder: a run never changes the files in the repository.
 notebooks: setup

@@ -303,7 +303,7 @@ def test_a_format_without_given_scales_takes_none():
         ({"v_head_dim": 65}, ValueError, "v_head_dim: got 65, want one of 64"),
         ({"cache_layout": "DHN"}, ValueError, "cache_layout: got 'DHN', want one of NHD, HND"),
         ({"kv_format": "int3"}, ValueError, "kv_format: got 'int3'"),
-        ({"kv_format": ("bf16",)}, ValueError, "want a name or a pair of names"),
+        ({"kv_format": ("bf16",)}, TypeError, "want the name of a format or a pair of names"),
         ({"kv_format": "fp16"}, TypeError, "kv_format: got 'fp16' for a model in torch.bfloat16"),
         ({"dtype": torch.float32}, TypeError, "dtype: got torch.float32"),
     ],
