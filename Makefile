@@ -43,10 +43,7 @@ pytest: setup
 
 # Executed into a scratch folder: a run never changes the files in the repository.
 notebooks: setup
-	@set -e; for notebook in $(sort $(wildcard docs/notebooks/*.ipynb)); do \
-	  echo "executing $$notebook"; \
-	  $(PY) tools/run_notebook.py $$notebook; \
-	done
+	$(PY) tools/run_notebook.py $(sort $(wildcard docs/notebooks/*.ipynb))
 
 golden: setup
 	$(PY) -m tests.golden.update
