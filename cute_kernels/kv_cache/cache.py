@@ -116,6 +116,7 @@ class KVCache:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that no sequence has."""
         return self._pages.num_free
 
     @property

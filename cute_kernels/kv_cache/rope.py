@@ -35,6 +35,7 @@ class LinearScaling:
         check_positive("factor", self.factor)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         return [frequency / self.factor for frequency in base_frequencies(rotary_dim, theta)]
 
 
@@ -65,6 +66,7 @@ class NtkScaling:
                 check_count(name, getattr(self, name), 1)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         stretch = self.factor
         if self.seq_len is not None and self.original_max_position is not None:
             length = max(self.seq_len, self.original_max_position)
@@ -94,6 +96,7 @@ class Llama3Scaling:
             )
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         return [self._scaled(frequency) for frequency in base_frequencies(rotary_dim, theta)]
 
     def _scaled(self, frequency: float) -> float:
@@ -139,6 +142,7 @@ class YarnScaling:
         check_flag("truncate", self.truncate)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         low, high = (self._dimension(turns, rotary_dim, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)

@@ -140,7 +140,10 @@ def fold(
 
 
 def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
-    """Raises TypeError or ValueError unless factors, floating [num_kv_heads, head_dim], keep to the pairing rule."""
+    """Raises TypeError or ValueError unless factors, floating [num_kv_heads, head_dim], keep to the pairing rule.
+
+    rope: the rotation, whose pairs have to have equal factors.
+    """
     check_floating(factors=factors)
     if factors.dim() != 2 or not factors.numel():
         raise ValueError(f"factors: got shape {list(factors.shape)}, want [num_kv_heads, head_dim]")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_flag, check_tensors
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight
 
@@ -72,6 +72,7 @@ class PackedExperts:
 
     @property
     def device(self) -> torch.device:
+        """Of all tensors."""
         return self.codes.device
 
     @cached_property
@@ -83,10 +84,12 @@ class PackedExperts:
 
     @property
     def out_features(self) -> int:
+        """N, rows of each expert without padding."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
+        """K, columns of each expert without padding."""
         return self.shape[1]
 
     @property
@@ -156,7 +159,9 @@ class PackedExperts:
 def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
     """The experts of a layer as one, copied: what importers of checkpoints make one after the other.
 
-    Symmetric ones among others with zero points get the symmetric zero as theirs.
+    Args:
+        weights: of one shape, format, dtype and device. Symmetric ones among others with zero points get the symmetric
+            zero as theirs.
 
     Raises:
         TypeError, ValueError: there is none, they differ in format, or one has perm or input_scale; the message says
@@ -182,10 +187,18 @@ def quantize_experts(
     device: torch.device | str | None = None,
     halves_in_turn: bool = False,
 ) -> PackedExperts:
-    """`quantize_weight` of every expert of w [E, N, K]; the arguments are its arguments.
+    """`quantize_weight` of every expert.
 
-    halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in turn.
+    Args:
+        w: floating [E, N, K], finite.
+        bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
+        halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in
+            turn.
+
+    Raises:
+        TypeError, ValueError: as `quantize_weight`, or w has no experts, or an odd number of rows to take in turn.
     """
+    check_flag("halves_in_turn", halves_in_turn)
     check_tensors(w=w)
     if w.dim() != 3 or w.shape[0] < 1:
         raise ValueError(f"w: got shape {list(w.shape)}, want [E, N, K] with at least one expert")

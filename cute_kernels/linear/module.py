@@ -91,10 +91,12 @@ class QuantizedLinear(nn.Module):
 
     @property
     def out_features(self) -> int:
+        """N: features of the result."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
+        """K: features of x."""
         return self.shape[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

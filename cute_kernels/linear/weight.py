@@ -119,14 +119,17 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Of all tensors."""
         return self.codes.device
 
     @property
     def out_features(self) -> int:
+        """N, rows without padding."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
+        """K, columns without padding."""
         return self.shape[1]
 
     @property
