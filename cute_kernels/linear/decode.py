@@ -7,6 +7,7 @@ codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
 
 bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
 A `PairDecoder` takes them two at a time, 14 instructions per 8 codes: the eighth bit becomes the last of an exponent.
+Of weights without zero points a `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from cutlass import Float32, Uint32
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 
 LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
 LOW_BITS, HIGHEST_BIT = 0x007F007F, 0x00800080  # of bytes 0 and 2
@@ -26,6 +27,11 @@ MINUS_BF16_128, MINUS_F16_1024, MINUS_F16_64 = 0xC300C300, 0xE400E400, 0xD400D40
 F16_SIXTEENTH = 0x2C002C00
 BOTH_SIGNS = 0x80008000
 AND_OR, AND_XOR = 0xEA, 0x6A  # tables of LOP3: (a & b) | c and (a & b) ^ c
+BYTES, UPPER_BYTES = 0x00FF00FF, 0x4341  # mask of bytes 0 and 2; what PRMT puts there of bytes 1 and 3
+BF16_ONES = 0x3F803F80
+BF16_EXPONENT = 0x00800080  # one of both exponents of a packed pair
+SUBNORMAL_EXPONENT = -133  # of the unit of subnormal bf16 numbers, and of the smallest normal ones
+UNIT_EXPONENT = -32  # of the unit of a `SubnormalDecoder`'s weights
 FP32_TWO_TO_23, MINUS_TWO_TO_23 = 0x4B000000, 0xCB000000
 
 
@@ -35,7 +41,12 @@ class Decoder:
     Attributes:
         words_per_step: 32-bit registers that hold a thread's codes of a k16 step.
         steps: k16 steps of 16 bytes.
+        scales_weights: whether `fragment` scales what it decodes.
+        unit: what 1 in a decoded weight counts.
     """
+
+    scales_weights = False
+    unit = 1.0
 
     def __init__(self, bits: int, dtype: str):
         self.bits, self.dtype = bits, dtype
@@ -73,6 +84,13 @@ class Decoder:
         it does not know.
         """
         return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
+
+    def row_numbers(self, scales, points) -> list[Any]:
+        """What `fragment` wants to know of the thread's two rows: here their `offsets`.
+
+        scales: of the rows, packed pairs of the dtype, or None for those that meet the sums; points: their zero points.
+        """
+        return self.offsets(points)
 
     def fragment(self, words, step: int, offsets, masks=None) -> list[Any]:
         """The four registers of the A operand of a k16 step: code - zero, exactly.
@@ -152,3 +170,57 @@ class PairDecoder(Decoder):
         low = ptx.lop3(pair, masks[0], Uint32(BF16_128), AND_OR)
         high = ptx.lop3(pair, masks[1], Uint32(MINUS_BF16_256), AND_XOR)
         return ptx.add_bf16x2(low, high)
+
+
+def packed_power(exponent: int) -> int:
+    """Two to an exponent, twice, in packed bf16."""
+    return BF16_ONES + exponent * BF16_EXPONENT
+
+
+class SubnormalDecoder(Decoder):
+    """bf16 weights without zero points, scaled by the instruction that takes half the range of codes off.
+
+    A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, as
+    the smallest normal numbers have the same unit. So masking is all of the conversion, and one fused multiply-add both
+    scales and takes off half the range of codes, a power of two and so exact times any scale: weights are rounded once.
+    2**133 is no bf16 number: weights come in units of 2**-32, which their sums are multiplied with. Scales below 2**27
+    have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8.
+
+    That conversions between small floats take masks and one product with a power of two, subnormal numbers included, is
+    known from FP8 and FP6 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.
+    """
+
+    scales_weights = True
+    unit = 2.0**-UNIT_EXPONENT
+
+    def __init__(self, bits: int, dtype: str):
+        assert dtype == "bf16", f"dtype {dtype!r} is not bf16"
+        super().__init__(bits, dtype)
+        self._pairs = self._nibbles if bits == 4 else self._bytes
+        # Of the thread's second row the codes of 4 bits stand four bits further up.
+        places = (0, 4 if bits == 4 else 0)
+        self.factors = [packed_power(UNIT_EXPONENT - SUBNORMAL_EXPONENT - place) for place in places]
+        self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
+
+    def masks(self, nothing) -> tuple:
+        return ()
+
+    def row_numbers(self, scales, points) -> list[Any]:
+        """(factor, offset) of the codes of each row; without scales those of 1. ``points`` are half the range."""
+        rows = [(Uint32(factor), Uint32(self.half_range)) for factor in self.factors]
+        if scales is not None:
+            rows = [tuple(ptx.mul_bf16x2(scales[i], one) for one in row) for i, row in enumerate(rows)]
+        return rows
+
+    def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
+        """As `Decoder.fragment`, but of scaled weights in units of 1 / ``unit``; rows: of `row_numbers`."""
+        first = step * self.words_per_step
+        pairs = self._pairs(words[first : first + self.words_per_step])
+        return [numbers.fma_bf16x2(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]
+
+    def _nibbles(self, words) -> list[Any]:
+        return [word & Uint32(mask) for word in (words[0], words[0] >> 8) for mask in (LOW_NIBBLES, HIGH_NIBBLES)]
+
+    def _bytes(self, words) -> list[Any]:
+        upper = Uint32(UPPER_BYTES)
+        return [pair for word in words for pair in (word & Uint32(BYTES), ptx.prmt(word, Uint32(0), upper))]

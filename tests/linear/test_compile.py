@@ -71,14 +71,18 @@ WGMMA_CONFIGS = [
 EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
 SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=4, splits_k=True)
-SQUARES = (SQUARE, replace(SQUARE, bits=8, chunk=32))
+OPCODES = {
+    SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
+    replace(SQUARE, bits=8, chunk=32): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
+    replace(SQUARE, zero_point=True): {"LOP3": 4, "SHF": 3, "HADD2": 4, "HMUL2": 4},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     shipped = LinearSpec(LinearConfig(4, "bf16", 128))
-    default_cache().artifacts([shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, *SQUARES))], ARCH)
+    default_cache().artifacts([shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, *OPCODES))], ARCH)
 
 
 def compiled_apart(spec: WgmmaSpec) -> Artifact:
@@ -111,13 +115,14 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
     assert machine_code.early_writes(loop) == []
 
 
-@pytest.mark.parametrize("config, per_step", zip(SQUARES, (4, 8), strict=True))
-def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: int, tmp_path):
-    """One LOP3 for two codes of 4 bits, two of 8: masks are in registers of each lane, none is made or copied again."""
+@pytest.mark.parametrize("config, per_step", OPCODES.items(), ids=lambda value: getattr(value, "name", ""))
+def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: dict[str, int], tmp_path):
+    """A mask for two codes, one HFMA2 for their weights, and none made or copied again; four more with zero points."""
     artifact = compiled_apart(WgmmaSpec(config))
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
     steps = config.unit_steps
-    assert per_step * steps <= sum(opcode.startswith("LOP3") for _, opcode, _ in loop) <= per_step * steps + 2
+    for name, count in per_step.items():
+        assert count * steps <= sum(opcode.startswith(name) for _, opcode, _ in loop) <= count * steps + 4, name
     copies = [operands for _, opcode, operands in loop if opcode.startswith(("IMAD.U32", "MOV")) and ", UR" in operands]
     assert len(copies) <= 2
 

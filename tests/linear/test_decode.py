@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear import decode
-from tests.attention.warp import elements
+from tests.attention.warp import bf16_bits, bf16_values, elements, from_halves
 from tests.linear.warp import LinearWarp
 
 
@@ -36,3 +36,46 @@ def test_every_code_less_every_zero_point_is_exact(kind, bits: int, dtype: str, 
         )
         middle = subject.symmetric_zero if zero is None else zero
         assert np.array_equal(np.sort(found, axis=1), np.sort(codes - float(middle), axis=1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_symmetric_weight_is_rounded_once(bits: int, monkeypatch):
+    """Codes as subnormal numbers, of scales of both signs from tiny to the largest that there is room for."""
+    subject, generator = subnormal_decoder(bits, monkeypatch), np.random.default_rng(bits)
+    half = 2.0 ** (bits - 1)
+    for exponent in (*range(-60, 27, 3), 26):
+        scales = bf16_values(bf16_bits((0.99 * generator.random((32, 2)) + 1) * 2.0**exponent * (-1) ** exponent))
+        scales[0] = 0
+        pairs = [from_halves(np.stack([bf16_bits(row)] * 2, 1)) for row in scales.T]
+        rows = subject.row_numbers(pairs, [subject.symmetric_zero] * 2)
+        for first in range(0, 256, 8):
+            codes = (np.arange(32)[:, None] * 8 + np.arange(8) + first) % (1 << bits)
+            exact = (codes[:, IN_REGISTERS[bits]] - half) * scales[:, [0, 1, 0, 1], None]
+            assert np.array_equal(fragment_of(subject, codes, rows), bf16_values(bf16_bits(exact)).astype(np.float64))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_whose_scale_comes_later_are_exact(bits: int, monkeypatch):
+    subject = subnormal_decoder(bits, monkeypatch)
+    codes = np.arange(256).reshape(32, 8) % (1 << bits)
+    found = fragment_of(subject, codes, subject.row_numbers(None, [subject.symmetric_zero] * 2))
+    assert np.array_equal(found, codes[:, IN_REGISTERS[bits]] - 2.0 ** (bits - 1))
+
+
+# [register][column] codes of a step, by bits: a register has two of one row, 4 bits half a word from one another.
+IN_REGISTERS = {4: [[0, 4], [1, 5], [2, 6], [3, 7]], 8: [[0, 2], [1, 3], [4, 6], [5, 7]]}
+
+
+def subnormal_decoder(bits: int, monkeypatch) -> decode.SubnormalDecoder:
+    LinearWarp(np.zeros(16, np.uint8), np.zeros(0, np.uint8)).install(monkeypatch, decode)
+    return decode.SubnormalDecoder(bits, "bf16")
+
+
+def fragment_of(subject: decode.SubnormalDecoder, codes: np.ndarray, rows) -> np.ndarray:
+    """[lane, register, column] what a step's codes [lane, 8] become."""
+    bits = subject.bits
+    words = np.zeros((32, 2), np.uint64)
+    for place in range(8):
+        words[:, place * bits // 32] |= codes[:, place].astype(np.uint64) << np.uint64(place * bits % 32)
+    registers = subject.fragment([decode.Uint32(words[:, i]) for i in range(2)], 0, rows)
+    return np.stack([elements(register, "bf16") for register in registers], 1) * subject.unit

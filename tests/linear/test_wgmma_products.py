@@ -110,9 +110,7 @@ class Machine:
                 subject.synchronous.multiply_unit(sums, memory, STAGE, place, rows, channel, config.tokens)
             else:
                 subject.multiply_unit(sums, memory, STAGE, place, channel, None, None, config.tokens)
-        if channel:
-            for i in range(len(sums)):
-                sums[i] = sums[i] * channel[i // (config.tokens // 2)][0][i // 2 % 2]
+        subject.put_sums(sums, list(sums), channel)
         return sums
 
     def stage(self, packed: bool) -> np.ndarray:
@@ -204,7 +202,9 @@ def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
             assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
 
-@pytest.mark.parametrize("config", CONFIGS[:20:5] + CONFIGS[-4:] + SYNCHRONOUS, ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config", [*CONFIGS[:40:5], *CONFIGS[2:40:5], *CONFIGS[-4:], *SYNCHRONOUS], ids=lambda config: config.name
+)
 def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     x = torch.zeros(config.tokens, config.unit_k, dtype=weight.dtype)

@@ -32,6 +32,16 @@ class LinearWarp(warp.Warp):
     def add_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves(bf16_bits(bf16_values(halves(a)) + bf16_values(halves(b))))
 
+    def mul_bf16x2(self, a: Lanes, b: Any) -> Lanes:
+        left, right = (bf16_values(halves(np.broadcast_to(np.asarray(x, np.uint32), (32,)))) for x in (a, b))
+        return from_halves(bf16_bits(left * right))
+
+    def fma_bf16x2(self, a: Lanes, b: Any, c: Lanes) -> Lanes:
+        left, right, addend = (
+            bf16_values(halves(np.broadcast_to(np.asarray(x, np.uint32), (32,)))).astype(np.float64) for x in (a, b, c)
+        )
+        return from_halves(bf16_bits(left * right + addend))
+
     def fma_f16x2(self, a: Lanes, b: Any, c: Lanes) -> Lanes:
         left, right, addend = (
             halves(np.broadcast_to(np.asarray(x, np.uint32), (32,))).view(np.float16).astype(np.float64)

@@ -40,9 +40,6 @@ class WarpgroupWarp(LinearWarp):
                     monkeypatch.setattr(module.wgmma, name, getattr(self, name))
                 monkeypatch.setattr(module.wgmma, "Uint32", module.Uint32)
 
-    def mul_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
-        return self.pack_bf16x2(*(elements(a, "bf16") * elements(b, "bf16")).T)
-
     def mul_f16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return self.pack_f16x2(*(elements(a, "f16") * elements(b, "f16")).T)
 

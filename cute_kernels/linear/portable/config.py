@@ -36,6 +36,10 @@ class PortableConfig(WgmmaConfig):
         return self.math_warps * WARP_THREADS
 
     @property
+    def scales_codes(self) -> bool:
+        return False  # codes are decoded as the kernel for few rows does it
+
+    @property
     def token_blocks(self) -> int:
         """MMAs that share an A operand."""
         return self.tokens // 8

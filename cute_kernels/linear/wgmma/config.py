@@ -82,6 +82,14 @@ class WgmmaConfig:
     digits: bool = False
 
     @property
+    def scales_codes(self) -> bool:
+        """Whether codes are scaled by the instruction that decodes them: `cute_kernels.linear.decode.SubnormalDecoder`.
+
+        If not, scales meet weights in a product of their own, or the sums of a group.
+        """
+        return self.dtype == "bf16" and not (self.zero_point or self.synchronous or self.digits)
+
+    @property
     def tile_k(self) -> int:
         """Inputs of a tile of codes."""
         return tile_k(self.bits)

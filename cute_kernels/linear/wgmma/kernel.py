@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.decode import Decoder, PairDecoder
+from cute_kernels.linear.decode import Decoder, PairDecoder, SubnormalDecoder
 from cute_kernels.linear.wgmma.config import (
     BOX_ALIGNMENT,
     BOX_K,
@@ -81,7 +81,8 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder: Decoder = PairDecoder(config.bits, config.dtype)
+        decoder = SubnormalDecoder if config.scales_codes else PairDecoder
+        self.decoder: Decoder = decoder(config.bits, config.dtype)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
@@ -398,8 +399,7 @@ class WgmmaKernel:
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
-        stage, phase = Int32(0), Int32(0)
-        last = Int32(0)
+        stage, phase, last = Int32(0), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
@@ -489,7 +489,9 @@ class WgmmaKernel:
         """Keeps the finished sums, times the scales of their rows where those hold for all of K."""
         tile_sums = self.config.tokens // 2
         for i, value in enumerate(finished):
-            sums[i] = value * channel[i // tile_sums][0][i // 2 % 2] if channel else value
+            if channel:
+                value = value * channel[i // tile_sums][0][i // 2 % 2]
+            sums[i] = value * self.decoder.unit if self.decoder.scales_weights else value
 
     @cute.jit
     def release(self, memory, stage, teller):
@@ -547,9 +549,9 @@ class WgmmaKernel:
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
         """The A operand of a k16 step of the unit: weights, rounded once; without groups, codes less zero points."""
         config, decoder = self.config, self.decoder
-        scales, offsets = groups[step * STEP_K // config.group_size if config.group_size else 0]
-        registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, offsets, masks)
-        if not config.group_size:
+        scales, rows = groups[step * STEP_K // config.group_size if config.group_size else 0]
+        registers = decoder.fragment(words[step // decoder.steps], step % decoder.steps, rows, masks)
+        if decoder.scales_weights or not config.group_size:
             return registers
         multiply = ptx.mul_bf16x2 if config.dtype == "bf16" else ptx.mul_f16x2
         return [multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
@@ -569,7 +571,7 @@ class WgmmaKernel:
             points = [self.decoder.symmetric_zero] * 2
             if config.zero_point:
                 points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
-            groups.append((pairs, self.decoder.offsets(points)))
+            groups.append((pairs, self.decoder.row_numbers(pairs, points)))
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
@@ -591,7 +593,7 @@ class WgmmaKernel:
                 points = [decoder.symmetric_zero] * 2
                 if config.zero_point:
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
-                channel.append(([self.to_float(word) for word in words], decoder.offsets(points)))
+                channel.append(([self.to_float(word) for word in words], decoder.row_numbers(None, points)))
         return channel
 
     def to_float(self, word):
