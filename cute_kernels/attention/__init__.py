@@ -182,8 +182,6 @@ def decode_attention_splits(
     """
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     check_count("num_splits", num_splits, 1, MAX_SPLITS)
-    if q.dim() == 4 and q.shape[1] != 1:
-        raise ValueError(f"q: got q_len {q.shape[1]}, want 1")
     if q.is_cuda:
         return ops.launch_splits(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
     out, split_out, split_max, split_sum = decode_attention_splits_reference(

@@ -193,7 +193,9 @@ def launch_splits(
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_positive("softmax_scale", softmax_scale)
     call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None, None)
-    batch, _, heads, head_dim = call.out_shape
+    batch, q_len, heads, head_dim = call.out_shape
+    if q_len != 1:
+        raise ValueError(f"q: got q_len {q_len}, want 1")
     if not k_cache.numel():
         split_out = torch.zeros((batch, num_splits, heads, head_dim), dtype=torch.float32, device=q.device)
         split_sum = torch.zeros_like(split_out[..., 0])

@@ -314,6 +314,14 @@ def copy_to_cluster(target: Int32, source: Int32, num_bytes: int, barrier: Int32
 
 
 @dsl_user_op
+def copy_to_global(target: Int64, source: Int32, num_bytes: Int32, *, loc=None, ip=None) -> None:
+    """cp.async.bulk of ``num_bytes`` (a multiple of 16; addresses too) of this CTA's shared memory to global memory, in
+    the thread's bulk group. Stores before it need a fence of the async proxy."""
+    asm = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _effect([Int64(target), Int32(source), Int32(num_bytes)], asm, "l,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_in_cluster(address: Int32, offset: int, values: Sequence[Float32], *, loc=None, ip=None) -> None:
     """Two fp32 into the shared memory of a CTA of the cluster, by their address there."""
     operands = [Int32(address), *(Float32(value) for value in values)]

@@ -6,8 +6,7 @@ the zero point together. Both are integers that the format holds, so code - zero
 codes: 4 bits 11 (bf16) or 9 (fp16), 8 bits 20 or 8.
 
 bf16 holds seven of a code's eight bits behind its fixed exponent, so 8-bit codes take a detour by fp32, one at a time.
-A `PairDecoder` takes them two at a time, 14 instructions per 8 codes: the eighth bit becomes the last of an exponent.
-Of weights without zero points a `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
+A `SubnormalDecoder` takes a code for a number as it is, and scales it as well.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from cutlass import Float32, Uint32
 from cute_kernels.device import numbers, ptx
 
 LOW_NIBBLES, HIGH_NIBBLES = 0x000F000F, 0x00F000F0
-LOW_BITS, HIGHEST_BIT = 0x007F007F, 0x00800080  # of bytes 0 and 2
 BF16_128 = 0x43004300  # a code in its low bits: 128 + code
 F16_1024 = 0x64006400  # 1024 + code; 1024 + 16 code for a code four bits further up
-MINUS_BF16_256 = 0xC380C380  # without the last bit of its exponent -128
 MINUS_BF16_128, MINUS_F16_1024, MINUS_F16_64 = 0xC300C300, 0xE400E400, 0xD400D400
 F16_SIXTEENTH = 0x2C002C00
 BOTH_SIGNS = 0x80008000
-AND_OR, AND_XOR = 0xEA, 0x6A  # tables of LOP3: (a & b) | c and (a & b) ^ c
 BYTES, UPPER_BYTES = 0x00FF00FF, 0x4341  # mask of bytes 0 and 2; what PRMT puts there of bytes 1 and 3
 BF16_ONES = 0x3F803F80
 BF16_EXPONENT = 0x00800080  # one of both exponents of a packed pair
@@ -133,58 +129,20 @@ class Decoder:
         return registers
 
 
-class PairDecoder(Decoder):
-    """A `Decoder` that makes two 8-bit codes bf16 at a time."""
-
-    def __init__(self, bits: int, dtype: str):
-        super().__init__(bits, dtype)
-        self.in_pairs = (bits, dtype) == (8, "bf16")
-        if self.in_pairs:
-            self._fragment = self._pairs_to_bf16
-
-    def offsets(self, zeros) -> list[Any]:
-        """As `Decoder.offsets`; nothing is added for integers, which are the zero point of symmetric weights."""
-        if not self.in_pairs:
-            return super().offsets(zeros)
-        if isinstance(zeros[0], int):
-            return [None] * len(zeros)
-        masks = self.masks(Uint32(0))
-        # 128 - zero, which bf16 holds of every byte.
-        return [self._less_128(zero * Uint32(0x00010001), masks) ^ Uint32(BOTH_SIGNS) for zero in zeros]
-
-    def masks(self, nothing) -> tuple[Any, Any]:
-        if not self.in_pairs:
-            return super().masks(nothing)
-        return Uint32(LOW_BITS) | nothing, Uint32(HIGHEST_BIT) | nothing
-
-    def _pairs_to_bf16(self, words, offsets, masks):
-        registers = []
-        for word in words:
-            for pair, offset in zip((word, word >> 8), offsets, strict=True):
-                less = self._less_128(pair, masks)
-                registers.append(less if offset is None else ptx.add_bf16x2(less, offset))
-        return registers
-
-    def _less_128(self, pair, masks):
-        """code - 128 of bytes 0 and 2: 128 + the low seven bits, minus 256 or, if the highest is set, minus 128."""
-        low = ptx.lop3(pair, masks[0], Uint32(BF16_128), AND_OR)
-        high = ptx.lop3(pair, masks[1], Uint32(MINUS_BF16_256), AND_XOR)
-        return ptx.add_bf16x2(low, high)
-
-
 def packed_power(exponent: int) -> int:
     """Two to an exponent, twice, in packed bf16."""
     return BF16_ONES + exponent * BF16_EXPONENT
 
 
 class SubnormalDecoder(Decoder):
-    """bf16 weights without zero points, scaled by the instruction that takes half the range of codes off.
+    """bf16 weights, scaled by the instruction that takes half the range of codes off, or right after zero points.
 
     A code that stands alone in the low bits of 16 is a subnormal bf16 number, code * 2**-133, all eight bits of it, as
     the smallest normal numbers have the same unit. So masking is all of the conversion, and one fused multiply-add both
     scales and takes off half the range of codes, a power of two and so exact times any scale: weights are rounded once.
+    A zero point times a scale need not be exact, so it comes off in an addition of its own before the product.
     2**133 is no bf16 number: weights come in units of 2**-32, which their sums are multiplied with. Scales below 2**27
-    have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8.
+    have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8; with zero points 13 and 12.
 
     That conversions between small floats take masks and one product with a power of two, subnormal numbers included, is
     known from FP8 and FP6 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.
@@ -193,30 +151,47 @@ class SubnormalDecoder(Decoder):
     scales_weights = True
     unit = 2.0**-UNIT_EXPONENT
 
-    def __init__(self, bits: int, dtype: str):
+    def __init__(self, bits: int, dtype: str, zero_point: bool = False):
         assert dtype == "bf16", f"dtype {dtype!r} is not bf16"
         super().__init__(bits, dtype)
+        self.zero_point = zero_point
         self._pairs = self._nibbles if bits == 4 else self._bytes
         # Of the thread's second row the codes of 4 bits stand four bits further up.
-        places = (0, 4 if bits == 4 else 0)
-        self.factors = [packed_power(UNIT_EXPONENT - SUBNORMAL_EXPONENT - place) for place in places]
+        self.places = (0, 4 if bits == 4 else 0)
+        self.factors = [packed_power(UNIT_EXPONENT - SUBNORMAL_EXPONENT - place) for place in self.places]
         self.half_range = packed_power(bits - 1 + UNIT_EXPONENT) ^ BOTH_SIGNS
 
     def masks(self, nothing) -> tuple:
         return ()
 
     def row_numbers(self, scales, points) -> list[Any]:
-        """(factor, offset) of the codes of each row; without scales those of 1. ``points`` are half the range."""
-        rows = [(Uint32(factor), Uint32(self.half_range)) for factor in self.factors]
-        if scales is not None:
-            rows = [tuple(ptx.mul_bf16x2(scales[i], one) for one in row) for i, row in enumerate(rows)]
-        return rows
+        """(factor, offset) of the codes of each row; without scales those of 1.
+
+        points: zero points, of symmetric weights half the range, which is not looked at.
+        """
+        rows = [(Uint32(factor), self._offset(points, row)) for row, factor in enumerate(self.factors)]
+        if scales is None:
+            return rows
+        if self.zero_point:
+            return [(ptx.mul_bf16x2(scales[i], factor), offset) for i, (factor, offset) in enumerate(rows)]
+        return [tuple(ptx.mul_bf16x2(scales[i], number) for number in row) for i, row in enumerate(rows)]
+
+    def _offset(self, points, row: int):
+        """What is added to the codes of a row before they are scaled, or scaled and added."""
+        if not self.zero_point:
+            return Uint32(self.half_range)
+        return points[row] * Uint32(0x00010001 << self.places[row]) | Uint32(BOTH_SIGNS)
 
     def fragment(self, words, step: int, rows, masks=None) -> list[Any]:
         """As `Decoder.fragment`, but of scaled weights in units of 1 / ``unit``; rows: of `row_numbers`."""
         first = step * self.words_per_step
         pairs = self._pairs(words[first : first + self.words_per_step])
-        return [numbers.fma_bf16x2(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]
+        return [self._scaled(pair, *rows[i % 2]) for i, pair in enumerate(pairs)]
+
+    def _scaled(self, pair, factor, offset):
+        if self.zero_point:
+            return ptx.mul_bf16x2(ptx.add_bf16x2(pair, offset), factor)
+        return numbers.fma_bf16x2(pair, factor, offset)
 
     def _nibbles(self, words) -> list[Any]:
         return [word & Uint32(mask) for word in (words[0], words[0] >> 8) for mask in (LOW_NIBBLES, HIGH_NIBBLES)]

@@ -67,9 +67,9 @@ def apply(
             key = kept = None
         if kept is not None:
             return kept.run(x, codes, scales, zeros, bias, residual, out)
-    dispatch = needs_dispatch(x=x, codes=codes)
     n, k = shape
     checks.check_input(x, k, scales.dtype, codes.device)
+    dispatch = needs_dispatch(x=x, codes=codes)
     checks.check_activation(activation, n)
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype

@@ -20,6 +20,7 @@ from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
 FEW, MANY = "few_rows", "many_rows"
 MOST = 6  # schedules of a kernel that are measured,
 MOST_CUTS = 2  # of one configuration, as models compare cuts better than configurations,
+TWO_LAUNCHES = 0.03  # of the time, by which these must be faster than one
 WITHIN = 1.5  # and how much longer than the best of its kernel one may be expected to take
 
 
@@ -91,10 +92,18 @@ def candidates(problem: Problem) -> Iterator[Candidate[Schedule | TileSchedule]]
 
 
 def modelled(problem: Problem) -> Schedule | TileSchedule:
-    """What is taken if no table says otherwise."""
+    """What is taken if no table says otherwise.
+
+    Few rows are the memory-bound kernel's, unless tiles in digits, the only ones whose model is fitted for so few, are
+    expected to be faster by more than what their second launch costs the host.
+    """
     if problem.m > FEW_ROWS or problem.batch_invariant:
         return many.make_tile_schedule(problem)
-    return few.make_schedule(problem)
+    schedule = few.make_schedule(problem)
+    most_us = (few.estimate_us(problem, schedule) + few.LAUNCH_US) * (1 - TWO_LAUNCHES)
+    in_digits = [tiles for tiles in many.tile_schedules(problem) if tiles.config.digits]
+    in_time = [tiles for tiles in in_digits if many.estimate_us(problem, tiles) < most_us]
+    return min(in_time, key=lambda tiles: many.estimate_us(problem, tiles), default=schedule)
 
 
 def worth_measuring(problem: Problem) -> list[Candidate[Schedule | TileSchedule]]:

@@ -169,12 +169,17 @@ class CombineKernel:
                 ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
 
     def outcome(self, sums, maximum, total, denominator) -> tuple[list[Any], Any, Any]:
-        """(four columns as words, log-sum-exp, greatest score). denominator: the total and the sink's weight."""
-        exists = total != 0.0
-        lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
-        top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
-        factor = cutlass.select_(exists, ptx.reciprocal(denominator), Float32(0.0))
-        return [self.numbers.pack(sums[i] * factor, sums[i + 1] * factor) for i in (0, 2)], lse, top
+        """As :func:`outcome_of`, of four columns."""
+        return outcome_of(sums, 4, maximum, total, denominator, self.numbers)
+
+
+def outcome_of(sums, count: int, maximum, total, denominator, numbers16) -> tuple[list[Any], Any, Any]:
+    """(``count`` columns as words, log-sum-exp, greatest score). denominator: the total and the sink's weight."""
+    exists = total != 0.0
+    lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
+    top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
+    factor = cutlass.select_(exists, ptx.reciprocal(denominator), Float32(0.0))
+    return [numbers16.pack(sums[i] * factor, sums[i + 1] * factor) for i in range(0, count, 2)], lse, top
 
 
 def weigh(known) -> tuple[list[Any], Any, Any]:

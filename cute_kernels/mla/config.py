@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cute_kernels.mla.formats import FORMATS, V_DIM, format_of
-from cute_kernels.mla.layout import VALUE_SLABS, TokenLayout, layout_of
+from cute_kernels.mla.layout import SLAB_COLUMNS, VALUE_SLABS, TokenLayout, layout_of
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 HEAD_DIM = 576  # columns of the wider keys
@@ -23,10 +23,16 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
+# What a CTA leaves where CTAs add up parts together: of a row's half fp16 values and four numbers; and a flag for each
+# of at most 16 readers.
+PART_ROW_BYTES = V_HEAD_DIM // 2 * 2 + 16
+PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * PART_ROW_BYTES // 4, 16
+PARTS_TOGETHER = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
-BOXES_REGISTERS = (256, 184, 64)
+BOXES_REGISTERS, IN_PARTS_REGISTERS = (256, 184, 64), (240, 176, 88)
+HELD_STEPS, CROSSOVER_HELD_STEPS = 5, {"mla_fp8": 8, "mla_model1": 5}  # with one more, ptxas spills
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
@@ -37,8 +43,14 @@ ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
-SERVED_STRETCH, CROSSOVER_STRETCH = 5, 3
-STRETCH_WITHOUT_SPILLS = 4  # of whole contexts of 656-byte tokens: with 5, ptxas keeps two words in local memory
+CROSSOVER_STRETCH = 3
+# Where a CTA decodes all tokens of a block: what is not the default of `SERVED_STRETCH`. Whole contexts of 656-byte
+# tokens: with stretches of 5, ptxas keeps two words in local memory.
+SERVED_STRETCH = 5
+SERVED_GATHERING = {
+    ("sparse", "mla_fp8"): {"stretch": 2, "fence": "reader"},
+    ("paged", "mla_fp8"): {"stretch": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -76,14 +88,19 @@ class MlaConfig:
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     crossover: two CTAs with different heads of a row bring half of the tokens each: they decode them and send them to
         each other, or have them copied to both. The number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; 1 or 0 in order
-        "lagging".
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; in order "lagging" 0,
+        or 1 of 16-bit tokens.
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
     order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
-        gathering warps; "lagging": likewise, and the right half of the values a block behind, for 16-bit tokens that a
-        tensor map brings, of which every 64 lie side by side in a page.
+        gathering warps; "lagging": likewise, and the right half of the values a block behind, for tiles that come in
+        two parts: FP8 tokens with crossover, or 16-bit tokens that a tensor map brings, of which every 64 lie side by
+        side in a page.
+    eager: in order "lagging", whether the right half of a block is added as soon as the left one is, which gives its
+        part of a tile back early: where tiles are what is waited for, and not the tensor cores. FP8 tokens want it.
+    together: the CTAs of a launch, all there at once, have a part of a row each and add up the parts themselves; by
+        crossover in order "stepped", where one power of 2 is enough for a half of a row.
     """
 
     tokens: str = "sparse"
@@ -96,6 +113,8 @@ class MlaConfig:
     stretch: int = WHOLE
     gather_warps: int = GATHER_WARPS[0]
     order: str = "plain"
+    eager: bool = False
+    together: bool = False
 
     @property
     def name(self) -> str:
@@ -106,7 +125,9 @@ class MlaConfig:
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
         stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
         warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
-        order = f"_{self.order}" if self.order != "plain" else ""
+        order = (
+            (f"_{self.order}" if self.order != "plain" else "") + "_eager" * self.eager + "_together" * self.together
+        )
         return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
 
     @property
@@ -144,23 +165,42 @@ class MlaConfig:
 
     @property
     def boxes(self) -> bool:
-        """Whether a tensor map brings tiles, in two parts."""
+        """Whether a tensor map brings tiles."""
+        return self.lags and self.copies
+
+    @property
+    def lags(self) -> bool:
+        """Whether the right half of the values is a block behind."""
         return self.order == "lagging"
 
     @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Slabs of the parts of a tile that are filled and given back by themselves."""
+        return self.layout.parts if self.lags else (tuple(range(self.layout.num_slabs)),)
+
+    @property
     def tile_parts(self) -> int:
-        """Parts of a tile that are filled and given back by themselves."""
-        return 2 if self.boxes else 1
+        """How many such parts a tile has."""
+        return 2 if self.lags else 1
+
+    def part_number(self, stage: Any, part: int) -> Any:
+        """Of a part of a tile, among all that have barriers."""
+        return stage if self.tile_parts == 1 else self.tile_parts * stage + part
+
+    @property
+    def held_steps(self) -> int:
+        """16 columns each, of the queries, that order "lagging" keeps in registers."""
+        return CROSSOVER_HELD_STEPS[self.form] if self.crossover and not self.copies else HELD_STEPS
 
     @property
     def empty_arrivals(self) -> int:
         """How many times the barrier of a tile, or of a part of one, is arrived at when it is given back."""
         return MULTIPLYING_WARPS // self.tile_parts * self.cluster
 
-    @property
-    def sent_bytes(self) -> int:
-        """What a CTA of a pair is sent of a tile: half of its rows, and of its flags."""
-        return (self.tile_bytes + FLAG_BYTES) // 2
+    def sent_bytes(self, part: int) -> int:
+        """What a CTA of a pair is sent of a part of a tile: half of its rows, and of the flags with the first one."""
+        rows = len(self.parts[part]) * SLAB_COLUMNS * 2 * BLOCK_TOKENS
+        return (rows + (FLAG_BYTES if part == 0 else 0)) // 2
 
     @property
     def copies(self) -> bool:
@@ -191,6 +231,8 @@ class MlaConfig:
             return BOXES_REGISTERS
         if self.gather_warps != GATHER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
+        if self.lags:
+            return IN_PARTS_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
 
     @property
@@ -210,7 +252,7 @@ class MlaConfig:
 
     @property
     def entry_bytes(self) -> int:
-        """Shared memory of entries."""
+        """Shared memory of entries: of those that gather, and of those that help them."""
         return 0 if self.copies else self.entry_blocks * ENTRY_BLOCK_BYTES
 
     @property
@@ -238,8 +280,12 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
-        if self.boxes:
-            return self._boxes_reason()
+        if self.together and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
+            return f"together is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
+        if self.lags:
+            return self._lagging_reason()
+        if self.eager:
+            return f"eager is True; order {self.order!r} has no half that lags"
         if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
             return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
         if self.copies and self.fence != "reader":
@@ -260,16 +306,21 @@ class MlaConfig:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
 
-    def _boxes_reason(self) -> str | None:
+    def _lagging_reason(self) -> str | None:
         """As `can_implement`, of order "lagging"."""
-        if self.tokens != "paged" or not self.copies:
+        if self.copies and self.tokens != "paged":
             return f"order is {self.order!r}; {self.tokens} tokens of {self.form} want another, see ORDERS"
+        if not self.copies and not self.crossover:
+            return f"order is {self.order!r}; tokens that a CTA decodes by itself want another, see ORDERS"
         wanted = {"fence": "writer", "gather_warps": GATHER_WARPS[0], "stretch": WHOLE}
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
-        if self.prefetch not in (0, 1):
-            return f"prefetch is {self.prefetch}; order {self.order!r} wants 0 or 1"
+        if not self.copies and not self.eager:
+            return f"eager is False; order {self.order!r} wants True of {self.form}"
+        most = 1 if self.copies else 0
+        if not 0 <= self.prefetch <= most:
+            return f"prefetch is {self.prefetch}; order {self.order!r} wants at most {most} of {self.form}"
         return None
 
 
@@ -308,9 +359,9 @@ class CombineConfig:
 
 
 def crosses(tokens: str, form: str, num_heads: int, boxed: bool = False) -> bool:
-    """Whether calls with so many heads a row are served by crossover, CTAs in pairs: chosen tokens that are decoded, or
-    boxed ones, see `comes_boxed`."""
-    wanted = boxed or (tokens == "sparse" and form in SCALES)
+    """Whether calls with so many heads a row may be served by crossover, CTAs in pairs: chosen tokens that are decoded,
+    whole contexts of 656-byte tokens, or boxed ones, see `comes_boxed`."""
+    wanted = boxed or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
 
@@ -332,32 +383,42 @@ def served_config(
     crossover: bool = False,
     multiplying: bool = False,
     boxed: bool = False,
+    eager: bool = False,
+    together: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
-    multiplying: `multiplies`. boxed: `comes_boxed`."""
+    multiplying: `multiplies`. boxed: `comes_boxed`. eager: with crossover or boxes, whether shares are long and tiles
+    are what is waited for, see `.schedule`. together: whether CTAs add up the parts of rows themselves."""
     head_dim = head_dim or format_of(form).head_dims[0]
     if boxed:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
-        return MlaConfig(tokens, form, head_dim, crossover=crossover, prefetch=int(crossover), order="lagging")
+        served = MlaConfig(tokens, form, head_dim, prefetch=int(crossover), order="lagging")
+        return replace(served, crossover=crossover, eager=eager)
     if form not in SCALES:
         return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[multiplying])
     served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
     # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
     # of a whole block; whole contexts lose half of their rate by it. Two gathering warps on a scheduler gain where one
     # CTA decodes all tokens of a block.
+    if crossover and eager:
+        return replace(served, crossover=True, order="lagging", eager=True)
     if crossover:
-        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped")
-    prefetch = SERVED_PREFETCH if tokens == "sparse" else 0
-    stretch = STRETCH_WITHOUT_SPILLS if (tokens, form) == ("paged", "mla_fp8") else SERVED_STRETCH
-    return replace(served, prefetch=prefetch, stretch=stretch, gather_warps=GATHER_WARPS[1])
+        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped", together=together)
+    served = replace(
+        served, gather_warps=GATHER_WARPS[1], **SERVED_GATHERING.get((tokens, form), {"stretch": SERVED_STRETCH})
+    )
+    return replace(served, prefetch=SERVED_PREFETCH if tokens == "sparse" else 0)
 
 
 SHIPPED: tuple[tuple[Any, ...], ...] = (
     *((tokens, form, None) for tokens in TOKENS for form in ("mla_fp8", "mla_model1", "mla_bf16")),
-    *(("sparse", form, None, True) for form in SCALES),
+    *(("sparse", form, None, True, False, False, eager) for form in SCALES for eager in (False, True)),
+    ("sparse", "mla_fp8", None, True, False, False, False, True),  # together
+    ("paged", "mla_fp8", None, True, False, False, True),
     ("sparse", "mla_bf16", 512),
     ("paged", "mla_fp16", None),
     *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),
     *(("paged", form, None, pairs, False, True) for form in ("mla_bf16", "mla_fp16") for pairs in (False, True)),
+    *(("paged", form, None, False, False, True, True) for form in ("mla_bf16", "mla_fp16")),
 )
 """What bundles serve, as arguments of `served_config`; the rest is compiled when it is called."""

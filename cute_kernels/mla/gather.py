@@ -34,6 +34,7 @@ from cute_kernels.mla.queries import QueryLoader
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
+BARRIERS_MADE = 1  # named barrier of all threads
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def await_barriers(config: MlaConfig) -> None:
     if config.crossover:
         cute.arch.cluster_wait()
     else:
-        cute.arch.sync_threads()
+        # By a number: tools take `__syncthreads` at several places of a program for an error.
+        cute.arch.barrier(barrier_id=BARRIERS_MADE, number_of_threads=config.num_threads)
 
 
 def leads(warp, lane) -> Int32:
@@ -80,6 +82,8 @@ def leads(warp, lane) -> Int32:
 
 class Dequantizing:
     """The gathering warps over an FP8 cache."""
+
+    constant = True  # loads of tokens may be put off
 
     def __init__(self, config: MlaConfig):
         self.config = config
@@ -171,15 +175,19 @@ class Dequantizing:
         """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
-        for j, word in enumerate(numbers.load_global_if(token.valid, token.address + place.source, offset)):
+        for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4)):
             words[4 * i + j] = word
 
     def load_scales(self, scales, token: Token) -> None:
         """Asks for a token's scales."""
         offset = self.layout.scales_offset
         base = token.behind if offset is None else token.address
-        for j, word in enumerate(numbers.load_global_if(token.valid, base, offset or 0, self.scale_words)):
+        for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words)):
             scales[j] = word
+
+    def load(self, condition, address, offset: int, num_words: int) -> list[Uint32]:
+        """Asks for words of the cache, zeros if condition is 0."""
+        return numbers.load_global_if(condition, address, offset, num_words, constant=self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
@@ -190,7 +198,7 @@ class Dequantizing:
         The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
         always taken keep them in their stretch.
         """
-        factors = [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
+        factors = self.factors(scales)
         self.load_scales(scales, token)
         for stretch in cutlass.range_constexpr(0, self.num_loads, self.config.stretch):
             if const_expr(stretch + self.config.stretch >= self.num_loads):
@@ -199,6 +207,10 @@ class Dequantizing:
                 if numbers.active_lanes() != 0:
                     self.write_stretch(words, factors, token, tile, place, stretch)
         self.send(tile)
+
+    def factors(self, scales) -> list[Any]:
+        """What a token's codes are multiplied with, of each of its scales."""
+        return [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
 
     def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
         """Those of a lane's pieces from ``first`` on that are written in a stretch."""
@@ -213,100 +225,29 @@ class Dequantizing:
 
     def write_latent(self, words, slab: int, factors, tile, place, token: Token) -> None:
         """Decodes 16 codes into their slab, and asks for those of ``token`` in their place."""
-        values = []
-        for j in range(4):
-            values += self.dequantizer.word(words[4 * slab + j], factors)
+        values = self.decode([words[4 * slab + j] for j in range(4)], factors)
         self.load_piece(words, token, place, slab)
+        self.store_latent(values, slab, tile, place)
+
+    def decode(self, codes: list[Any], factors) -> list[Uint32]:
+        """16 codes, 4 words, times their scale: 8 words."""
+        return [pair for word in codes for pair in self.dequantizer.word(word, factors)]
+
+    def store_latent(self, values: list[Uint32], slab: int, tile, place) -> None:
+        """Stores a lane's 16 columns of a slab."""
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
 
     def write_rope(self, words, i: int, tile, place) -> None:
         """Stores a lane's i-th 8 RoPE columns as they are."""
         first = 4 * (self.layout.code_slabs + i)
+        self.store_rope([words[first + j] for j in range(4)], i, tile, place)
+
+    def store_rope(self, values: list[Any], i: int, tile, place) -> None:
+        """Stores a lane's i-th 8 RoPE columns, 4 words."""
         # Piece 4 + p of a row is 4 pieces from p whatever the row: the swizzle leaves that bit to itself.
         offset = place.rope ^ (4 * wgmma_tiles.PIECE_BYTES * i)
-        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, [words[first + j] for j in range(4)])
-
-
-@dataclass(frozen=True)
-class Link:
-    """The other CTA of a pair; run-time values."""
-
-    first_row: Any  # of the warp's rows in a block
-    distance: Any  # from an address of this CTA's shared memory to the same place in the other's
-
-
-@dataclass(frozen=True)
-class SharedTile:
-    """Where rows go: here, and as far away in the other CTA, which counts them on its barrier; run-time values."""
-
-    address: Any
-    rows: Any  # of the warp's group, the same in all lanes
-    distance: Any
-    barrier: Any
-
-
-class Crossing(Dequantizing):
-    """Half of the tokens of every block, written here and copied to the other CTA of the pair, which sends its half.
-
-    The idea ("crossover") is that of FlashMLA's FP8 kernel (DeepSeek 2025), whose threads store everything twice. Here
-    the 8 rows that a warp has written of a slab, 1 KB side by side, are one bulk copy; those of all slabs are sent at
-    once, since the fence before them waits for loads that are under way.
-    """
-
-    def first_row(self, warp):
-        rank = cute.arch.block_idx_in_cluster()
-        return rank * (BLOCK_TOKENS // 2) + warp * GROUP_TOKENS
-
-    def link(self, memory, first_row) -> Link:
-        other = 1 - cute.arch.block_idx_in_cluster()
-        distance = numbers.address_in(memory.tiles, other) - memory.tiles
-        return Link(cute.arch.make_warp_uniform(first_row), cute.arch.make_warp_uniform(distance))
-
-    @cute.jit
-    def publish_flags(self, memory, link, stage, group, valid, lane):
-        flags = Uint32(cute.arch.vote_ballot_sync(valid != 0)) & 0xFF
-        if lane == 0:
-            place = memory.flags + stage * FLAG_BYTES + group * 4
-            ptx.store_shared(place, 0, [flags])
-            barrier = (memory.full + stage).toint() + link.distance
-            numbers.store_async(place + link.distance, [flags], barrier)
-
-    def tile(self, memory, link, stage, group: int) -> SharedTile:
-        address = memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
-        rows = address + link.first_row * wgmma_tiles.ROW_BYTES
-        barrier = (memory.full + stage).toint() + link.distance
-        return SharedTile(address, rows, link.distance, barrier)
-
-    def store(self, tile: SharedTile, place, offset: int, values) -> None:
-        ptx.store_shared(tile.address + place, offset, values)
-
-    def send(self, tile: SharedTile) -> None:
-        """Copies a warp's rows of all slabs."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for slab in range(self.layout.num_slabs):
-                source = tile.rows + slab * SLAB_BYTES
-                numbers.copy_to_cluster(source + tile.distance, source, GROUP_BYTES, tile.barrier)
-
-    def finish(self, memory, stage, phase) -> None:
-        """Waits until both CTAs have given back all tiles: then the other has this one's rows, and its last arrival is
-        here, so that this one may leave."""
-        for _ in range(NUM_STAGES):
-            cute.arch.mbarrier_wait(memory.empty + stage, phase)
-            stage, phase = advance(stage, phase, NUM_STAGES)
-
-    @cute.jit
-    def announce_tile(self, memory, stage, warp, lane):
-        """As that of one CTA, behind the fence of the copies; the first warp also says how many bytes are to come
-        from the other CTA."""
-        barrier = memory.full + stage
-        if lane == 0:
-            if warp == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.sent_bytes)
-            else:
-                cute.arch.mbarrier_arrive(barrier)
+        self.store(tile, offset, self.layout.code_slabs * SLAB_BYTES, values)
 
 
 class Copying:
@@ -358,12 +299,3 @@ class Copying:
                 target = (tile + place.rope) ^ (4 * wgmma_tiles.PIECE_BYTES * i)
                 source = token.address + (place.source + wgmma_tiles.ROW_BYTES * slab + 64 * i)
                 numbers.copy_async(target + slab * SLAB_BYTES, source, size)
-
-
-def make_gatherer(config: MlaConfig) -> Dequantizing | Copying:
-    """What fills tiles from a cache of the configuration's format."""
-    if config.copies:
-        return Copying(config)
-    if config.crossover:
-        return Crossing(config)
-    return Dequantizing(config)

@@ -7,11 +7,11 @@ next share right behind those of this one, and finds them by a cursor of its own
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.mla.config import BLOCK_HEADS
 from cute_kernels.mla.line import Line, States, units_of
@@ -59,6 +59,8 @@ class Items:
     start: Any  # its part, or its first unit
     left: Any  # more than 0
 
+    has_line: ClassVar[bool] = True  # whether rows may be one
+
     @staticmethod
     def of(shape: Shape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> Items:
         """The shares of the ``cta``-th CTA. words, flags: addresses of what `States` describes."""
@@ -97,6 +99,27 @@ class Items:
         request, _ = self.counts.request_rows.divide(Uint32(row))
         length, extra_length = self.locator.lengths(self.source, Int32(request))
         return length, *count_blocks(length, extra_length), extra_length
+
+
+class PartItems(Items):
+    """As `Items`, where every row is cut into parts and a CTA has one: ``states`` are those of :mod:`.parts` then."""
+
+    has_line: ClassVar[bool] = False
+
+    @staticmethod
+    def of(shape: Shape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartItems:
+        part, rest = counts.of_part.divide(Uint32(cta))
+        row, head_block = (Int32(number) for number in counts.head_blocks.divide(rest))
+        states = States(words, flags, cta, cta)
+        return PartItems(shape, source, queries, locator, counts, states, head_block, row, Int32(part), Int32(1))
+
+    def work(self, row, start, left) -> Work:
+        """The share."""
+        length, main_blocks, num_blocks, extra_length = self.measure(row)
+        part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
+        begin, end = Work.cut(num_blocks, Int32(part_size), start)
+        first_head = self.head_block * BLOCK_HEADS
+        return Work(self.shape, row, first_head, start, begin, end, length, main_blocks, extra_length, left=Int32(0))
 
 
 @cute.jit
@@ -156,10 +179,11 @@ class Cursor:
         """Goes on to the next block. Behind the last one there is none: its number is not below the share's end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
-        while (state[BLOCK] >= state[END]) & (state[LEFT] > 0):
-            work = self.items.next_work(state[ROW] + 1, state[LEFT])
-            self.loader.prefetch(self.items.queries, work, self.leads)
-            self.begin(work)
+        if const_expr(self.items.has_line):
+            while (state[BLOCK] >= state[END]) & (state[LEFT] > 0):
+                work = self.items.next_work(state[ROW] + 1, state[LEFT])
+                self.loader.prefetch(self.items.queries, work, self.leads)
+                self.begin(work)
         if state[BLOCK] < state[END]:
             state[FOUND] = state[FOUND] + 1
 

@@ -27,8 +27,9 @@ from cute_kernels.mla.config import (
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.gather import await_barriers, make_gatherer
-from cute_kernels.mla.items import Counts, Items
+from cute_kernels.mla.crossing import Crossing, CrossingInParts
+from cute_kernels.mla.gather import Copying, Dequantizing, await_barriers
+from cute_kernels.mla.items import Counts, Items, PartItems
 from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
 from cute_kernels.mla.multiply import Memory
@@ -36,7 +37,19 @@ from cute_kernels.mla.queries import QueryLoader
 from cute_kernels.mla.serial import Serial
 from cute_kernels.mla.softmax import RESCALE_SLACK
 from cute_kernels.mla.stepped import Stepped
+from cute_kernels.mla.together import AddingUp, SteppedParts
 from cute_kernels.mla.work import Results, Shape
+
+
+def make_gatherer(config: MlaConfig) -> Dequantizing | Copying | Boxes:
+    """What fills tiles."""
+    if config.boxes:
+        return Boxes(config)
+    if config.copies:
+        return Copying(config)
+    if config.crossover:
+        return CrossingInParts(config) if config.lags else Crossing(config)
+    return Dequantizing(config)
 
 
 class MlaKernel:
@@ -45,8 +58,11 @@ class MlaKernel:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.gatherer = Boxes(config) if config.boxes else make_gatherer(config)
+        self.gatherer = make_gatherer(config)
         self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
+        self.adding: Any = AddingUp(config) if config.together else None
+        if config.together:
+            self.gatherer, self.multiplier = self.adding, SteppedParts(config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -156,6 +172,7 @@ class MlaKernel:
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
+            cooperative=self.config.together,
             stream=stream,
         )
 
@@ -165,9 +182,11 @@ class MlaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
-        cute.arch.griddepcontrol_launch_dependents()
-        items = Items.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
+        if const_expr(not self.config.together):
+            # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
+            cute.arch.griddepcontrol_launch_dependents()
+        kind = PartItems if const_expr(self.config.together) else Items
+        items = kind.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
@@ -179,6 +198,8 @@ class MlaKernel:
         if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
             self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
+            if const_expr(self.adding is not None):
+                self.adding.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
             await_barriers(self.config)

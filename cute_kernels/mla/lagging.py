@@ -25,7 +25,6 @@ from cute_kernels.mla.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, St
 
 LOOSE = 6  # named barrier of both warpgroups: the right half of the block before may be added
 LEFT, RIGHT = 0, 1  # parts of a tile
-HELD_STEPS = 5  # 16 columns each, of the queries, in registers as A operands: scores read that much less memory
 HEAD_SLABS = 1  # of the next scores, queued behind the left half's products
 TAIL_STEPS = 4  # of the last slab of scores: the right half's products are let loose before them
 SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
@@ -67,7 +66,8 @@ class Lagging(Stepped):
     @cute.jit
     def weigh_block(self, rows, factors, work, memory, places, stage, block, scale, warp, lane):
         """From a block's scores to its left half's products, which are under way then."""
-        self.mask(rows.scores, Uint32(0), work, memory, stage, block, warp, lane)
+        flags = self.common_flags(memory, stage)
+        self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
         softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
         # Places of steps are an xor from the first: made anew for every block, they take no registers of the loop.
         self.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
@@ -117,13 +117,19 @@ class Lagging(Stepped):
         write what a product adds to, or read it.
         """
         scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
-        self.begin_scores(scores, held, memory, next_stage, next_phase)
-        wgmma_tiles.commit()
-        wgmma_tiles.wait(1)
+        eager = self.config.eager
+        if const_expr(not eager):
+            self.begin_scores(scores, held, memory, next_stage, next_phase)
+            wgmma_tiles.commit()
+        wgmma_tiles.wait(0 if eager else 1)
         self.release(memory, self.place(stage, LEFT), lane)
+        if const_expr(eager):
+            self.let_loose()
+            self.begin_scores(scores, held, memory, next_stage, next_phase)
         self.score_rest(scores, held, memory, next_stage, next_phase)
         wgmma_tiles.wait(1)
-        self.let_loose()
+        if const_expr(not eager):
+            self.let_loose()
         self.finish_scores(rows, scores)
 
     def begin_scores(self, scores, held, memory, stage, phase) -> None:
@@ -171,8 +177,9 @@ class Lagging(Stepped):
     def held_steps(self, slab: int) -> range:
         """Which 16 columns of a slab of the queries are in registers: the first ones that scores are made of."""
         left = self.config.layout.parts[LEFT]
-        before = left.index(slab) * SLAB_STEPS if slab in left else HELD_STEPS
-        return range(min(max(HELD_STEPS - before, 0), SLAB_STEPS))
+        count = self.config.held_steps
+        before = left.index(slab) * SLAB_STEPS if slab in left else count
+        return range(min(max(count - before, 0), SLAB_STEPS))
 
     def hold_queries(self, memory, warp, lane) -> dict:
         """`held_steps` of the slabs that have any, as A operands."""
@@ -205,4 +212,4 @@ class Lagging(Stepped):
 
     def place(self, stage, part: int):
         """The number of a part of a tile among all barriers of them, for `await_tile` and `release`."""
-        return self.config.tile_parts * stage + part
+        return self.config.part_number(stage, part)

@@ -12,7 +12,10 @@ import torch
 from cute_kernels.mla.compile import CombineSpec, MlaSpec
 from cute_kernels.mla.config import (
     FLAG_WORDS,
+    PART_FLAGS,
+    PART_WORDS,
     PARTIALS,
+    PARTS_TOGETHER,
     STATE_WORDS,
     V_HEAD_DIM,
     CombineConfig,
@@ -20,7 +23,7 @@ from cute_kernels.mla.config import (
     comes_boxed,
 )
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas
+from cute_kernels.mla.schedule import LINE, WorkShape, choose, choose_combine, count_ctas, fits_together
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
@@ -41,7 +44,7 @@ class Plan:
         num_parts: of a row; LINE if all rows are one line, cut evenly.
         num_ctas: of the launch.
         part_words: words of all partial results, or of what is put down on the line; 0 if rows are not cut.
-        flag_words: workspace words of the line, else 0.
+        flag_words: workspace words of the line, or of parts that are added up together, else 0.
         combine_row_bits: as the combining function takes it.
     """
 
@@ -189,6 +192,10 @@ def make_plan(config: MlaConfig | FewHeadsConfig, arch: str, shape: WorkShape, n
     num_ctas = 0 if few else count_ctas(shape, num_parts)
     if num_parts == LINE:
         return Plan(function, None, LINE, num_ctas, num_ctas * STATE_WORDS, num_ctas * FLAG_WORDS)
+    if not few and config.together:
+        if not fits_together(shape, num_parts):
+            raise ValueError(f"num_parts: got {num_parts}, {num_ctas} CTAs; want {PARTS_TOGETHER} and {shape.num_sms}")
+        return Plan(function, None, num_parts, num_ctas, num_ctas * PART_WORDS, num_ctas * PART_FLAGS)
     if num_parts == cluster:
         return Plan(function, None, num_parts, num_ctas, 0)
     form = PARTIALS[config.partials]

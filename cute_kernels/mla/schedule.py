@@ -16,6 +16,7 @@ from cute_kernels.mla.config import (
     HEAD_DIM,
     MAX_PARTS,
     PARTIALS,
+    PARTS_TOGETHER,
     SCALED_PARTIALS,
     SCALES,
     V_HEAD_DIM,
@@ -30,11 +31,13 @@ from cute_kernels.sm90 import NUM_SMS
 
 COMBINE_US = 6.8  # what a second launch costs besides reading
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
+HEAD_WRITTEN_US, HEAD_ADDED_US = 0.0004, 0.025  # of a part: one of all, one of a CTA's, where CTAs add up together
 LINE = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
 MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
 ROW_US = 2.0  # of a team, from one row of the line to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
 PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
+EAGER_BLOCKS = 24  # of a CTA, for which crossover with the right half a block behind is worth its longer program
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -48,6 +51,7 @@ class Rate:
         cta_us: queries, the first tile, the output.
         cluster: CTAs that have the parts of a row and add them up, 1 if a second launch does.
         value_bytes: of a partial result's value.
+        together: whether the CTAs of a launch add up the parts, see `.together`.
     """
 
     heads: int
@@ -55,10 +59,12 @@ class Rate:
     cta_us: float
     cluster: int = 1
     value_bytes: int = PARTIALS[SCALED_PARTIALS].value_bytes
+    together: bool = False
 
 
 WIDE = Rate(BLOCK_HEADS, 2.8, 7.3)
 CROSSING = Rate(BLOCK_HEADS, 2.2, 6.8)
+TOGETHER = Rate(BLOCK_HEADS, 2.2, 9.2, together=True)
 COPYING = Rate(BLOCK_HEADS, 1.55, 6.8)  # tokens of 16-bit numbers
 FEW_HEADS_BYTES = PARTIALS[FewHeadsConfig.partials].value_bytes
 FEW_HEADS = (
@@ -96,6 +102,12 @@ class WorkShape:
         """CTAs of so many heads that a row has."""
         return -(-self.num_heads // heads)
 
+    def cta_blocks(self, num_parts: int) -> int:
+        """Blocks that a CTA has of a launch with so many parts, or of the line."""
+        if num_parts == LINE:
+            return self.num_rows * self.num_blocks // self.teams
+        return -(-self.num_blocks // num_parts)
+
     @property
     def teams(self) -> int:
         """Teams of CTAs for all heads of a row that there is room for at once."""
@@ -116,6 +128,9 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
         cut_us = CUT_US + shape.num_rows / shape.teams * row_us
         return rate.cta_us + min(cut_us, -(-shape.num_rows // shape.teams) * row_us)
     blocks = -(-shape.num_blocks // num_parts)
+    if rate.together:
+        written, heads = shape.num_ctas(rate.heads) * num_parts * BLOCK_HEADS, heads_together(num_parts)
+        return rate.cta_us + blocks * rate.block_us + written * HEAD_WRITTEN_US + heads * num_parts * HEAD_ADDED_US
     waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
     time = waves * (rate.cta_us + blocks * rate.block_us)
     if num_parts > rate.cluster:
@@ -124,16 +139,32 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     return time
 
 
-def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, or LINE, the smallest of equals; no part is without blocks where all tokens count.
-    A cluster's is its own."""
+def possible_parts(shape: WorkShape, rate: Rate) -> list[int]:
+    """Into how many parts rows may be cut, LINE among them; no part is without blocks where all tokens count."""
     if rate.cluster > 1:
-        return rate.cluster
+        return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)
-    candidates = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
+    found = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
+    if rate.together:
+        return [n for n in found if fits_together(shape, n)]
     if rate.heads == BLOCK_HEADS and shape.has_line:
-        candidates.append(LINE)
-    return min(candidates, key=lambda n: (cost_us(shape, n, rate), n))
+        found.append(LINE)
+    return found
+
+
+def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
+    """The cheapest number of parts, or LINE, the smallest of equals. A cluster's is its own."""
+    return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
+
+
+def heads_together(num_parts: int) -> int:
+    """Heads that a CTA adds up if all of a launch add up so many parts: see `.parts.Parts`."""
+    return 4 if num_parts >= 16 else 8 if num_parts >= 8 else 16
+
+
+def fits_together(shape: WorkShape, num_parts: int) -> bool:
+    """Whether the CTAs of a launch may add up so many parts: all of them are there at once."""
+    return num_parts in PARTS_TOGETHER and shape.num_ctas(BLOCK_HEADS) * num_parts <= shape.num_sms
 
 
 def count_ctas(shape: WorkShape, num_parts: int) -> int:
@@ -161,18 +192,34 @@ def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[Mla
     """The variant that serves a call and the number of parts."""
     own = WIDE if form in SCALES else COPYING
     crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
-    wide = CROSSING if crossover and not shape.boxed else own
+    wide = CROSSING if crossover and tokens == "sparse" else own
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
+    if wide is CROSSING and form == FEW_HEADS_FORM and possible_parts(shape, TOGETHER):
+        rates.append(TOGETHER)
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
+    if rate.together:
+        return served_config(tokens, form, head_dim, crossover, together=True), parts[rate]
     if rate is wide:
-        if shape.boxed and -(-shape.num_blocks // max(parts[rate], 1)) < PAIR_BLOCKS:
-            crossover = False
-        multiplying = multiplies(tokens, form, shape.num_heads)
-        return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed), parts[rate]
+        return _wide_config(tokens, form, head_dim, shape, parts[rate]), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
+
+
+def _wide_config(tokens: str, form: str, head_dim: int, shape: WorkShape, num_parts: int) -> MlaConfig:
+    """The variant of the kernel for 64 heads a CTA."""
+    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
+    blocks = shape.cta_blocks(num_parts)
+    if shape.boxed:
+        # One block of heads of uncut rows waits for memory; several for the tensor cores.
+        crossover = crossover and -(-shape.num_blocks // max(num_parts, 1)) >= PAIR_BLOCKS
+        eager = shape.num_heads <= BLOCK_HEADS and num_parts <= 1
+    else:
+        eager = crossover and blocks >= EAGER_BLOCKS
+        crossover = crossover and (eager or tokens == "sparse")
+    multiplying = multiplies(tokens, form, shape.num_heads)
+    return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed, eager)
 
 
 def _has_room(shape: WorkShape, rate: Rate) -> bool:

@@ -39,20 +39,25 @@ class Stepped(Multiplying):
             items.states.take_up(work, rows.sums, (rows.maxima, rows.totals), warp, lane, 0)
         self.ask_next_queries(work.begin >= work.end, work, items, memory, warp)
         for block in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.score(rows.scores, memory, stage, phase)
-            flags = self.common_flags(memory, stage)
-            wgmma_tiles.wait()
-            self.ask_next_queries(block + 1 == work.end, work, items, memory, warp)
-            self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
-            softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
-            self.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
-            softmax_steps.add_totals(rows, factors)
-            wgmma_tiles.wait()
-            self.release(memory, stage, lane)
+            self.first_block(rows, factors, work, items, memory, places, stage, phase, block, scale, warp, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
         cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
         self.end_first(rows, work, items, results, memory, scale, warp, lane)
         return stage, phase
+
+    @cute.jit
+    def first_block(self, rows, factors, work, items, memory, places, stage, phase, block, scale, warp, lane):
+        """The first warpgroup's part in a block."""
+        self.score(rows.scores, memory, stage, phase)
+        flags = self.common_flags(memory, stage)
+        wgmma_tiles.wait()
+        self.ask_next_queries(block + 1 == work.end, work, items, memory, warp)
+        self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
+        softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_SUMS)
+        self.weigh_and_add(rows, factors, work, memory, places, stage, scale, warp, lane)
+        softmax_steps.add_totals(rows, factors)
+        wgmma_tiles.wait()
+        self.release(memory, stage, lane)
 
     def hand_over_end(self) -> None:
         self.hand_over(0)
@@ -86,20 +91,25 @@ class Stepped(Multiplying):
             items.states.take_up(work, sums, (), warp, lane, 1)
         weights = wgmma_tiles.tile(memory.weight_pointer, BLOCK_HEADS, BLOCK_TOKENS, self.numbers.type)
         for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
-            self.await_tile(memory, stage, phase)
-            for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
-                self.await_weights(part)
-                if const_expr(part == 0):
-                    softmax.rescale(sums, self.load_rows(memory, warp, lane), HALF_SUMS)
-                steps = range(part * PART_STEPS, (part + 1) * PART_STEPS)
-                self.add_values(sums, weights, memory, stage, 1, steps)
-            wgmma_tiles.commit()
-            wgmma_tiles.wait()
-            cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
-            self.release(memory, stage, lane)
+            self.second_block(sums, weights, memory, warp, lane, stage, phase)
             stage, phase = advance(stage, phase, NUM_STAGES)
         self.end_second(sums, work, items, results, memory, warp, lane)
         return stage, phase
+
+    @cute.jit
+    def second_block(self, sums, weights, memory, warp, lane, stage, phase):
+        """The second warpgroup's part in a block."""
+        self.await_tile(memory, stage, phase)
+        for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
+            self.await_weights(part)
+            if const_expr(part == 0):
+                softmax.rescale(sums, self.load_rows(memory, warp, lane), HALF_SUMS)
+            steps = range(part * PART_STEPS, (part + 1) * PART_STEPS)
+            self.add_values(sums, weights, memory, stage, 1, steps)
+        wgmma_tiles.commit()
+        wgmma_tiles.wait()
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=MULTIPLYING_THREADS)
+        self.release(memory, stage, lane)
 
     def await_end(self) -> None:
         self.await_weights(0)

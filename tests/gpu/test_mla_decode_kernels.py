@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels.mla.compile import MlaSpec, combine_specs
-from cute_kernels.mla.config import MlaConfig
+from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
 from cute_kernels.mla.launch import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
@@ -50,6 +50,9 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(order="stepped"),
     MlaConfig(crossover=True, prefetch=4, stretch=3),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3, order="stepped"),
+    MlaConfig(crossover=True, order="lagging", eager=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="lagging", eager=True),
+    MlaConfig(prefetch=2, stretch=2, gather_warps=8, fence="reader"),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
@@ -65,13 +68,17 @@ PAGED: list[MlaConfig | FewHeadsConfig] = [
 ]
 BOXED = [
     MlaConfig("paged", "mla_bf16", order="lagging"),
+    MlaConfig("paged", "mla_bf16", order="lagging", eager=True),
     MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
 ]
+WHOLE_CROSSOVER = MlaConfig("paged", crossover=True, order="lagging", eager=True)
+TOGETHER = served_config("sparse", "mla_fp8", crossover=True, together=True)
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
-    return [*map(MlaSpec, [*SPARSE, *PAGED, *BOXED, *CLUSTERS, PAGED_CLUSTER]), *combine_specs("bf16")]
+    wanted = [*SPARSE, TOGETHER, *PAGED, *BOXED, WHOLE_CROSSOVER, *CLUSTERS, PAGED_CLUSTER]
+    return [*map(MlaSpec, wanted), *combine_specs("bf16")]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -156,6 +163,43 @@ def test_parts(config, num_parts, batch):
     check_sparse(config, num_parts, batch=batch, num_heads=128, topk=700 if num_parts < 40 else 2600)
 
 
+@pytest.mark.parametrize(
+    ("num_parts", "batch", "q_len", "num_heads", "topk"),
+    [
+        (16, 2, 2, 128, 2048), (11, 4, 1, 128, 2048), (8, 8, 1, 128, 700), (4, 4, 4, 128, 1500), (32, 1, 1, 128, 2100),
+        (16, 2, 2, 80, 900), (5, 12, 1, 128, 640), (7, 3, 3, 128, 65), (22, 3, 1, 70, 5000), (12, 5, 1, 128, 1),
+    ],
+)  # fmt: skip
+def test_parts_that_are_added_up_together(num_parts, batch, q_len, num_heads, topk):
+    """In one launch, some parts without tokens among them."""
+    check_sparse(TOGETHER, num_parts, batch=batch, q_len=q_len, num_heads=num_heads, topk=topk)
+
+
+def test_launches_on_several_streams_that_add_up_together():
+    """Each wants nearly all SMs at once: they wait for each other, not for ever, and flags are each stream's own."""
+    calls = []
+    for stream, num_parts in ((torch.cuda.Stream(), 16), (torch.cuda.Stream(), 11), (torch.cuda.Stream(), 4)):
+        call = moved(
+            make_sparse("mla_fp8", batch=4, q_len=1, num_heads=128, topk=2048, num_pages=40, page_size=64), "cuda"
+        )
+        tokens = (*pages_of(call.cache), 40 * 64, call.indices.data_ptr(), 2048, 0, *NO_CACHE)
+        calls.append((stream, call, tokens, num_parts, run(TOGETHER, call, tokens, num_parts)[0]))
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for stream, call, tokens, num_parts, wanted in calls:
+            with torch.cuda.stream(stream):
+                plan = make_plan(TOGETHER, "sm_90a", WorkShape(4, 128, 0), num_parts)
+                found.append((plan.run(call.q, SCALE, tokens)[0], wanted))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted) for out, wanted in found)
+
+
+def test_too_many_ctas_to_add_up_together():
+    with pytest.raises(ValueError, match="num_parts"):
+        make_plan(TOGETHER, "sm_90a", WorkShape(8, 128, 2048), 16)
+
+
 @pytest.mark.parametrize("config", SPARSE, ids=name)
 def test_more_ctas_than_there_is_room_for(config):
     check_sparse(config, batch=90, q_len=2, num_heads=128, topk=300)
@@ -186,6 +230,14 @@ def test_pages(config, num_parts, page_size):
 @pytest.mark.parametrize("config", PAGED, ids=name)
 def test_queries_that_all_see_everything(config):
     check_paged(config, [300, 5, 129], causal=False, q_len=3, num_heads=64, page_size=16)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, NUM_SMS), (3, NUM_SMS), (LINE, 4), (LINE, 12)])
+def test_whole_contexts_by_crossover(num_parts, num_sms, page_size):
+    """Pairs want an even number of blocks of heads."""
+    lengths = [0, 1, 64, 65, 777, 130]
+    check_paged(WHOLE_CROSSOVER, lengths, num_parts, q_len=2, num_heads=100, page_size=page_size, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [4, 12, 31])

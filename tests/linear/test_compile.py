@@ -67,6 +67,7 @@ WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, True, tokens=32, m_tiles=2, warpgroups=3, unit_k=128, num_stages=6, splits_k=True),
     WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
     WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, num_stages=3, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, num_stages=5, sharing=2),
 ]
 EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
@@ -74,7 +75,7 @@ SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_st
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
     replace(SQUARE, bits=8, chunk=32): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
-    replace(SQUARE, zero_point=True): {"LOP3": 4, "SHF": 3, "HADD2": 4, "HMUL2": 4},
+    replace(SQUARE, zero_point=True): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
 }
 
 
@@ -125,6 +126,15 @@ def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step
         assert count * steps <= sum(opcode.startswith(name) for _, opcode, _ in loop) <= count * steps + 4, name
     copies = [operands for _, opcode, operands in loop if opcode.startswith(("IMAD.U32", "MOV")) and ", UR" in operands]
     assert len(copies) <= 2
+
+
+def test_shared_activations_are_multicast(tmp_path):
+    """One copy of a box in the code, and two barriers of the cluster: before the first of them, after the last."""
+    artifact = compiled_apart(WgmmaSpec(WgmmaConfig(4, "bf16", 128, num_stages=5, sharing=2)))
+    opcodes = [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, tmp_path)]
+    copies = [opcode for opcode in opcodes if opcode.startswith("UTMALDG")]
+    assert len(copies) == 1 and "MULTICAST" in copies[0]
+    assert sum(opcode.startswith("UCGABAR_ARV") for opcode in opcodes) == 2
 
 
 def test_an_early_write_is_seen():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import TypeGuard
 
 import numpy as np
 import pytest
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import Problem, Schedule
+from cute_kernels.linear.tuned import modelled
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
@@ -28,6 +30,11 @@ SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096
 
 def problem(m: int, n: int, k: int, **options) -> Problem:
     return Problem(m, n, k, -(-k // 128) * 128, **{"bits": 4, "dtype": "bf16", "group_size": 128, **options})
+
+
+def unscaled(m: int, n: int, k: int) -> Problem:
+    """As `problem`, of the dtype whose codes are still decoded, then scaled: bf16's were so when most was measured."""
+    return problem(m, n, k, dtype="fp16")
 
 
 def test_smaller_tiles_fill_the_last_wave_better():
@@ -54,7 +61,7 @@ def test_only_the_last_round_is_cut():
 @pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
 def test_the_model_finds_what_was_fastest(n, k, m):
     """Its choice of tile, and what it takes for the fastest of those measured, are within 5 % of the fastest."""
-    case, times = problem(m, n, k), measured.MICROSECONDS[n, k, m]
+    case, times = unscaled(m, n, k), measured.MICROSECONDS[n, k, m]
     expected = {variant: estimate_us(case, measured_schedule(case, *variant)) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.05 * min(times.values())
     # Of weights with zero points, which are not multiplied by digits: those are measured below.
@@ -71,17 +78,23 @@ def test_digits_are_chosen_where_they_were_faster(n, k, m):
     """Within 5 % of the fastest, or within 1.1 us, which is about what times of small layers differ between runs."""
     before, times = measured.DIGITS[n, k, m]
     case = problem(m, n, k)
-    chosen = make_tile_schedule(case)
-    variant = chosen.config.tokens, chosen.config.block_rows, chosen.splits
-    us = times[variant] if chosen.config.digits else before
+    chosen = modelled(case)
+    us = times[variant_of(chosen)] if is_in_digits(chosen) else before
     fastest = min(before, *times.values())
     assert us <= max(1.05 * fastest, fastest + 1.1)
-    if min(times.values()) < 0.95 * before:
-        assert chosen.config.digits
     for one in tile_schedules(case):
-        us = times.get((one.config.tokens, one.config.block_rows, one.splits)) if one.config.digits else None
+        us = times.get(variant_of(one)) if is_in_digits(one) else None
         if us is not None and us <= 1.1 * fastest:
-            assert estimate_us(case, one) == pytest.approx(us, rel=0.17)
+            assert estimate_us(case, one) == pytest.approx(us, rel=0.13)
+
+
+def is_in_digits(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
+    return isinstance(schedule, TileSchedule) and schedule.config.digits
+
+
+def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
+    """As `measured.DIGITS` names schedules."""
+    return schedule.config.tokens, schedule.config.block_rows, schedule.splits, schedule.config.pushes
 
 
 def test_batch_invariant_rows_are_not_in_digits():
@@ -95,7 +108,7 @@ def test_batch_invariant_rows_are_not_in_digits():
 @pytest.mark.parametrize("n, k, m", measured.CLUSTERS, ids=lambda number: str(number))
 def test_clusters_are_chosen_where_they_were_faster(n, k, m):
     times, fastest_other = measured.CLUSTERS[n, k, m]
-    case = problem(m, n, k)
+    case = unscaled(m, n, k)
     found = {one.config.tokens: one for one in tile_schedules(case) if one.config.cluster > 1}
     for tokens, us in times.items():
         assert estimate_us(case, found[tokens]) == pytest.approx(us, rel=0.13), tokens
@@ -107,7 +120,7 @@ def test_clusters_are_chosen_where_they_were_faster(n, k, m):
 
 def measured_schedule(case: Problem, tokens: int, rows: int, splits: int) -> TileSchedule:
     warpgroups = 2 if rows % 192 else 3
-    config = WgmmaConfig(4, "bf16", 128, tokens=tokens, warpgroups=warpgroups, m_tiles=rows // 64 // warpgroups)
+    config = WgmmaConfig(4, case.dtype, 128, tokens=tokens, warpgroups=warpgroups, m_tiles=rows // 64 // warpgroups)
     large = tokens * config.m_tiles == 256
     schedule = schedule_of(case, with_ring(replace(config, unit_k=64 if large else 128, splits_k=True)), splits)
     assert schedule is not None
@@ -117,10 +130,28 @@ def measured_schedule(case: Problem, tokens: int, rows: int, splits: int) -> Til
 @pytest.mark.parametrize("n, k, m", measured.MICROSECONDS, ids=lambda number: str(number))
 def test_expected_times_are_near_the_measured_ones(n, k, m):
     """With many rows the GPU lowers its clock, which the model does not know."""
-    case, times = problem(m, n, k), measured.MICROSECONDS[n, k, m]
+    case, times = unscaled(m, n, k), measured.MICROSECONDS[n, k, m]
     tolerance = 0.13 if m <= 256 else 0.2
     for variant, us in times.items():
         assert estimate_us(case, measured_schedule(case, *variant)) == pytest.approx(us, rel=tolerance), variant
+
+
+@pytest.mark.parametrize("n, k, bits, m", measured.SCALED, ids=lambda number: str(number))
+def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
+    """What the model takes for the fastest is within 7 % of it, and within the run's noise of cuBLAS where table or
+    model choose; times are met within 17 %."""
+    cublas, times = measured.SCALED[n, k, bits, m]
+    case = problem(m, n, k, bits=bits)
+    found = {
+        (one.config.tokens, one.config.block_rows, one.splits, one.config.cluster): one
+        for one in tile_schedules(case)
+        if not one.config.digits
+    }
+    expected = {variant: estimate_us(case, found[variant]) for variant in times}
+    assert times[min(times, key=expected.__getitem__)] <= 1.07 * min(times.values())
+    assert min(times.values()) <= 1.05 * cublas
+    for variant, us in times.items():
+        assert expected[variant] == pytest.approx(us, rel=0.17), variant
 
 
 def test_rows_that_are_not_there_are_counted():

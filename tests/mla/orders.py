@@ -253,7 +253,8 @@ class Played:
     def release(self, memory, stage, lane) -> None:
         self.machine.step()
         assert self.machine.warp not in self.machine.readers(stage)
-        self.machine.empty[stage] = self.machine.empty.get(stage, 0) + 1
+        # The other CTA of a pair gives it back at the same time.
+        self.machine.empty[stage] = self.machine.empty.get(stage, 0) + self.machine.config.cluster
 
 
 def run_body(model: Any, methods: tuple[str, ...]) -> None:

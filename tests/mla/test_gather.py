@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import dequant, entries, gather, locate
+from cute_kernels.mla import crossing, dequant, entries, gather, locate
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
+    FLAG_BYTES,
     GATHER_WARPS,
     GROUP_TOKENS,
     MlaConfig,
 )
+from cute_kernels.mla.kernel import make_gatherer
 from layouts import banks
 from layouts.kv.mla import MlaFp8, MlaModel1
 from tests.attention.warp import LANES, Int32, Registers, Uint32, bf16_values
@@ -92,7 +94,7 @@ def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
 def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: np.ndarray) -> None:
     """What all gathering warps do for one block whose indices are given; the last loads ask for nothing."""
     machine.install(monkeypatch, gather, dequant, locate)
-    gatherer: Any = gather.make_gatherer(config)
+    gatherer: Any = make_gatherer(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work, locator = SimpleNamespace(main_blocks=1), locate.SparseLocator()
     for warp in range(config.gather_warps):
@@ -174,13 +176,23 @@ def test_model1_tile(monkeypatch, scales, exponents, gather_warps):
         assert size == 16 or (size == 8 and offset % 8 == 0 and offset >= PAGE_SIZE * MODEL1.DATA_BYTES)
 
 
-def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
-    tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=False)
+@pytest.mark.parametrize("form", ["mla_fp8", "mla_model1"])
+@pytest.mark.parametrize("order", ["stepped", "lagging"])
+def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
+    width, scales = {"mla_fp8": (576, "fp32"), "mla_model1": (512, "ue8m0")}[form]
+    config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "lagging")
+    assert config.can_implement() is None
+    split = form == "mla_model1"
+    quantiser, tokens = (
+        (MODEL1, model1_tokens(NUM_TOKENS, range(-5, 6))) if split else (FORM, fp8_tokens(NUM_TOKENS, False))
+    )
     memory, stride = paged(tokens)
-    machine = MlaWarp(np.full(2 * TILE_BYTES, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, gather, dequant, locate)
-    gatherer: Any = gather.make_gatherer(MlaConfig(crossover=True))
-    source = sparse_source(pages_of(0, stride, 656, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
+    machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
+    machine.install(monkeypatch, gather, dequant, locate, crossing)
+    monkeypatch.setattr(machine, "pinned", lambda value: value, raising=False)
+    gatherer: Any = make_gatherer(config)
+    token_stride = MODEL1.DATA_BYTES if split else quantiser.row_bytes
+    source = sparse_source(pages_of(0, stride, token_stride, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
     indices = some_indices(3)
     for name in ("fence_proxy", "sync_warp"):
         monkeypatch.setattr(gather.cute.arch, name, lambda *_, **__: None, raising=False)
@@ -192,14 +204,36 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch):
             token = locate.SparseLocator().locate(
                 SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
             )
-            start, rows = rank * TILE_BYTES, gatherer.first_row(warp) * 128
-            tile = gather.SharedTile(Int32(start), start + rows, (1 - 2 * rank) * TILE_BYTES, 1 - rank)
-            write_all(gatherer, token, tile, place)
+            start, rows = rank * config.tile_bytes, gatherer.first_row(warp) * 128
+            distance = (1 - 2 * rank) * config.tile_bytes
+            tiles = [
+                crossing.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
+                for part in range(config.tile_parts)
+            ]
+            if order == "lagging":
+                write_in_parts(gatherer, token, tiles, place)
+            else:
+                write_all(gatherer, token, tiles[0], place)
     exists = (indices >= 0) & (indices < len(tokens))
-    wanted = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
+    wanted = quantiser.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
     for rank in range(2):
-        assert np.array_equal(read_tile(machine.shared_memory[rank * TILE_BYTES :][:TILE_BYTES]), wanted)
-        assert machine.sent[rank] == TILE_BYTES // 2
+        found = read_tile(machine.shared_memory[rank * config.tile_bytes :][: config.tile_bytes])
+        assert np.array_equal(found, wanted)
+        for part in range(config.tile_parts):
+            flags = FLAG_BYTES // 2 if part == 0 else 0  # the other CTA's half of them, which come by themselves
+            assert machine.sent[rank, part] == config.sent_bytes(part) - flags
+
+
+def write_in_parts(gatherer, token, tiles, place) -> None:
+    """As :func:`write_all`, a part at a time; between them a lane asks for its next token, which is nothing."""
+    words = Registers(4 * gatherer.num_loads, Uint32)
+    scales = Registers(gatherer.scale_words, Uint32)
+    gatherer.load_token(words, scales, token, place)
+    factors, codes = gatherer.factors(scales), gatherer.taken(words)
+    for part, tile in enumerate(tiles):
+        gatherer.write_part(codes, factors, tile, place, part)
+        gatherer.send(tile, part)
+        gatherer.load_token(words, scales, locate.Token(token.address, Int32(0), token.behind), place)
 
 
 @pytest.mark.parametrize(

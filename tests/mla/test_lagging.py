@@ -15,7 +15,11 @@ from cute_kernels.mla.config import NUM_STAGES, WARPGROUP_WARPS, MlaConfig
 from tests.mla import orders
 from tests.mla.test_stepped import Model as SteppedModel
 
-CONFIG = MlaConfig("paged", "mla_bf16", fence="writer", order="lagging")
+CONFIGS = [
+    MlaConfig("paged", "mla_bf16", order="lagging"),
+    MlaConfig("paged", "mla_bf16", order="lagging", eager=True),
+    MlaConfig("sparse", "mla_fp8", crossover=True, order="lagging", eager=True),
+]
 
 
 class Model(lagging.Lagging, SteppedModel):
@@ -82,9 +86,9 @@ class Model(lagging.Lagging, SteppedModel):
 orders.run_body(Model, (*orders.METHODS, "weigh_block", "weigh_and_add"))
 
 
-def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None) -> None:
+def play(monkeypatch, config: MlaConfig, seed: int, shares: list[int], left_out: int | None = None) -> None:
     """One CTA from its first to its last share. left_out: a named barrier that nobody waits at."""
-    machine = orders.Machine(seed, CONFIG, shares)
+    machine = orders.Machine(seed, config, shares)
     machine.ask(0)
     model = Model(machine)
     for module in (stepped, lagging):
@@ -108,21 +112,23 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
 
 
 @pytest.mark.parametrize("shares", orders.SHARES, ids=str)
-def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, shares):
-    for seed in range(15):
-        play(monkeypatch, seed, shares)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_nobody_waits_for_ever_and_nothing_is_read_early(monkeypatch, config, shares):
+    for seed in range(8):
+        play(monkeypatch, config, seed, shares)
 
 
 @pytest.mark.parametrize("left_out", [*stepped.WEIGHTS_READY, stepped.WEIGHTS_FREE])
-def test_no_barrier_can_be_left_out(monkeypatch, left_out):
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.name)
+def test_no_barrier_can_be_left_out(monkeypatch, config, left_out):
     """The model finds what the barriers are for."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, [5, 3], left_out)
+            play(monkeypatch, config, seed, [5, 3], left_out)
 
 
 @pytest.mark.parametrize("shares", [[3, 2], [0, 0, 0]], ids=str)
 def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, shares, multiply.QUERIES_READ)
+            play(monkeypatch, CONFIGS[0], seed, shares, multiply.QUERIES_READ)

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.mla.config import BLOCK_HEADS, SHIPPED, MlaConfig, comes_boxed, crosses, served_config
-from cute_kernels.mla.few_heads.config import FewHeadsConfig, served_few_heads, shipped_few_heads
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    PARTS_TOGETHER,
+    SHIPPED,
+    MlaConfig,
+    comes_boxed,
+    crosses,
+    served_config,
+)
+from cute_kernels.mla.few_heads.config import FewHeadsConfig, shipped_few_heads
 from cute_kernels.mla.schedule import (
     COPYING,
     CROSSING,
@@ -17,6 +25,7 @@ from cute_kernels.mla.schedule import (
     LINE,
     MAX_LINE_REQUESTS,
     MAX_PARTS,
+    TOGETHER,
     WIDE,
     WorkShape,
     choose,
@@ -24,6 +33,8 @@ from cute_kernels.mla.schedule import (
     choose_parts,
     cost_us,
     count_ctas,
+    heads_together,
+    possible_parts,
 )
 
 SHAPES = st.builds(WorkShape, st.integers(1, 700), st.integers(1, 256), st.integers(1, 1 << 18))
@@ -48,7 +59,7 @@ def test_few_heads_have_a_kernel_of_their_own():
             assert isinstance(config, FewHeadsConfig) and config.can_implement() is None
             assert (config.tokens, config.heads, parts) == (tokens, wanted, 1)
     wide = choose("sparse", "mla_fp8", 576, WorkShape(256, 128, 2048))
-    assert wide == (served_config("sparse", "mla_fp8", crossover=True), LINE)
+    assert wide == (served_config("sparse", "mla_fp8", crossover=True, eager=True), LINE)
     for form, head_dim in (("mla_bf16", 576), ("mla_bf16", 512), ("mla_model1", 512)):
         assert choose("paged", form, head_dim, WorkShape(128, 16, 8192)) == (served_config("paged", form, head_dim), 1)
 
@@ -59,7 +70,8 @@ def test_pairs_of_blocks_of_heads_decode_half_of_the_tokens_each():
             config, _ = choose("sparse", form, head_dim, WorkShape(256, heads, 2048))
             assert isinstance(config, MlaConfig) and config.crossover == pairs and config.can_implement() is None
             config, _ = choose("paged", form, head_dim, WorkShape(256, heads, 2048))
-            assert isinstance(config, MlaConfig) and not config.crossover
+            assert isinstance(config, MlaConfig) and config.crossover == (pairs and form == "mla_fp8")
+            assert config.can_implement() is None
     assert not crosses("sparse", "mla_bf16", 128)
 
 
@@ -70,11 +82,11 @@ def test_whole_contexts_of_16_bit_tokens_come_boxed_where_pages_are_whole_blocks
     for form in ("mla_bf16", "mla_fp16"):
         for heads, pairs in ((1, False), (64, False), (65, True), (192, False), (256, True)):
             config, parts = choose("paged", form, 576, WorkShape(128, heads, 8192, boxed=True))
-            assert config == served_config("paged", form, None, pairs, False, True)
+            assert config == served_config("paged", form, None, pairs, False, True, heads <= BLOCK_HEADS)
             assert parts == (LINE if heads > BLOCK_HEADS else 1)
             assert isinstance(config, MlaConfig) and config.can_implement() is None
             assert (config.cluster, config.prefetch) == ((1, 0), (2, 1))[pairs]
-            assert ("paged", form, None, pairs, False, True) in SHIPPED
+            assert ("paged", form, None, pairs, False, True) in SHIPPED or config.eager
             unboxed, same = choose("paged", form, 576, WorkShape(128, heads, 8192))
             assert isinstance(unboxed, MlaConfig) and not unboxed.boxes and same == parts
     config, parts = choose("paged", "mla_bf16", 576, WorkShape(1, 128, 32768, boxed=True))
@@ -92,20 +104,51 @@ def test_few_rows_of_few_heads_are_clusters_where_they_have_few_tokens():
         assert isinstance(config, FewHeadsConfig) and config.cluster == 1
 
 
-def test_few_rows_of_many_heads_take_few_heads_a_cta():
-    """2 rows of 128 heads: 8 blocks of 16 heads in 8 parts are 128 CTAs with few partial results. Crossover is faster
-    from 3 rows on."""
-    assert choose("sparse", "mla_fp8", 576, WorkShape(2, 128, 2048)) == (served_few_heads("sparse", 16), 8)
-    for rows in (3, 4):
-        wanted = served_config("sparse", "mla_fp8", crossover=True), 16
-        assert choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, 2048)) == wanted
+def test_few_rows_of_many_heads_are_added_up_in_one_launch():
+    """All CTAs are there at once: with crossover, where rows in at least 4 parts find room. Other formats are not."""
+    together = served_config("sparse", "mla_fp8", crossover=True, together=True)
+    for rows, parts in ((2, 16), (4, 16), (6, 11), (8, 8), (16, 4)):
+        assert choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, 2048)) == (together, parts)
+    for form, head_dim, shape in (
+        ("mla_fp8", 576, WorkShape(17, 128, 2048)),
+        ("mla_fp8", 576, WorkShape(4, 64, 2048)),
+        ("mla_model1", 512, WorkShape(4, 128, 2048)),
+    ):
+        config, _ = choose("sparse", form, head_dim, shape)
+        assert not (isinstance(config, MlaConfig) and config.together)
+
+
+@given(SHAPES)
+def test_all_that_add_up_together_are_there_at_once(shape):
+    for parts in possible_parts(shape, TOGETHER):
+        assert count_ctas(shape, parts) <= shape.num_sms
+        assert parts in PARTS_TOGETHER and heads_together(parts) * parts >= BLOCK_HEADS
+
+
+def test_the_right_half_lags_where_shares_are_long():
+    """A longer program, for many blocks; a tile that is given back early, for chosen tokens and for memory's rate."""
+    for rows, topk, lags in (
+        (4, 2048, False),
+        (64, 1024, False),
+        (64, 2048, True),
+        (256, 2048, True),
+        (296, 32768, True),
+    ):
+        config, _ = choose("sparse", "mla_fp8", 576, WorkShape(rows, 128, topk))
+        assert isinstance(config, MlaConfig) and config.crossover and config.lags == config.eager == lags
+    for rows, lags in ((1, False), (128, True)):
+        config, _ = choose("paged", "mla_fp8", 576, WorkShape(rows, 256, 8192))
+        assert isinstance(config, MlaConfig) and config.crossover == config.eager == lags
+    for rows, heads, eager in ((128, 64, True), (128, 16, True), (1, 64, False), (1, 128, False), (128, 128, False)):
+        config, _ = choose("paged", "mla_bf16", 576, WorkShape(rows, heads, 32768, boxed=True))
+        assert isinstance(config, MlaConfig) and config.lags and config.eager == eager
 
 
 @given(SHAPES, st.sampled_from(("sparse", "paged")))
 def test_what_is_chosen_is_shipped(shape, tokens):
     config, parts = choose(tokens, "mla_fp8", 576, shape)
-    crossover = crosses(tokens, "mla_fp8", shape.num_heads)
-    assert config in (served_config(tokens, "mla_fp8", crossover=crossover), *shipped_few_heads())
+    served = [served_config(*which) for which in SHIPPED if which[:2] == (tokens, "mla_fp8")]
+    assert config in (*served, *shipped_few_heads())
     assert config.can_implement() is None and LINE <= parts <= MAX_PARTS
     if isinstance(config, FewHeadsConfig) and config.cluster > 1:
         assert parts == config.cluster
@@ -122,6 +165,9 @@ def test_the_model_is_near_what_was_measured():
         (CROSSING, 1, 128, 2048, 32, 18.0), (CROSSING, 1, 128, 2048, 16, 19.6), (CROSSING, 3, 128, 2048, 16, 20.5),
         (CROSSING, 8, 128, 2048, 8, 26.5), (CROSSING, 8, 128, 2048, 4, 33.3), (CROSSING, 256, 128, 2048, 1, 302.8),
         (CROSSING, 296, 128, 32768, 2, 5190.7), (CROSSING, 66, 128, 4096, 1, 154.5),
+        (TOGETHER, 4, 128, 2048, 16, 18.5), (TOGETHER, 4, 128, 2048, 11, 20.3), (TOGETHER, 4, 128, 2048, 8, 21.9),
+        (TOGETHER, 1, 128, 2048, 32, 16.1), (TOGETHER, 1, 128, 2048, 16, 16.1), (TOGETHER, 2, 128, 2048, 32, 17.4),
+        (TOGETHER, 8, 128, 2048, 8, 22.7), (TOGETHER, 16, 128, 2048, 4, 32.4), (TOGETHER, 4, 128, 32768, 16, 83.6),
         (h16, 128, 16, 2048, 1, 62.0), (h8, 128, 8, 2048, 1, 57.4), (h32, 128, 32, 2048, 1, 98.1),
         (h32, 128, 64, 2048, 1, 189.3), (h16, 128, 16, 8192, 1, 217.6), (h16, 33, 16, 2048, 4, 27.1),
         (h16, 4, 128, 2048, 4, 25.9), (h32, 4, 128, 2048, 8, 26.3), (h16, 1, 128, 2048, 16, 16.4),
@@ -193,6 +239,12 @@ def test_configurations_fit_and_say_why_not():
         (MlaConfig(form="mla_bf16", head_dim=448, fence="reader"), "head_dim"),
         (MlaConfig(order="lagging"), "order"),
         (MlaConfig("paged", order="lagging"), "order"),
+        (MlaConfig("sparse", "mla_bf16", fence="reader", order="lagging"), "order"),
+        (MlaConfig(order="lagging", crossover=True, eager=True, stretch=3), "stretch"),
+        (MlaConfig(order="lagging", crossover=True, eager=True, fence="reader"), "fence"),
+        (MlaConfig(order="lagging", crossover=True, eager=True, prefetch=2), "prefetch"),
+        (MlaConfig(order="lagging", crossover=True), "eager"),
+        (MlaConfig(order="stepped", crossover=True, eager=True), "eager"),
         (MlaConfig("paged", "mla_bf16", fence="reader", order="lagging"), "fence"),
         (MlaConfig("paged", "mla_bf16", order="lagging", prefetch=2), "prefetch"),
         (MlaConfig("paged", "mla_bf16", order="lagging", gather_warps=8), "gather_warps"),

@@ -68,15 +68,23 @@ class Model(orders.Played, stepped.Stepped):
             self.sums[machine.warp].append((block, step))
 
 
-orders.run_body(Model, (*orders.METHODS, "weigh_and_add"))
+orders.run_body(Model, (*orders.METHODS, "first_block", "second_block", "weigh_and_add"))
 
 
-def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None, fenced: bool = True) -> None:
+def play(
+    monkeypatch,
+    seed: int,
+    shares: list[int],
+    left_out: int | None = None,
+    fenced: bool = True,
+    model_class: type[Model] = Model,
+    modules: Any = stepped,
+) -> None:
     """One CTA from its first to its last share. left_out: a named barrier that nobody waits at; fenced: whether stores
     become visible to products."""
     machine = orders.Machine(seed, MlaConfig(), shares)
     machine.ask(0)
-    model = Model(machine)
+    model = model_class(machine)
     for name, value in (("Float32", float), ("const_expr", lambda value: value)):
         monkeypatch.setattr(stepped, name, value)
     monkeypatch.setattr(stepped.ptx, "pinned", lambda value: value)
@@ -84,7 +92,7 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None,
     monkeypatch.setattr(stepped.softmax, "rescale", model.rescale)
     for name in ("weigh_step", "add_totals"):
         monkeypatch.setattr(stepped.softmax_steps, name, lambda *_: None)
-    orders.play(monkeypatch, stepped, model, left_out, fenced)
+    orders.play(monkeypatch, modules, model, left_out, fenced)
     wanted = [(block, step) for block in range(sum(shares)) for step in range(stepped.STEPS)]
     assert all(steps == wanted for steps in model.sums.values())
     assert not any(machine.named.get(barrier_id) for barrier_id in stepped.WEIGHTS_READY)

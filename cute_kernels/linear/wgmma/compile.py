@@ -10,7 +10,10 @@ from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
-KERNEL_MODULES = ("compile", "config", "digit_kernel", "digits", "epilogue", "kernel", "synchronous", "tiles")
+KERNEL_MODULES = (
+    "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
+    "memory", "synchronous", "tiles",
+)  # fmt: skip
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
 NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS = 4, 3  # of the launch that makes them

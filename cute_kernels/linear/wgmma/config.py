@@ -16,6 +16,8 @@ BOX_ALIGNMENT = 1024
 TOKENS = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
+PUSH_CLUSTERS = (2, 3)  # of those that push their sums; clusters of more do not all run at once, one for each SM
+SHARINGS = (1, 2)
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -28,6 +30,7 @@ SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
 DIGIT_GROUP = 128  # inputs of a row of x that share a scale where x comes in digits: rows of a box of bytes
 DIGIT_TOKENS = 64
+AHEAD_TOKENS = 32  # for which a thread has registers to decode the next unit ahead
 DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
@@ -58,9 +61,14 @@ class WgmmaConfig:
         splits_k: whether K may be cut into parts.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their sums through shared memory,
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
+        pushes: whether the CTAs of a cluster share out whole tiles of 64 output features, and each sends its parts of
+            the others' to them; for few rows. See `.cluster_parts`.
+        sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
+            brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
+        ahead: whether, of digits, the next unit is decoded while this one is multiplied. See `.digits_ahead`.
     """
 
     bits: int
@@ -78,8 +86,11 @@ class WgmmaConfig:
     chunk: int = CHUNK_TOKENS
     splits_k: bool = False
     cluster: int = 1
+    pushes: bool = False
+    sharing: int = 1
     synchronous: bool = False
     digits: bool = False
+    ahead: bool = False
 
     @property
     def scales_codes(self) -> bool:
@@ -87,7 +98,7 @@ class WgmmaConfig:
 
         If not, scales meet weights in a product of their own, or the sums of a group.
         """
-        return self.dtype == "bf16" and not (self.zero_point or self.synchronous or self.digits)
+        return self.dtype == "bf16" and not (self.synchronous or self.digits)
 
     @property
     def tile_k(self) -> int:
@@ -103,6 +114,11 @@ class WgmmaConfig:
     def block_rows(self) -> int:
         """Output features of a CTA's tile."""
         return TILE_N * self.block_tiles
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster, whatever they do together."""
+        return self.cluster * self.sharing
 
     @property
     def math_warps(self) -> int:
@@ -136,7 +152,22 @@ class WgmmaConfig:
     @property
     def own_tokens(self) -> int:
         """Rows of x of a tile that a CTA stores."""
-        return self.tokens // self.cluster
+        return self.tokens // (1 if self.pushes else self.cluster)
+
+    @property
+    def part_slots(self) -> int:
+        """Tiles of 64 output features whose parts of K a CTA of a cluster adds up, at most."""
+        return -(-self.block_tiles // self.cluster) if self.pushes else 0
+
+    @property
+    def part_bytes(self) -> int:
+        """A tile of 64 output features' sums of a part of K in fp32."""
+        return 4 * TILE_N * self.tokens
+
+    @property
+    def parts_bytes(self) -> int:
+        """Shared memory for the parts of K of tiles that a CTA of a cluster adds up."""
+        return self.part_slots * self.cluster * self.part_bytes
 
     @property
     def unit_steps(self) -> int:
@@ -218,13 +249,14 @@ class WgmmaConfig:
 
     @property
     def num_barriers(self) -> int:
-        """Of full and of empty stages."""
-        return 2 * self.num_stages
+        """Of full and of empty stages, and of parts of K that other CTAs send."""
+        return 2 * self.num_stages + self.part_slots
 
     @property
     def smem_bytes(self) -> int:
         ring = self.num_stages * self.stage_bytes
-        return ring + self.warpgroups * self.staging_bytes + self.num_barriers * BARRIER_BYTES
+        sums = self.warpgroups * self.staging_bytes + self.parts_bytes
+        return ring + sums + self.num_barriers * BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -232,8 +264,12 @@ class WgmmaConfig:
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
-        split = f"_cluster{self.cluster}" if self.cluster > 1 else "_split" if self.splits_k else ""
+        split = "_split" if self.splits_k else ""
+        if self.cluster > 1:
+            split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
+        split += f"_share{self.sharing}" if self.sharing > 1 else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
+        groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
         ring = f"r{self.num_stages}" + (f"c{self.chunk}" if self.chunk != CHUNK_TOKENS else "")
         return f"linear_wgmma_{weight}_{shape}_{groups}{ring}{split}"
@@ -255,7 +291,8 @@ class WgmmaConfig:
             "group_steps": (1, 2, 4),
             "in_flight": (1, 2, 3),
             "chunk": (32, 64),
-            "cluster": CLUSTERS,
+            "cluster": PUSH_CLUSTERS if self.pushes else CLUSTERS,
+            "sharing": SHARINGS,
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -273,25 +310,43 @@ class WgmmaConfig:
             return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
-        if self.cluster > 1 and (self.m_tiles > 1 or self.own_tokens < 2 * MMA_TOKENS or self.row_parts > 1):
-            return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
-        if self.cluster > 1 and self.sum_bytes > self.num_stages * self.x_stage_bytes:
-            return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
+        if problem := self.cluster_problem():
+            return problem
+        if self.sharing > 1 and (self.splits_k or self.cluster > 1 or self.row_parts > 1):
+            return f"{self.sharing} CTAs that share activations want tiles in one part, of K and of rows"
+        if self.sharing > 1 and (self.synchronous or self.digits):
+            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"
-        if self.synchronous and self.cluster > 1:
-            return f"synchronous warpgroups do not exchange sums in a cluster of {self.cluster}"
         if self.digits and (self.bits != 4 or self.zero_point or self.unit_k != DIGIT_GROUP):
             return f"digits want 4 bits without zero points and units of {DIGIT_GROUP} inputs"
-        if self.digits and (self.group_size < DIGIT_GROUP or self.synchronous or self.cluster > 1):
-            return f"digits want groups of at least {DIGIT_GROUP} inputs, MMAs of warpgroups and no cluster"
+        if self.digits and (self.group_size < DIGIT_GROUP or self.synchronous):
+            return f"digits want groups of at least {DIGIT_GROUP} inputs and MMAs of warpgroups"
         if self.digits and self.tokens > DIGIT_TOKENS:
             return f"{self.tokens} tokens are more than the {DIGIT_TOKENS} whose digits an MMA takes"
+        if self.ahead and (not self.digits or self.tokens > AHEAD_TOKENS):
+            return f"a unit is decoded ahead of products of digits, of at most {AHEAD_TOKENS} tokens"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None
+
+    def cluster_problem(self) -> str | None:
+        """Why CTAs of a cluster cannot exchange sums as the configuration says, or None."""
+        if self.cluster == 1:
+            return "CTAs push parts in a cluster of at least 2" if self.pushes else None
+        if self.synchronous:
+            return f"synchronous warpgroups do not exchange sums in a cluster of {self.cluster}"
+        if self.pushes:
+            return None
+        if self.digits:
+            return f"products in digits of a cluster of {self.cluster} push their parts"
+        if self.m_tiles > 1 or self.own_tokens < 2 * MMA_TOKENS or self.row_parts > 1:
+            return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
+        if self.sum_bytes > self.num_stages * self.x_stage_bytes:
+            return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
         return None
 
 

@@ -21,47 +21,30 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.decode import Decoder, PairDecoder, SubnormalDecoder
+from cute_kernels.linear.decode import Decoder, SubnormalDecoder
+from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
-    BOX_ALIGNMENT,
     BOX_K,
     TOKEN_BAND,
     WARPGROUP_WARPS,
-    X_SCALE_ALIGNMENT,
     WgmmaConfig,
 )
+from cute_kernels.linear.wgmma.copies import ELEMENTS, CopyingWarps
 from cute_kernels.linear.wgmma.digits import DigitUnits
+from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
+from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
-from cute_kernels.linear.wgmma.tiles import Items, Shape, parts_with
+from cute_kernels.linear.wgmma.tiles import Items, Shape
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
-ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Shared memory of a CTA: addresses, and pointers to barriers and to the ring of activations."""
-
-    x: Any
-    x_address: Any
-    codes: Any
-    scales: Any
-    zeros: Any
-    staging: Any
-    full: Any
-    empty: Any
-    table: Any
-    x_scales: Any
 
 
 @dataclass(frozen=True)
@@ -73,7 +56,7 @@ class Lane:
     masks: Any  # of the decoder
 
 
-class WgmmaKernel:
+class WgmmaKernel(CopyingWarps):
     """One compiled variant; :class:`WgmmaConfig` says which."""
 
     table_bytes = 0  # of shared memory for a table of tiles, which grouped products have
@@ -81,12 +64,14 @@ class WgmmaKernel:
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        decoder = SubnormalDecoder if config.scales_codes else PairDecoder
-        self.decoder: Decoder = decoder(config.bits, config.dtype)
+        self.decoder = Decoder(config.bits, config.dtype)
+        if config.scales_codes:
+            self.decoder = SubnormalDecoder(config.bits, config.dtype, config.zero_point)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
-        self.digits = DigitUnits(self)
+        self.digits = (AheadUnits if config.ahead else DigitUnits)(self)
+        self.cluster_parts = ClusterParts(self)
 
     @cute.jit
     def __call__(
@@ -125,7 +110,7 @@ class WgmmaKernel:
 
     def launch_options(self, num_ctas, stream) -> dict[str, Any]:
         config = self.config
-        cluster = (config.cluster, 1, 1) if config.cluster > 1 else None
+        cluster = (config.cluster_size, 1, 1) if config.cluster_size > 1 else None
         sizes = {"grid": (num_ctas, 1, 1), "block": (config.num_threads, 1, 1), "cluster": cluster}
         return sizes | {"min_blocks_per_mp": 1, "use_pdl": self.use_pdl, "stream": stream}
 
@@ -136,22 +121,6 @@ class WgmmaKernel:
         scale_groups = units * config.unit_k // config.group_size if config.group_size else Int32(1)
         split_units = (units + splits - 1) // splits
         return m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind
-
-    def x_layout(self):
-        """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
-        config = self.config
-        return self.boxes_layout(config.tokens, config.num_stages * config.unit_k // BOX_K)
-
-    def box_copy(self, x):
-        """What brings a box of x, and x as boxes are taken from it."""
-        rows = self.config.part_tokens
-        box = cute.slice_(self.boxes_layout(rows, 1), (None, None, 0))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), x, box, (rows, BOX_K))
-
-    def boxes_layout(self, rows: int, count: int):
-        """[rows, BOX_K, count], swizzled; one box behind the other."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, ELEMENTS[self.config.dtype])
-        return cute.tile_to_shape(atom, (rows, BOX_K, count), order=(0, 1, 2))
 
     @cute.kernel
     def kernel(self, operands, shape, copy_x, x_view):
@@ -165,8 +134,20 @@ class WgmmaKernel:
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        cute.arch.sync_threads()
+        if const_expr(config.sharing > 1):
+            self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
+        else:
+            cute.arch.sync_threads()
+        if const_expr(config.part_slots > 0):
+            cute.arch.cluster_arrive()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+        if const_expr(config.sharing > 1):
+            self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
+
+    def meet_cluster(self):
+        """Waits for all threads of the cluster."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
@@ -182,50 +163,16 @@ class WgmmaKernel:
                 self.copy_weights(operands, shape, memory, items)
 
     def allocate(self) -> Memory:
-        config = self.config
-        smem = cutlass.utils.SmemAllocator()
-        stages = config.num_stages
-        layout = self.x_layout()
-        x = smem.allocate_tensor(
-            ELEMENTS[config.dtype], layout.outer, byte_alignment=BOX_ALIGNMENT, swizzle=layout.inner
-        )
-        codes = smem.allocate(stages * config.code_stage_bytes, byte_alignment=128).toint()
-        scales = zeros = Int32(0)
-        if const_expr(config.scale_stage_bytes):
-            scales = smem.allocate(stages * config.scale_stage_bytes, byte_alignment=128).toint()
-        if const_expr(config.zero_stage_bytes):
-            zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
-        x_scales = Int32(0)
-        if const_expr(config.digits):
-            x_scales = smem.allocate(stages * config.x_scale_stage_bytes, byte_alignment=128).toint()
-        staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
-        full = smem.allocate_array(cutlass.Int64, config.num_barriers)
-        table = Int32(0)
-        if const_expr(self.table_bytes):
-            table = smem.allocate(self.table_bytes, byte_alignment=16).toint()
-        return Memory(
-            x=x,
-            x_address=x.iterator.toint(),
-            codes=codes,
-            scales=scales,
-            zeros=zeros,
-            staging=staging.toint(),
-            full=full,
-            empty=full + stages,
-            table=table,
-            x_scales=x_scales,
-        )
+        return allocate(self.config, self.x_layout(), ELEMENTS[self.config.dtype], self.table_bytes)
 
-    def init_barriers(self, memory: Memory):
-        config = self.config
-        for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
-        cute.arch.mbarrier_init_fence()
+    def init_barriers(self, memory: Memory) -> None:
+        init_barriers(self.config, memory)
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
-        config = self.config
-        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles)
+        config, rank = self.config, 0
+        if const_expr(config.sharing > 1):
+            cta, rank, num_ctas = cta // config.sharing, cta % config.sharing, num_ctas // config.sharing
+        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)
         token_tiles = cute.ceil_div(shape.m, config.tokens)
         return Items(
             shape=shape,
@@ -235,129 +182,9 @@ class WgmmaKernel:
             blocks=blocks,
             token_tiles=token_tiles,
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
+            sharing=config.sharing,
+            rank=rank,
         )
-
-    # -- copies -------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def copy_activations(self, shape, memory, items, copy_x, x_view):
-        """Brings the activations of every unit, a box of 64 inputs of a part of a tile's rows at a time; one warp.
-
-        Parts without rows are left out: rows that x does not have would cost TMA the time of writing zeros, rows of
-        somebody else that of bringing them.
-        """
-        config = self.config
-        if const_expr(config.digits):
-            # The launch before made them. All else it had waited for itself, before it let this one begin.
-            cute.arch.griddepcontrol_wait()
-        boxes, parts = config.unit_k // BOX_K, config.row_parts
-        targets = cute.group_modes(cute.local_tile(memory.x, (config.part_tokens, BOX_K), (None, 0, None)), 0, 2)
-        stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-            item = items.item(index)
-            first_row, _ = self.rows_of(shape, item)
-            rows = cute.domain_offset((first_row, 0), x_view)
-            places = cute.group_modes(cute.local_tile(rows, (config.part_tokens, BOX_K), (None, None)), 0, 2)
-            target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
-            present = self.parts_of(shape, item)
-            size = present * (config.x_stage_bytes // parts) + config.x_scale_stage_bytes
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                barrier = memory.full + stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                    if const_expr(config.digits):
-                        self.copy_x_scales(shape, memory, item, unit, stage)
-                for part in cutlass.range_constexpr(parts):
-                    if part < present:
-                        for box in cutlass.range_constexpr(boxes):
-                            chosen = source[None, part, unit * boxes + box]
-                            place = target[(None, *self.box_place(stage, part, box, present))]
-                            cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
-                stage, phase = advance(stage, phase, config.num_stages)
-
-    def box_place(self, stage, part: int, box: int, present) -> tuple[Any, Any]:
-        """(part, box of the ring) where a part's box lies; both digits of x are one operand, so without gaps."""
-        boxes, parts = self.config.unit_k // BOX_K, self.config.row_parts
-        if not self.config.digits:
-            return part, stage * boxes + box
-        place = box * present + part
-        return place & (parts - 1), stage * boxes + (place >> (parts.bit_length() - 1))
-
-    def copy_x_scales(self, shape, memory, item, unit, stage):
-        """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on."""
-        size = self.config.x_scale_stage_bytes
-        first, _ = self.rows_of(shape, item)
-        ptx.bulk_copy_to_shared(
-            memory.x_scales + stage * size,
-            shape.x_scales + (Int64(unit) * shape.x_scale_pitch + (first & -X_SCALE_ALIGNMENT)) * 4,
-            Int32(size),
-            Int32((memory.full + stage).toint()),
-        )
-
-    def rows_of(self, shape, item) -> tuple[Any, Any]:
-        """The first row of x of an item, and what is behind the last that its tile may have."""
-        return item.token_tile * self.config.tokens, shape.m
-
-    def x_scale_shift(self, item):
-        """How many scales of x lie between the last multiple of 16 bytes and an item's first one."""
-        return Int32(0)
-
-    def parts_of(self, shape, item):
-        """How many parts of an item's tile have rows."""
-        first, end = self.rows_of(shape, item)
-        return parts_with(self.config, end - first)
-
-    @cute.jit
-    def copy_weights(self, operands, shape, memory, items):
-        """Brings the codes, scales and zero points of every unit; one warp."""
-        config = self.config
-        stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-            item = items.item(index)
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                with cute.arch.elect_one():
-                    self.copy_unit(operands, shape, memory, item, unit, stage)
-                stage, phase = advance(stage, phase, config.num_stages)
-
-    def copy_unit(self, operands, shape, memory, item, unit, stage):
-        """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
-        config = self.config
-        barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
-        address = Int32(barrier.toint())
-        tile_bytes = config.unit_tiles * TILE_BYTES
-        group_bytes = config.unit_groups * SCALE_BYTES
-        zero_bytes = config.unit_groups * ZERO_BYTES
-        for i in range(config.block_tiles):
-            tile = self.weight_tile(shape, item, i)
-            ptx.bulk_copy_to_shared(
-                memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
-                operands.codes + (Int64(tile) * shape.units + unit) * tile_bytes,
-                Int32(tile_bytes),
-                address,
-            )
-            if config.group_size:
-                group = Int64(tile) * shape.scale_groups + unit * config.unit_k // config.group_size
-                ptx.bulk_copy_to_shared(
-                    memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
-                    operands.scales + group * SCALE_BYTES,
-                    Int32(group_bytes),
-                    address,
-                )
-                if config.zero_point:
-                    ptx.bulk_copy_to_shared(
-                        memory.zeros + stage * config.zero_stage_bytes + i * zero_bytes,
-                        operands.zeros + group * ZERO_BYTES,
-                        Int32(zero_bytes),
-                        address,
-                    )
-
-    def weight_tile(self, shape, item, index):
-        """Number, in the blob, of the ``index``-th tile of an item's block of output features."""
-        # Of the last block, tiles behind the last one are that one again.
-        return cutlass.min(item.block * self.config.block_tiles + index, shape.num_tiles - 1)
 
     # -- products -----------------------------------------------------------------------------------------------------
 
@@ -399,6 +226,8 @@ class WgmmaKernel:
             lane=lane,
         )
         teller = lane == 0  # that a stage is free
+        if const_expr(config.sharing > 1):
+            teller = lane < config.sharing  # each tells one of the CTAs that fill it
         stage, phase, last = Int32(0), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
@@ -415,7 +244,9 @@ class WgmmaKernel:
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
-            if const_expr(config.cluster > 1):
+            if const_expr(config.part_slots > 0):
+                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile)
+            elif const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
                 corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
@@ -497,7 +328,12 @@ class WgmmaKernel:
     def release(self, memory, stage, teller):
         """Says that this warp has done with a stage."""
         if teller:
-            cute.arch.mbarrier_arrive(memory.empty + stage)
+            barrier = memory.empty + stage
+            if const_expr(self.config.sharing > 1):
+                there = numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx())
+                numbers.arrive_in_cluster(there)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
 
     def load_codes(self, address) -> list[list[Any]]:
         """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
@@ -23,6 +24,8 @@ DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
 MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
+# The same three where codes are scaled as they are decoded.
+SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS = 20, 0.25, 10
 FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
@@ -30,10 +33,13 @@ COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
+PUSH_CLOCKS = 400  # the same of parts that are pushed
 # Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
-# scales of its sums: per k16 step of a tile, tensor cores included.
-DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.58
-DIGIT_ROWS_CLOCKS = 1000  # of the launch that makes them, beyond what it does at the same time as others
+# scales of its sums: per k16 step of a tile, tensor cores included, and for each unit.
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS, DIGIT_UNIT_CLOCKS = 10.8, 0.566, 110
+DIGIT_ROW_SHARE = 0.1  # of a row's bytes that take as long as the memory's
+DIGIT_START_CLOCKS = 5800  # of the launch that makes digits, and of the way out of the last item, while no other is
+DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 500, 55  # as `COMBINE_CLOCKS`
 MAX_SPLITS = 16
 MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -55,9 +61,26 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-# The same with x in digits: (tokens, row_parts, m_tiles) of two warpgroups, for up to so many rows.
+# Tiles of CTAs that share activations, where no K is cut: less is read from L2, which counts under the power limit.
+SHARED_TOKENS = 256
+SHARING = 2
+SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
+SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
+# The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
-DIGIT_SHAPES = ((16, 2, 1), (16, 2, 2), (32, 4, 1), (32, 4, 2))
+DIGIT_SHAPES = (
+    (16, 2, 1, 1),
+    (16, 2, 1, 2),
+    (16, 2, 1, 3),
+    (16, 2, 2, 1),
+    (32, 4, 1, 2),
+    (32, 4, 2, 1),
+)
+# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed, and (bits, dtype,
+# group_size, zero_point) of the weights that they were measured with.
+PUSH_SHAPES = ((32, 4, 2), (32, 4, 3), (16, 2, 3))
+PUSH_FORMATS = ((4, "bf16", 128, False),)
+PUSH_UNIT_K = 128
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -86,8 +109,8 @@ class TileSchedule:
 
     @property
     def blocks(self) -> int:
-        """Blocks of output features."""
-        return -(-self.num_tiles // self.config.block_tiles)
+        """Blocks of output features; those of CTAs that share activations count as one."""
+        return -(-self.num_tiles // (self.config.block_tiles * self.config.sharing))
 
     @property
     def num_tiles_cut(self) -> int:
@@ -138,19 +161,22 @@ def tile_schedules(problem: Problem) -> Iterator[TileSchedule]:
 def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileSchedule | None:
     """The schedule of a given configuration; None if a part of K would be empty or nothing is left to be cut.
 
-    Whole rounds of all CTAs are of whole tiles.
+    Whole rounds of all CTAs are of whole tiles. CTAs that share activations have an item together.
     """
     units = problem.k_pad // config.unit_k
     if -(-units // -(-units // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
+    if splits > 1 and config.sharing > 1:
+        return None
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
         schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
         if not schedule.num_tiles_cut:
             return None
-    return replace(schedule, num_ctas=min(problem.num_sms, schedule.num_items))
+    teams = min(problem.num_sms // config.sharing, schedule.num_items)
+    return replace(schedule, num_ctas=teams * config.sharing)
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
@@ -161,18 +187,33 @@ def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> Ti
 
 def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
-    config, resident = schedule.config, schedule.num_ctas
+    config, resident = schedule.config, schedule.num_ctas // schedule.config.sharing
     unit = unit_clocks(problem, schedule)
+    if config.digits:
+        return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + ITEM_CLOCKS / config.cluster
-    if config.cluster > 1:
+    part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
+    if config.pushes:
+        part += PUSH_CLOCKS
+    elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
     elif schedule.splits > 1:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
-    clocks += DIGIT_ROWS_CLOCKS if config.digits else 0
+    clocks += SHARING_CLOCKS if config.sharing > 1 else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
+
+
+def digit_clocks(schedule: TileSchedule, unit: float) -> float:
+    """Clocks of a launch whose x comes in digits, beyond the start: an item's results take none while the next one's
+    weights are on their way."""
+    config, resident = schedule.config, schedule.num_ctas
+    clocks = DIGIT_START_CLOCKS + -(-schedule.whole // resident) * schedule.units * unit
+    part = schedule.split_units * unit  # parts that are pushed take no longer than a way out
+    if schedule.splits > 1 and not config.pushes:
+        part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
+    return clocks + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
 
 
 def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
@@ -181,10 +222,14 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     fragments = config.block_tiles * config.unit_steps
     if config.digits:
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
-        decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
-        return max(decoding, config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
-    tensor = fragments * (config.tokens / 2 + MMA_CLOCKS)
-    decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * config.tokens)
+        decoding = DIGIT_UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
+        stage_bytes = config.weight_stage_bytes + DIGIT_ROW_SHARE * tokens * config.x_stage_bytes / config.tokens
+        return max(decoding, stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
+    decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
+    if config.scales_codes:
+        decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
+    tensor = fragments * (config.tokens / 2 + mma) * (1 - SHARING_GAIN * (config.sharing > 1))
+    decoding = UNIT_CLOCKS + fragments * (decode + decode_token * config.tokens)
     # Token tiles that run side by side read a weight from memory once.
     sharing = min(schedule.token_tiles, TOKEN_BAND)
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / sharing
@@ -201,16 +246,13 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     for tokens, m_tiles, warpgroups, unit_k, cluster in shapes:
         if cluster > 1 and problem.batch_invariant:
             continue  # which cuts K
-        config = WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
+        config = of_format(
+            problem,
             tokens=tokens,
             m_tiles=m_tiles,
             warpgroups=warpgroups,
             unit_k=unit_k if problem.k_pad % unit_k == 0 else 64,
-            in_flight=2 if tokens in (64, 128) and cluster == 1 and problem.k_pad % unit_k == 0 else 1,
+            in_flight=groups_in_flight(problem, tokens, unit_k) if cluster == 1 else 1,
             chunk=SHORT_CHUNK if tokens == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_TOKENS,
             splits_k=True,
             cluster=cluster,
@@ -219,7 +261,37 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
-    return configs + digit_configs(problem)
+            if tokens == SHARED_TOKENS and cluster == 1:
+                configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
+    return configs + push_configs(problem) + digit_configs(problem)
+
+
+def push_configs(problem: Problem) -> list[WgmmaConfig]:
+    """Configurations whose CTAs push parts of K."""
+    form = problem.bits, problem.dtype, problem.group_size, problem.zero_point
+    if problem.batch_invariant or form not in PUSH_FORMATS:
+        return []
+    configs = (
+        of_format(
+            problem,
+            tokens=tokens,
+            row_parts=row_parts,
+            unit_k=PUSH_UNIT_K,
+            splits_k=True,
+            cluster=cluster,
+            pushes=True,
+        )
+        for tokens, row_parts, cluster in PUSH_SHAPES
+        if tokens >= problem.m > tokens // 2
+    )
+    return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
+
+
+def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
+    """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
+    if tokens not in (64, 128) or problem.k_pad % unit_k:
+        return 1
+    return 1 if (tokens, problem.bits, problem.dtype) == (128, 8, "bf16") else 2
 
 
 def digit_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -227,19 +299,19 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
     if problem.batch_invariant or problem.m > MOST_DIGIT_ROWS:
         return []
     configs = (
-        WgmmaConfig(
-            bits=problem.bits,
-            dtype=problem.dtype,
-            group_size=problem.group_size,
-            zero_point=problem.zero_point,
+        of_format(
+            problem,
             tokens=tokens,
             row_parts=row_parts,
             m_tiles=m_tiles,
             unit_k=DIGIT_GROUP,
             splits_k=True,
+            cluster=cluster,
+            pushes=cluster > 1,
             digits=True,
+            ahead=True,
         )
-        for tokens, row_parts, m_tiles in DIGIT_SHAPES
+        for tokens, row_parts, m_tiles, cluster in DIGIT_SHAPES
         if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
     )
     return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
@@ -257,9 +329,17 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+    for form, (tokens, *_) in product(PUSH_FORMATS, PUSH_SHAPES):
+        configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
+
+
+def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
+    """A configuration for a problem's weights."""
+    form = {"group_size": problem.group_size, "zero_point": problem.zero_point}
+    return WgmmaConfig(bits=problem.bits, dtype=problem.dtype, **form, **choices)
 
 
 def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:

@@ -58,6 +58,9 @@ class Items:
     neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
     CTAs wait for each other.
 
+    CTAs that share activations, ``sharing`` of them, have neighbouring blocks of one token tile and take their items
+    together: they are counted as one, and ``blocks`` as many of theirs.
+
     Tiles are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
     reads few activations and each weight once per band.
     """
@@ -69,6 +72,8 @@ class Items:
     blocks: Any  # of output features
     token_tiles: Any
     band: Any
+    sharing: int = 1
+    rank: Any = 0  # among those that share
 
     def item(self, index) -> Item:
         shape = self.shape
@@ -84,7 +89,7 @@ class Items:
         block = rest // width
         begin = split * shape.split_units
         return Item(
-            block=block,
+            block=block if self.sharing == 1 else block * self.sharing + self.rank,
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
             end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),

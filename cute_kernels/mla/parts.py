@@ -1,0 +1,215 @@
+"""Parts of a row that the CTAs of one launch leave for each other and add up: where they lie, who reads what.
+
+The CTAs with the same heads of a row deal these heads among themselves. Each leaves its part for all of them and says
+so by a flag each; then it fetches all parts of its own heads and adds them up in their order, so results do not depend
+on who was first. What is left is made in shared memory as it lies in global memory, so it takes one bulk copy for a
+warp and reader on its way out, and one for all parts on their way in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.combine import outcome_of
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    PART_ROW_BYTES,
+    V_HEAD_DIM,
+    WARPGROUP_WARPS,
+    MlaConfig,
+)
+from cute_kernels.mla.line import ALL_LANES
+from cute_kernels.mla.multiply import MULTIPLYING_THREADS
+from cute_kernels.mla.numbers16 import of_name
+from cute_kernels.mla.output import WARP_ROWS, exists_sink, scale_of
+from cute_kernels.mla.softmax import LOWEST
+from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
+
+PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of the multiplying warpgroups, of the gathering warps
+WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
+ROW_LANES = 4  # that have a row's sums
+LANE_BYTES = 16
+HALF = V_HEAD_DIM // 2  # columns of a warpgroup
+# A row's half of a part: fp16 values, then fp32 numbers: maximum and total (left half alone), and what the values are
+# to be multiplied with. 8 rows side by side lie in different banks.
+STATS_OFFSET = HALF * 2
+COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 8 of each half
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a CTA's row and block of heads lie; run-time values.
+
+    ``each`` heads side by side are a reader's. For each reader, memory has of every part the left half of its heads,
+    then the right half, and a flag.
+    """
+
+    words: Any  # addresses: of all parts
+    flags: Any  # ... and their flags
+    part: Any  # the CTA's own
+    count: Any
+    each: Any  # heads of a reader, a power of 2 from 4 to 16
+    readers: Any
+
+    @staticmethod
+    def of(items) -> Parts:
+        """Those of a CTA. The more parts, the fewer heads are a reader's: never more readers than CTAs."""
+        count = items.shape.num_parts
+        each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
+        readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
+        group = items.row * items.counts.head_blocks.value + items.head_block
+        words = items.states.words + Int64(group * count) * (BLOCK_HEADS * 2 * PART_ROW_BYTES)
+        flags = items.states.flags + Int64(group * count * readers) * 4
+        return Parts(words, flags, items.start, count, each, readers)
+
+    @property
+    def half_bytes(self):
+        """Of half a part of a reader's heads."""
+        return self.each * PART_ROW_BYTES
+
+    def place(self, reader, part, half):
+        """Address of half a part of a reader's heads."""
+        return self.words + Int64((reader * self.count + part) * 2 + half) * self.half_bytes
+
+    def flag(self, reader, part):
+        """Address of the flag that says that both are there."""
+        return self.flags + Int64(reader * self.count + part) * 4
+
+
+@cute.jit
+def leave(items, sums, stats, memory, warp, lane, half: cutlass.Constexpr):
+    """Leaves a warp's half of its rows for those that add them up, by way of shared memory where the queries were.
+
+    sums: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the right half.
+    """
+    parts = Parts.of(items)
+    rows = memory.queries + (half * WARPGROUP_WARPS + warp) * (WARP_ROWS * PART_ROW_BYTES)
+    scales = [scale_of(sums, below) for below in range(2)]
+    stage_values(sums, [scale for scale, _ in scales], rows + row_place(lane))
+    if lane % ROW_LANES == 0:
+        for below in cutlass.range_constexpr(2):
+            behind = rows + (lane // ROW_LANES + 8 * below) * PART_ROW_BYTES
+            unit = scales[below][1]
+            ptx.store_shared(behind, STATS_OFFSET, [*stats[below], unit, unit] if const_expr(half == 0) else [unit])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
+    if lane < readers:
+        reader = warp * readers + lane
+        source = rows + lane * parts.half_bytes
+        numbers.copy_to_global(parts.place(reader, parts.part, half), source, parts.half_bytes)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0)
+    if const_expr(half == 0):
+        # One warp for all: each that says so by itself waits for all stores of its SM to be seen by the GPU.
+        cute.arch.barrier(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
+        if (warp == 0) & (lane < parts.readers):
+            numbers.store_released(parts.flag(lane, parts.part), Uint32(WRITTEN))
+    else:
+        cute.arch.barrier_arrive(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
+
+
+def row_place(lane):
+    """Bytes from a warp's rows to where a lane's matrix of :func:`stage_values` begins."""
+    return lane % WARP_ROWS * PART_ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
+
+
+def stage_values(sums, scales, place) -> None:
+    """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: an address and `row_place`."""
+    for i in range(0, HALF // 2, 8):
+        # Twice 8 columns of 16 rows.
+        order = [(i + 4 * further + 2 * below, scales[below]) for further in range(2) for below in range(2)]
+        words = [ptx.pack_f16x2(sums[j] * scale, sums[j + 1] * scale) for j, scale in order]
+        ptx.store_matrix_x4(place, sum_place(i)[1] * 2, words, transpose=False)
+
+
+class Adding:
+    """Adding up parts, by four warps that have nothing else to do: those that gather, behind their last tile."""
+
+    def __init__(self, config: MlaConfig):
+        self.numbers = of_name(config.layout.dtype)
+
+    @cute.jit
+    def fetch(self, parts, memory, warp, lane):
+        """Waits for all parts of the CTA's heads and brings them into shared memory, where tiles were. `queries_full`
+        counts them. Puts their flags back."""
+        # Nobody reads tiles any more, nor waits for queries.
+        cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
+        if warp == 0:
+            flag = parts.flag(parts.part, cutlass.min(lane, parts.count - 1))
+            missing = Int32(1)
+            while missing != 0:
+                word = numbers.load_acquired(flag)
+                missing = Int32(cute.arch.vote_any_sync(word == Uint32(EMPTY_WORD)))
+            if lane < parts.count:
+                ptx.store_global(flag, [Uint32(EMPTY_WORD)])
+            # What comes by a bulk copy was announced by an ordinary store.
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+            if lane == 0:
+                size = parts.count * 2 * parts.half_bytes
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, size)
+                source, barrier = parts.place(parts.part, 0, 0), memory.queries_full.toint()
+                ptx.bulk_copy_to_shared(memory.tiles, source, size, barrier)
+        cute.arch.mbarrier_wait(memory.queries_full, 1)
+
+    @cute.jit
+    def add(self, items, parts, results, memory, head, wanted, lane):
+        """Adds up the ``head``-th head of the CTA and writes it if wanted is not 0."""
+        sums, maximum, total = self.add_parts(parts, memory.tiles + head * PART_ROW_BYTES, lane)
+        self.write(items, results, parts.part * parts.each + head, sums, maximum, total, wanted, lane)
+
+    @cute.jit
+    def add_parts(self, parts, left, lane):
+        """(fp32 [16] unnormalised columns, 8 lane onwards of both halves; maximum, total) of the head whose first part
+        has its left half at ``left`` in shared memory."""
+        right, stride = left + parts.half_bytes, 2 * parts.half_bytes
+        own = cutlass.min(lane, parts.count - 1) * stride
+        known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]
+        units = known[2], ptx.load_shared(right + own, STATS_OFFSET).bitcast(Float32)
+        exists = lane < parts.count
+        own_maximum = cutlass.select_(exists, known[0], Float32(LOWEST))
+        own_total = cutlass.select_(exists, known[1], Float32(0.0))
+        maximum = lane_max(own_maximum, ALL_LANES)
+        weight = ptx.exp2(own_maximum - maximum)
+        # A part without keys has zeros.
+        weights = [cutlass.select_(own_total > 0.0, weight * unit, Float32(0.0)) for unit in units]
+        sums = cute.make_rmem_tensor(COLUMNS, Float32)
+        sums.fill(0.0)
+        for part in cutlass.range(parts.count, unroll=4):
+            for half in cutlass.range_constexpr(2):
+                worth = cute.arch.shuffle_sync(weights[half], part)
+                words = ptx.load_shared_vector((left, right)[half] + part * stride + lane * LANE_BYTES, 0, 4)
+                for i in cutlass.range_constexpr(4):
+                    j = 8 * half + 2 * i
+                    sums[j] = ptx.fma(ptx.half2_low_to_float(words[i]), worth, sums[j])
+                    sums[j + 1] = ptx.fma(ptx.half2_high_to_float(words[i]), worth, sums[j + 1])
+        return sums, maximum, lane_sum(weight * own_total, ALL_LANES)
+
+    @cute.jit
+    def write(self, items, results, own_head, sums, maximum, total, wanted, lane):
+        """A head's results, its log-sum-exp, and the greatest score if it is asked for. own_head: of the block's 64."""
+        head = items.head_block * BLOCK_HEADS + own_head
+        denominator = total
+        if exists_sink(results):
+            if wanted != 0:
+                sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
+        words, lse, top = outcome_of(sums, COLUMNS, maximum, total, denominator, self.numbers)
+        query_row = items.row * items.shape.num_heads + head
+        place = results.out + Int64(query_row) * (V_HEAD_DIM * 2) + lane * LANE_BYTES
+        if wanted != 0:
+            ptx.store_global(place, words[:4])
+            ptx.store_global(place, words[4:], offset=HALF * 2)
+            if lane == 0:
+                ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+                if results.max_logits != 0:
+                    ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])

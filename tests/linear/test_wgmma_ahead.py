@@ -1,0 +1,173 @@
+"""Whole items of products in digits whose units are decoded ahead: a ring of stages, lane by lane in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear import decode
+from cute_kernels.linear import epilogue as linear_epilogue
+from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import digits, digits_ahead, epilogue, kernel
+from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, WgmmaConfig
+from tests.attention import warp as machine
+from tests.linear.digits import digits_of
+from tests.linear.test_wgmma_digits import X_SCALES
+from tests.linear.test_wgmma_products import CODES, SCALES, X
+from tests.linear.warpgroup import WarpgroupWarp, put_box
+
+STAGES = 3
+CONFIGS = [
+    WgmmaConfig(
+        4,
+        "bf16",
+        group,
+        tokens=tokens,
+        row_parts=tokens // 8,
+        m_tiles=tiles,
+        unit_k=128,
+        num_stages=STAGES,
+        digits=True,
+        ahead=True,
+    )
+    for tokens, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
+]
+
+PLAIN: dict[str, Any] = {name: vars(digits_ahead.AheadUnits)[name].__wrapped__ for name in ("multiply",)}
+
+
+class Ring:
+    """Stages that are filled, as the copying warps would, no sooner than they were given back.
+
+    A stage that is not filled, or was given back, holds what no unit has, so that whoever reads it is found out.
+    """
+
+    def __init__(self, shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, begin: int):
+        self.shared, self.config, self.weight = shared, config, weight
+        self.found, self.scales = digits_of(x)
+        self.present = len(x) // config.part_tokens
+        self.begin, self.filled, self.given_back = begin, 0, 0
+        self.end = x.shape[1] // DIGIT_GROUP
+        for stage in range(STAGES):
+            self.spoil(stage)
+
+    def wait(self, barrier: int, phase: int) -> None:
+        assert phase == self.filled // STAGES % 2 and barrier == self.filled % STAGES
+        assert self.begin + self.filled < self.end, "nothing comes any more"
+        assert self.filled - self.given_back < STAGES, "the stage is not free"
+        self.fill(barrier, self.begin + self.filled)
+        self.filled += 1
+
+    def release(self, memory: Any, stage: int, teller: Any) -> None:
+        assert stage == self.given_back % STAGES and self.given_back < self.filled
+        self.given_back += 1
+        self.spoil(stage)
+
+    def spoil(self, stage: int) -> None:
+        for start, size in self.places(stage):
+            self.shared[start : start + size] = 0x7F
+
+    def places(self, stage: int) -> list[tuple[int, int]]:
+        config = self.config
+        sizes = (
+            (X, config.x_stage_bytes),
+            (CODES, config.code_stage_bytes),
+            (SCALES, config.scale_stage_bytes),
+            (X_SCALES, config.x_scale_stage_bytes),
+        )
+        return [(start + stage * size, size) for start, size in sizes]
+
+    def fill(self, stage: int, unit: int) -> None:
+        config, weight = self.config, self.weight
+        (_, _), (codes, _), (scales, _), (x_scales, _) = self.places(stage)
+        for tile in range(config.block_tiles):
+            group = unit * DIGIT_GROUP // config.group_size
+            for part, start in (
+                (weight.codes[tile, unit * config.unit_tiles : (unit + 1) * config.unit_tiles], codes),
+                (weight.scales[tile, group : group + 1], scales),
+            ):
+                run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
+                self.shared[start + tile * run.size : start + (tile + 1) * run.size] = run
+        subject = kernel.WgmmaKernel(config)
+        for digit in range(2):
+            for part in range(self.present):
+                rows = self.found[part * config.part_tokens : (part + 1) * config.part_tokens, unit, digit]
+                at_part, at_box = subject.box_place(stage, part, digit, self.present)
+                place = X + at_box * config.box_bytes + at_part * 2 * BOX_K * config.part_tokens
+                put_box(self.shared, place, rows.copy().view(np.uint16))
+        self.shared[x_scales : x_scales + 4 * self.found.shape[0]] = self.scales[unit].view(np.uint8)
+
+
+def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: int, begin: int, monkeypatch):
+    """A warp's sums over the units of x from ``begin`` on, and the ring behind them."""
+    shared = np.zeros(1 << 18, np.uint8)
+    ring = Ring(shared, config, weight, x, begin)
+    gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
+    gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue, digits, digits_ahead)
+    arch = digits_ahead.cute.arch
+    arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, ring.wait
+    monkeypatch.setattr(digits_ahead.cute, "size", len, raising=False)
+    monkeypatch.setattr(digits_ahead.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
+    monkeypatch.setattr(
+        digits_ahead,
+        "advance",
+        lambda stage, phase, count: ((stage + 1) % count, phase ^ (stage + 1 == count)),
+    )
+    for name, method in PLAIN.items():
+        monkeypatch.setattr(digits_ahead.AheadUnits, name, method)
+    subject = kernel.WgmmaKernel(config)
+    subject.release = ring.release  # type: ignore[method-assign]
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
+    item = SimpleNamespace(begin=begin, end=ring.end, token_tile=0)
+    place = subject.lane_places(SimpleNamespace(m=config.tokens), warp, machine.LANES)
+    sums = machine.Registers(config.thread_sums, machine.Float32)
+    stage, phase, _ = subject.digits.multiply(sums, memory, item, place, (0, 0, 0), True, len(x))
+    assert ring.filled == ring.given_back == ring.end - begin
+    assert (stage, phase) == (ring.filled % STAGES, ring.filled // STAGES % 2)
+    return np.array([np.asarray(value, np.float64) for value in sums])
+
+
+def expected(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: int, begin: int) -> np.ndarray:
+    """[sum, lane] of a warp, as fragments of MMAs have them."""
+    exact = (
+        x.double()[:, begin * DIGIT_GROUP :] @ weight.dequantize(torch.float64)[:, begin * DIGIT_GROUP : x.shape[1]].T
+    ).numpy()
+    found = np.zeros((config.thread_sums, 32))
+    for tile in range(config.m_tiles):
+        for i in range(len(x) // 2):
+            row = 64 * (warp // 4 * config.m_tiles + tile) + 16 * (warp % 4) + machine.ROW + 8 * (i // 2 % 2)
+            found[tile * config.tokens // 2 + i] = exact[8 * (i // 4) + 2 * machine.COLUMN + i % 2, row]
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize(("units", "begin"), [(1, 0), (2, 0), (5, 0), (7, 2), (8, 1)])
+def test_an_item_is_multiplied(config: WgmmaConfig, units: int, begin: int, monkeypatch):
+    generator = torch.Generator().manual_seed(units)
+    k = 8 * DIGIT_GROUP
+    weight = quantize_weight(torch.randn(config.block_rows, k, generator=generator).bfloat16(), 4, config.group_size)
+    for rows, warp in ((config.part_tokens, 1), (config.tokens, 6)):
+        x = torch.randn(rows, (begin + units) * DIGIT_GROUP if begin + units < 8 else k, generator=generator).bfloat16()
+        found = sums_of(config, weight, x, warp, begin, monkeypatch)
+        exact = expected(config, weight, x, warp, begin)
+        np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+def test_sums_are_those_of_units_one_after_the_other(monkeypatch):
+    weight = quantize_weight(torch.randn(128, 1024).bfloat16(), 4, 128)
+    x = torch.randn(16, 1024).bfloat16()
+    one, two = CONFIGS[0], replace(CONFIGS[0], m_tiles=2, warpgroups=1)
+    assert np.array_equal(sums_of(one, weight, x, 2, 0, monkeypatch), sums_of(two, weight, x, 2, 0, monkeypatch)[:8])
+
+
+def test_only_digits_of_few_rows_are_taken():
+    for change in ({"digits": False}, {"tokens": 64}):
+        assert replace(CONFIGS[0], **change).can_implement(), change

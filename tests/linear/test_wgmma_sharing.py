@@ -1,0 +1,93 @@
+"""CTAs of a cluster that share activations: who has which tile, what configurations there are, when they are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma import kernel, tiles
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, schedule_of, tile_schedules
+
+SHARED = WgmmaConfig(4, "bf16", 128, sharing=2)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"sharing": 3}, "sharing 3 is not one of 1, 2"),
+        ({"splits_k": True}, "tiles in one part"),
+        ({"tokens": 64, "unit_k": 128, "row_parts": 2}, "tiles in one part"),
+        ({"cluster": 2}, "tiles in one part"),
+        ({"tokens": 16, "unit_k": 128, "digits": True}, "not in digits"),
+        ({"tokens": 16, "synchronous": True}, "only for MMAs of warpgroups"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(options, reason):
+    assert SHARED.can_implement() is None
+    assert reason in str(replace(SHARED, **options).can_implement())
+
+
+def items_of(schedule: TileSchedule, m: int, cta: int) -> tiles.Items:
+    """Those of a CTA, as the kernel finds them."""
+    names = ("whole", "splits", "split_units", "units", "num_tiles")
+    shape = SimpleNamespace(m=m, **{name: getattr(schedule, name) for name in names})
+    return kernel.WgmmaKernel(schedule.config).items_of(shape, cta, schedule.num_ctas)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    "m, n, k, num_sms", [(8192, 8192, 512, 132), (300, 1000, 2048, 132), (5000, 64, 512, 8), (2049, 4000, 128, 7)]
+)
+def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k, num_sms, monkeypatch):
+    """They take the same number of items, each with one token tile, so that nobody waits for who has come to an end."""
+    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
+    for module in (tiles, kernel):
+        monkeypatch.setattr(module, "cutlass", choose)
+        monkeypatch.setattr(module, "Int32", int)
+    monkeypatch.setattr(kernel, "cute", SimpleNamespace(ceil_div=lambda a, b: -(-a // b)))
+    problem = Problem(m, n, k, k, 4, "bf16", 128, num_sms=num_sms)
+    schedule = schedule_of(problem, replace(SHARED, num_stages=5))
+    assert schedule is not None and schedule.num_ctas <= num_sms and schedule.num_ctas % 2 == 0
+    blocks = -(-schedule.num_tiles // schedule.config.block_tiles)
+    done = np.zeros((2 * schedule.blocks, schedule.token_tiles), int)
+    for first in range(0, schedule.num_ctas, 2):
+        both = [items_of(schedule, m, first + rank) for rank in range(2)]
+        turns = [range(items.first, items.count, items.stride) for items in both]
+        assert turns[0] == turns[1] and len(turns[0])
+        for index in turns[0]:
+            own, other = (items.item(index) for items in both)
+            assert (own.token_tile, own.begin, own.end) == (other.token_tile, other.begin, other.end)
+            assert (own.begin, own.end, own.split, own.splits) == (0, schedule.units, 0, 1)
+            assert own.block % 2 == 0 and other.block == own.block + 1
+            for item in (own, other):
+                done[item.block, item.token_tile] += 1
+    assert (done == 1).all()
+    assert schedule.blocks == -(-blocks // 2)  # a last block that is not there stores nothing
+
+
+def test_each_stage_is_given_back_to_all_that_fill_it(monkeypatch):
+    counts = []
+    arch = SimpleNamespace(
+        mbarrier_init=lambda barrier, count: counts.append((barrier, count)), mbarrier_init_fence=lambda: None
+    )
+    monkeypatch.setattr(kernel, "cute", SimpleNamespace(arch=arch))
+    config = replace(SHARED, num_stages=3)
+    kernel.WgmmaKernel(config).init_barriers(SimpleNamespace(full=0, empty=3))  # type: ignore
+    assert dict(counts) == {**dict.fromkeys(range(3), 2), **dict.fromkeys(range(3, 6), 2 * config.math_warps)}
+
+
+def test_many_rows_are_shared_where_no_rounds_are_lost_by_it():
+    """And K is not cut then."""
+    for m in (1024, 4096):
+        schedules = list(tile_schedules(Problem(m, 8192, 8192, 8192, 4, "bf16", 128)))
+        found = [one for one in schedules if one.config.sharing > 1]
+        assert [(one.splits, one.workspace_words) for one in found] == [(1, 0)]
+        times = {one.config.sharing: estimate_us(Problem(m, 8192, 8192, 8192, 4, "bf16", 128), one) for one in found}
+        best = min(estimate_us(Problem(m, 8192, 8192, 8192, 4, "bf16", 128), one) for one in schedules)
+        assert times[2] == best
