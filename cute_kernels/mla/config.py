@@ -371,10 +371,10 @@ def comes_boxed(tokens: str, form: str, page_size: int) -> bool:
     return tokens == "paged" and form not in SCALES and page_size % BLOCK_TOKENS == 0
 
 
-def multiplies(tokens: str, form: str, num_heads: int) -> bool:
-    """Whether the tensor cores are what calls with so many heads a row wait for: whole contexts of 16-bit tokens that
-    several CTAs read."""
-    return tokens == "paged" and form not in SCALES and num_heads > BLOCK_HEADS
+def multiplies(form: str, num_heads: int) -> bool:
+    """Whether the tensor cores are what calls with so many heads a row wait for: 16-bit tokens that several CTAs
+    read."""
+    return form not in SCALES and num_heads > BLOCK_HEADS
 
 
 def served_config(
@@ -417,6 +417,7 @@ SHIPPED: tuple[tuple[Any, ...], ...] = (
     ("sparse", "mla_fp8", None, True, False, False, False, True),  # together
     ("paged", "mla_fp8", None, True, False, False, True),
     ("sparse", "mla_bf16", 512),
+    *(("sparse", "mla_bf16", head_dim, False, True) for head_dim in (576, 512)),
     ("paged", "mla_fp16", None),
     *(("paged", form, None, False, True) for form in ("mla_bf16", "mla_fp16")),
     *(("paged", form, None, pairs, False, True) for form in ("mla_bf16", "mla_fp16") for pairs in (False, True)),
