@@ -34,6 +34,7 @@ CHECKED_TOKENS = 8
 TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
 HOST_TOKENS = 8
 COMPARED = Calls._fields  # what is timed beside peers
+NOT_YET = "the run ended before it was measured"  # of peers that are slow to start
 
 
 @dataclass(frozen=True)
@@ -180,27 +181,47 @@ def run(
     tokens: Iterable[int] = TOKENS,
     peers: Iterable[MoePeer] = PEERS,
 ) -> None:
-    """One row per model and number of tokens under the record's key "moe"."""
-    found: list[dict[str, Any]] = []
-    tokens, peers = tuple(tokens), tuple(peers)
+    """One row per model and number of tokens under the record's key "moe".
+
+    Peers that are slow to start join in a second round, which measures every row anew, all in turn as ever: a run that
+    ends before a peer has compiled itself has recorded all else.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    models, tokens, peers = tuple(models), tuple(tokens), tuple(peers)
+    waiting = {peer.name: NOT_YET for peer in peers if peer.slow_start and peer.missing() is None}
+    prompt = tuple(peer for peer in peers if peer.name not in waiting)
     for model in models:
-        bench.attempt(f"moe: {model.name}", partial(_run_model, bench, found, model, tokens, peers))
+        _run_model(bench, found, model, tokens, prompt, waiting)
+    if waiting:
+        for model in models:
+            _run_model(bench, found, model, tokens, peers, {})
 
 
 def _run_model(
-    bench: Bench, found: list[dict[str, Any]], model: MoeModel, tokens: Iterable[int], peers: Iterable[MoePeer]
+    bench: Bench,
+    found: dict[str, dict[str, Any]],
+    model: MoeModel,
+    tokens: Iterable[int],
+    peers: Iterable[MoePeer],
+    waiting: Mapping[str, str],
 ) -> None:
-    layer = Layer.of(make_weights(model), peers)
-    bench.attempt(f"moe: host cost, {model.name}", partial(_host_cost, bench, model, layer.weights))
-    for count in tokens:
-        shape = MoeShape(model, count)
+    """Measures a model's rows; found: rows by name. waiting: why peers that are to join later are not there."""
 
-        def work(shape: MoeShape = shape) -> None:
-            found.append(measure(bench, shape, layer))
-            bench.recorder.set("moe", found)
+    def work() -> None:
+        layer = Layer.of(make_weights(model), peers)
+        layer.why_not |= waiting
+        if model.name not in bench.recorder.data.get("moe_host_us", {}):
+            bench.attempt(f"moe: host cost, {model.name}", partial(_host_cost, bench, model, layer.weights))
+        for count in tokens:
+            shape = MoeShape(model, count)
+            bench.attempt(f"moe: {shape.name}", partial(row, shape, layer))
+        bench.floor.release()
 
-        bench.attempt(f"moe: {shape.name}", work)
-    bench.floor.release()
+    def row(shape: MoeShape, layer: Layer) -> None:
+        found[shape.name] = measure(bench, shape, layer)
+        bench.recorder.set("moe", list(found.values()))
+
+    bench.attempt(f"moe: {model.name}", work)
 
 
 def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:

@@ -83,11 +83,15 @@ Bind = Callable[[Routed], Calls]
 
 @dataclass(frozen=True)
 class MoePeer:
-    """`missing` says why the peer is not here (None: it is); `prepare` packs weights once and returns its calls."""
+    """`missing` says why the peer is not here (None: it is); `prepare` packs weights once and returns its calls.
+
+    slow_start: whether its first call compiles for a minute, of which nobody is to wait who wants the other figures.
+    """
 
     name: str
     missing: Callable[[], str | None]
     prepare: Callable[[MoeWeights], Bind]
+    slow_start: bool = False
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -275,5 +279,5 @@ def _marlin_calls(gate_up: MarlinProduct, down: MarlinProduct, routed: Routed) -
 
 PEERS = (
     MoePeer("torch grouped bf16", _torch_missing, _torch),
-    MoePeer("Marlin MoE", _marlin_missing, _marlin),
+    MoePeer("Marlin MoE", _marlin_missing, _marlin, slow_start=True),  # code for this GPU is made from PTX
 )

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels.arguments import check_flag, check_tensors
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
-from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight
+from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight, check_scales
 
 _TENSORS = ("codes", "scales", "zeros")
 _FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
@@ -153,6 +153,7 @@ class PackedExperts:
         weights = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
         if len(weights) != experts:
             raise ValueError(f"codes: got {len(weights)} experts, want {experts}, what format says")
+        check_scales("scales", weights.scales)
         return weights
 
 

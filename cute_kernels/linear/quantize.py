@@ -15,11 +15,13 @@ from torch.nn.functional import pad
 from cute_kernels.arguments import check_flag, check_tensors, device_of
 from cute_kernels.linear.weight import (
     SCALE_DTYPES,
+    SCALE_LIMIT,
     TILE_BYTES,
     TILE_N,
     PackedWeight,
     check_format,
     check_permutation,
+    check_scales,
     num_groups,
     padded_shape,
     row_blocks,
@@ -57,7 +59,8 @@ def quantize_weight(
         device: where the result is put, default w's.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or a scale is beyond ``dtype``; the message names it.
+        TypeError, ValueError: an argument is not as above, or a scale is beyond ``dtype``, 2**27 of bf16; the message
+            names it.
     """
     check_tensors(w=w)
     if not w.is_floating_point():
@@ -115,8 +118,10 @@ def _choose_scales(
     else:
         exact = torch.maximum(_quotient(high, middle - 1), _quotient(low, -middle))
     scales = _round_up(exact, dtype)
-    if bool(scales.isinf().any()):
+    if bool(scales.isinf().any()) and dtype != torch.bfloat16:
         raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, beyond {dtype}: want a wider dtype")
+    if dtype == torch.bfloat16 and bool((scales >= SCALE_LIMIT).any()):
+        raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, want one below 2**27 in bf16")
     if not zero_point:
         return scales, None
     zeros = torch.where(scales > 0, (-low / scales.float()).round().clamp(0, top), float(middle))
@@ -158,7 +163,7 @@ def pack_codes(
     Args:
         codes_of: (start, stop) -> unsigned codes of rows start to stop, uint8 [stop - start, K] below 2**bits, inputs
             in their own order. Called once for each block of rows, start a multiple of 64.
-        scales: bf16 or fp16 [N, G], G the groups of K, the last maybe a short one.
+        scales: bf16, below 2**27, or fp16 [N, G], G the groups of K, the last maybe a short one.
         zeros: uint8 [N, G] below 2**bits, or None; kept only if some zero is not the symmetric one.
         bits, group_size, shape, perm, input_scale: as in `PackedWeight`; group i has the packed positions from
             i * group_size on.
@@ -173,6 +178,7 @@ def pack_codes(
     for name, tensor in (("scales", scales), ("zeros", zeros)):
         if tensor is not None and tuple(tensor.shape) != (n, groups):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {[n, groups]}")
+    check_scales("scales", scales)
     middle = symmetric_zero(bits)
     if zeros is not None and bool((zeros == middle).all()):
         zeros = None

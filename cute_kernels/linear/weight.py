@@ -18,6 +18,7 @@ K_MULTIPLE = 64
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128, 256)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
+SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `linear.decode.SubnormalDecoder`
 FORMAT_VERSION = 1
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
@@ -59,7 +60,7 @@ class PackedWeight:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
         scales: bf16 or fp16 [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Their dtype is
-            that of the activations.
+            that of the activations. bf16 ones are below 2**27, which is not looked at here (`check_scales`).
         zeros: uint8 [N_pad / 64, G, 64], or None for a symmetric weight, whose zero is code 8 or 128.
         bits: 4 or 8.
         group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row.
@@ -335,6 +336,7 @@ class PackedWeight:
             raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
         fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
         weight = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
+        check_scales("scales", weight.scales)
         if weight.perm is not None:
             check_permutation("perm", weight.perm)
         return weight
@@ -356,6 +358,19 @@ def check_format(bits: Any, group_size: Any, shape: Any) -> None:
         wanted = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None for one scale per row")
     check_matrix_shape("shape", shape)
+
+
+def check_scales(name: str, scales: torch.Tensor) -> None:
+    """Raises ValueError if kernels have no room for a bf16 scale, which none of a usual weight comes near.
+
+    Waits for a GPU; of tensors without data (meta) nothing is known. NaN is left to become the results' NaN.
+    """
+    if scales.dtype != torch.bfloat16 or scales.is_meta:
+        return
+    sizes = scales.abs()
+    if bool((sizes >= SCALE_LIMIT).any()):
+        largest = sizes.nan_to_num(nan=0.0, posinf=torch.inf).max().item()
+        raise ValueError(f"{name}: got a scale of {largest:g}, want bf16 scales below 2**27 = {SCALE_LIMIT:.0f}")
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
 ROW_US = 2.0  # of a team, from one row of the line to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
 PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
-EAGER_BLOCKS = 24  # of a CTA, for which crossover with the right half a block behind is worth its longer program
+EAGER_BLOCKS = 16  # of a CTA, for which crossover with the right half a block behind is worth its longer program
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
 
@@ -218,7 +218,7 @@ def _wide_config(tokens: str, form: str, head_dim: int, shape: WorkShape, num_pa
     else:
         eager = crossover and blocks >= EAGER_BLOCKS
         crossover = crossover and (eager or tokens == "sparse")
-    multiplying = multiplies(tokens, form, shape.num_heads)
+    multiplying = multiplies(form, shape.num_heads)
     return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed, eager)
 
 

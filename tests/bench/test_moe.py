@@ -190,6 +190,49 @@ def test_peers_that_are_absent_or_fail_say_why():
     assert layer.why_not == {"absent": "not installed", "failing": "RuntimeError: no kernel image"} and not layer.peers
 
 
+class RecordedBench:
+    """What `moe.run` asks of a bench: keeps what is recorded, and goes on after failures."""
+
+    def __init__(self):
+        self.recorder = SimpleNamespace(data={}, set=lambda key, value: self.recorder.data.update({key: value}))
+        self.floor = SimpleNamespace(release=lambda: None)
+        self.failed = []
+
+    def attempt(self, what, work):
+        try:
+            work()
+        except RuntimeError as error:
+            self.failed.append((what, str(error)))
+
+
+def test_a_peer_that_is_slow_to_start_joins_when_all_else_is_recorded(monkeypatch):
+    tokens, rounds = (1, 4), []
+
+    def measure(bench, shape, layer):
+        rounds.append((shape.tokens, sorted(layer.peers)))
+        if "slow" in layer.peers and shape.tokens == 4:
+            raise RuntimeError("the run has to end")
+        return {"tokens": shape.tokens, "peers": sorted(layer.peers), "why_not": layer.why_not}
+
+    monkeypatch.setattr(moe, "measure", measure)
+    monkeypatch.setattr(moe, "make_weights", lambda model: None)
+    monkeypatch.setattr(moe, "_host_cost", lambda bench, model, weights: bench.recorder.set("moe_host_us", {}))
+    nothing: Any = lambda weights: None  # noqa: E731
+    prompt = MoePeer("prompt", lambda: None, nothing)
+    slow = MoePeer("slow", lambda: None, nothing, slow_start=True)
+    bench: Any = RecordedBench()
+    moe.run(bench, [SMALL], tokens, [slow, prompt])
+    assert rounds == [(1, ["prompt"]), (4, ["prompt"]), (1, ["prompt", "slow"]), (4, ["prompt", "slow"])]
+    assert [row["peers"] for row in bench.recorder.data["moe"]] == [["prompt", "slow"], ["prompt"]]
+    assert bench.recorder.data["moe"][1]["why_not"] == {"slow": moe.NOT_YET}
+    assert [what for what, _ in bench.failed] == ["moe: small, 4 tokens"]
+    absent = MoePeer("slow", lambda: "not installed", nothing, slow_start=True)
+    rounds.clear()
+    bench = RecordedBench()
+    moe.run(bench, [SMALL], tokens, [absent, prompt])
+    assert rounds == [(1, ["prompt"]), (4, ["prompt"])]
+
+
 def test_every_kernel_can_be_compiled():
     found = moe.specs()
     assert len(found) == len(set(found)) and len(found) > 10

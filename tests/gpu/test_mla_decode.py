@@ -49,7 +49,8 @@ def specs() -> list[MlaSpec]:
     ]
     return [
         *map(MlaSpec, boxed),
-        *(MlaSpec(served_config(*which, multiplying=which[0] == "paged")) for which in WIDTHS),
+        *(MlaSpec(served_config(*which, multiplying=True)) for which in WIDTHS),
+        *(MlaSpec(served_config(*which)) for which in WIDTHS if which[0] == "sparse"),
     ]
 
 

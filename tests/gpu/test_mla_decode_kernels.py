@@ -56,6 +56,7 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
     MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
+    MlaConfig(form="mla_bf16", fence="reader", order="stepped"),
     *FEW_HEADS,
 ]
 WIDE = [config for config in SPARSE if isinstance(config, MlaConfig)]

@@ -170,6 +170,10 @@ BAD_STATES = {
         {"format": torch.tensor([1, 70, 200, 4, 32])},
         r"codes: got shape \[2, 2, 2048\], want \[2, 4, 2048\]",
     ),
+    "a scale beyond all": (
+        {"scales": torch.full((2, 4, 64), 3e8, dtype=torch.bfloat16)},
+        r"scales: got a scale of .*, want bf16 scales below 2\*\*27",
+    ),
     "perm out of range": ({"perm": torch.full((100,), 100).int()}, "perm: got indices that are missing or repeated"),
 }
 

@@ -32,6 +32,7 @@ CONFIGS = [
     for zero_point in (False, True)
 ] + [
     WgmmaConfig(4, "bf16", 128, tokens=64, m_tiles=2, group_steps=2, num_stages=2),
+    WgmmaConfig(4, "bf16", 128, tokens=48, row_parts=6, m_tiles=2, unit_k=128, num_stages=2),
     WgmmaConfig(4, "bf16", 32, True, tokens=16, m_tiles=2, unit_k=128, group_steps=4, num_stages=2),
     WgmmaConfig(8, "fp16", 64, True, tokens=32, warpgroups=3, unit_k=128, group_steps=2, num_stages=2),
     WgmmaConfig(4, "bf16", 128, tokens=256, num_stages=2),
@@ -176,7 +177,7 @@ def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("config", CONFIGS[-4:], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS[-5:], ids=lambda config: config.name)
 def test_units_add_up(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     x = torch.randn(config.tokens, config.unit_k, generator=torch.Generator().manual_seed(3)).to(weight.dtype)
@@ -186,7 +187,7 @@ def test_units_add_up(config: WgmmaConfig, monkeypatch):
     np.testing.assert_allclose(three, 3 * one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-5:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     scale = 0.1 if config.bits == 4 else 0.003  # within the range of fp16
@@ -203,7 +204,7 @@ def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config", [*CONFIGS[:40:5], *CONFIGS[2:40:5], *CONFIGS[-4:], *SYNCHRONOUS], ids=lambda config: config.name
+    "config", [*CONFIGS[:40:5], *CONFIGS[2:40:5], *CONFIGS[-5:], *SYNCHRONOUS], ids=lambda config: config.name
 )
 def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
@@ -214,7 +215,7 @@ def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monke
     assert np.array_equal(Machine(config, weight, x, monkeypatch).stage(packed=True), wanted)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-4:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-5:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 @pytest.mark.parametrize("packed", [False, True])
 def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, monkeypatch):
     weight = make_weight(config)

@@ -129,7 +129,8 @@ def test_the_right_half_lags_where_shares_are_long():
     """A longer program, for many blocks; a tile that is given back early, for chosen tokens and for memory's rate."""
     for rows, topk, lags in (
         (4, 2048, False),
-        (64, 1024, False),
+        (64, 512, False),
+        (64, 1024, True),
         (64, 2048, True),
         (256, 2048, True),
         (296, 32768, True),
@@ -142,6 +143,13 @@ def test_the_right_half_lags_where_shares_are_long():
     for rows, heads, eager in ((128, 64, True), (128, 16, True), (1, 64, False), (1, 128, False), (128, 128, False)):
         config, _ = choose("paged", "mla_bf16", 576, WorkShape(rows, heads, 32768, boxed=True))
         assert isinstance(config, MlaConfig) and config.lags and config.eager == eager
+
+
+def test_16_bit_tokens_of_several_blocks_of_heads_go_in_steps():
+    for tokens in ("sparse", "paged"):
+        for heads, order in ((16, "plain"), (64, "plain"), (65, "stepped"), (128, "stepped")):
+            config, _ = choose(tokens, "mla_bf16", 576, WorkShape(4096, heads, 2048))
+            assert isinstance(config, MlaConfig) and config.order == order and config.can_implement() is None
 
 
 @given(SHAPES, st.sampled_from(("sparse", "paged")))

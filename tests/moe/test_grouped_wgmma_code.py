@@ -56,10 +56,10 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path, artifacts):
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
     # No more waits and fences than are written: the compiler has not put MMAs one after the other.
-    groups = config.row_parts * config.unit_steps // config.group_steps
+    groups = len(config.loop_parts) * config.unit_steps // config.group_steps
     assert resources.opcodes["WARPGROUP"] == 2 * groups + 1
     loops = loops_around_mmas(instructions(artifact.object_code, tmp_path))
-    widths = range(config.part_tokens, config.tokens + 1, config.part_tokens)
+    widths = (count * config.part_tokens for count in config.loop_parts)
     wanted = {f"HGMMA.64x{tokens}x16.F32.BF16" for tokens in widths}
     assert loops.keys() == wanted
     for kind, loop in loops.items():

@@ -13,11 +13,12 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
-TOKENS = (16, 32, 64, 128, 256)
+TOKENS = (16, 32, 48, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 PUSH_CLUSTERS = (2, 3)  # of those that push their sums; clusters of more do not all run at once, one for each SM
 SHARINGS = (1, 2)
+MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
 STAGING_PAD = 4  # words between the tokens of the staging buffer
@@ -188,6 +189,18 @@ class WgmmaConfig:
         return self.tokens // self.row_parts
 
     @property
+    def loop_parts(self) -> tuple[int, ...]:
+        """Numbers of parts for which there is a loop of its own; fewer are multiplied as if they were as many."""
+        parts = range(1, self.row_parts + 1)
+        if self.row_parts <= MOST_LOOPS:
+            return tuple(parts)
+        return tuple(count for count in parts if count % 2 == 0 or count > self.row_parts - 2)
+
+    def loop_tokens(self, present: int) -> int:
+        """Rows of x that are multiplied where ``present`` parts have some."""
+        return self.part_tokens * next(count for count in self.loop_parts if count >= present)
+
+    @property
     def box_bytes(self) -> int:
         """A tile's activations of BOX_K inputs."""
         return 2 * BOX_K * self.tokens
@@ -284,7 +297,7 @@ class WgmmaConfig:
             "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 4),
+            "row_parts": (1, 2, 4, 6),
             "m_tiles": (1, 2),
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),
@@ -323,6 +336,8 @@ class WgmmaConfig:
             return f"digits want 4 bits without zero points and units of {DIGIT_GROUP} inputs"
         if self.digits and (self.group_size < DIGIT_GROUP or self.synchronous):
             return f"digits want groups of at least {DIGIT_GROUP} inputs and MMAs of warpgroups"
+        if self.digits and self.row_parts > MOST_LOOPS:
+            return f"{self.row_parts} parts of rows whose digits follow one another want a loop for each"
         if self.digits and self.tokens > DIGIT_TOKENS:
             return f"{self.tokens} tokens are more than the {DIGIT_TOKENS} whose digits an MMA takes"
         if self.ahead and (not self.digits or self.tokens > AHEAD_TOKENS):

@@ -200,7 +200,7 @@ class TileEpilogue:
         self.wait(store)
         vectors = TILE_N // PACKED_VECTOR
         start = corner.token + chunk * tokens
-        for i in cutlass.range_constexpr(max(tokens * vectors // WARPGROUP_THREADS, 1)):
+        for i in cutlass.range_constexpr(-(-tokens * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
             row = corner.row + vector * PACKED_VECTOR
@@ -231,7 +231,7 @@ class TileEpilogue:
         self.wait(store)
         vectors = TILE_N // 2 // PACKED_VECTOR
         start, columns = corner.token + chunk * tokens, shape.n // 2
-        for i in cutlass.range_constexpr(max(tokens * vectors // WARPGROUP_THREADS, 1)):
+        for i in cutlass.range_constexpr(-(-tokens * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
             column = corner.row // 2 + vector * PACKED_VECTOR

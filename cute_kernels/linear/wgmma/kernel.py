@@ -273,7 +273,8 @@ class WgmmaKernel(CopyingWarps):
     def multiply_item(self, sums, memory, shape, item, place: Lane, channel, ring, teller):
         """Adds the products of an item; ring and result: (stage, phase, the stage before).
 
-        MMAs are as wide as the parts that have rows: the same loop for each number of them, no further registers.
+        MMAs are as wide as the parts that have rows: the same loop for each number of them, or for most of them, no
+        further registers. What lies where no part was brought are columns that nobody stores.
         """
         return self.multiply_parts(sums, memory, item, place, channel, ring, teller, self.parts_of(shape, item), 1)
 
@@ -282,16 +283,25 @@ class WgmmaKernel(CopyingWarps):
         """As :meth:`multiply_item`, of a tile of which ``present`` parts have rows, at least ``count``."""
         stage, phase, last = ring
         tokens = count * self.config.part_tokens
-        if const_expr(count == self.config.row_parts):
+        if const_expr(count not in self.config.loop_parts):
+            stage, phase, last = self.multiply_parts(
+                sums, memory, item, place, channel, ring, teller, present, count + 1
+            )
+        elif const_expr(count == self.config.row_parts):
             stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
         else:
-            if present == count:
+            if self.in_loop_of(present, count):
                 stage, phase, last = self.multiply_units(sums, memory, item, place, channel, ring, teller, tokens)
             else:
                 stage, phase, last = self.multiply_parts(
                     sums, memory, item, place, channel, ring, teller, present, count + 1
                 )
         return stage, phase, last
+
+    def in_loop_of(self, present, count: int):
+        """Whether ``present`` parts, too many for any loop of fewer, are multiplied by the loop of ``count``."""
+        every = len(self.config.loop_parts) == self.config.row_parts
+        return present == count if every else present <= count
 
     @cute.jit
     def multiply_units(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from cute_kernels.linear.wgmma.config import TOKEN_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.config import MOST_LOOPS, TOKEN_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import MAX_STAGES, MEMORY_BYTES_PER_CLOCK, UNIT_CLOCKS
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.sm90 import MAX_SHARED_BYTES
@@ -32,11 +32,13 @@ SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
 
 DECODE_CLOCKS = {4: 25, 8: 30}  # per k16 step of a tile of 64 features, however few rows,
 DECODE_TOKEN_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
+# The same of codes of so many bits that one instruction scales as it decodes them, with the launch that brings rows.
+SCALED_BITS, SCALED_CLOCKS, SCALED_TOKEN_CLOCKS = 4, 20, 0.25
 SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for itself: scales are on sums,
 SYNCHRONOUS_TOKEN_CLOCKS = 0.43  # and each of them has instructions of its own
 # The same where products are of bytes, tensor cores included: decoding is little, and what there is left to do for each
 # row are its digits' columns and the scales of its sums.
-DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 8, 0.62
+DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 12, 0.62
 SHORT_RING, SHORT_RING_COST = 5, 1.05  # the memory's time with so few stages
 MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
 ITEM_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
@@ -64,6 +66,7 @@ SHAPES = (
     Shape(256, 1, 64, 2),
     Shape(128, 1, 128, 4),
     Shape(64, 2, 128, 4),
+    Shape(48, 2, 128, 6),
     Shape(32, 2, 128, 4),
     Shape(16, 2, 128, 2),
     Shape(16, 2, 128, 2, synchronous=True),
@@ -140,9 +143,16 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
         synchronous=shape.synchronous,
         digits=shape.digits,
     )
+    if shape.row_parts > MOST_LOOPS and not scaled_as_decoded(config):
+        return None  # not measured
     room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
     return config if config.can_implement() is None and room >= 0 else None
+
+
+def scaled_as_decoded(config: WgmmaConfig) -> bool:
+    """Whether weights are those of which the tables in tests/moe/measured.py hold for such decoding."""
+    return config.scales_codes and config.bits == SCALED_BITS and not config.zero_point
 
 
 def usual_tiles(problem: GroupedProblem, tokens: int, parts: int) -> list[float]:
@@ -174,7 +184,10 @@ def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
         decoding = UNIT_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_TOKEN_CLOCKS * tokens)
     else:
         tensor = fragments * (tokens / 2 + MMA_CLOCKS) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
-        decoding = UNIT_CLOCKS + fragments * (DECODE_CLOCKS[config.bits] + DECODE_TOKEN_CLOCKS * tokens)
+        clocks, token_clocks = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS
+        if scaled_as_decoded(config):
+            clocks, token_clocks = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS
+        decoding = UNIT_CLOCKS + fragments * (clocks + token_clocks * tokens)
     # Tiles of an expert that run side by side read a weight from memory once.
     shared = min(max(tiles, 1.0), TOKEN_BAND)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
@@ -190,7 +203,7 @@ def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
     """Clocks that the model expects, without the launch itself."""
     config = layout.config
     counts = usual_tiles(problem, config.tokens, config.row_parts)
-    items = [item_clocks(layout, (part + 1) * config.part_tokens, sum(counts)) for part in range(config.row_parts)]
+    items = [item_clocks(layout, config.loop_tokens(part + 1), sum(counts)) for part in range(config.row_parts)]
     tiles = sum(counts)
     mean = sum(map(operator.mul, counts, items)) / tiles
     # Every CTA has as many items as another or one more, none fewer than one.

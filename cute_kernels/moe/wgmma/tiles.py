@@ -123,8 +123,9 @@ class GroupedItems:
 
 
 def tiles_of(rows, tokens: int):
-    """Tiles of ``tokens`` places, a power of two, that so many rows take."""
-    return (rows + (tokens - 1)) >> (tokens.bit_length() - 1)
+    """Tiles of ``tokens`` places that so many rows take."""
+    reach = rows + (tokens - 1)
+    return reach >> (tokens.bit_length() - 1) if tokens.bit_count() == 1 else reach // tokens
 
 
 @cute.jit
