@@ -35,15 +35,15 @@ format: setup
 typecheck: setup
 	$(PY) -m pyright --pythonpath $(PY)
 
+# Modules side by side where pytest-xdist is installed; tests/conftest.py says how many.
+PARALLEL = $(shell $(PY) -c "import xdist; print('-n auto --dist loadscope')" 2>/dev/null)
+
 pytest: setup
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 # Executed into a scratch folder: a run never changes the files in the repository.
 notebooks: setup
-	@set -e; for notebook in $(sort $(wildcard docs/notebooks/*.ipynb)); do \
-	  echo "executing $$notebook"; \
-	  $(PY) tools/run_notebook.py $$notebook; \
-	done
+	$(PY) tools/run_notebook.py $(sort $(wildcard docs/notebooks/*.ipynb))
 
 golden: setup
 	$(PY) -m tests.golden.update

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from cute_kernels import families
-from cute_kernels.runtime import aot, doctor
+from cute_kernels.runtime import aot, aot_build, doctor
 from cute_kernels.runtime.cache import Progress, default_cache
 from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError
 from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError
@@ -51,7 +51,7 @@ def run_aot_build(arguments: argparse.Namespace) -> int:
         print(f"no shipped kernel matches {' '.join(arguments.only)}", file=sys.stderr)
         return 2
     start = time.perf_counter()
-    manifest = aot.build(
+    manifest = aot_build.build(
         specs, arguments.arch, arguments.output, cache=default_cache(), jobs=arguments.jobs, progress=show_progress
     )
     size = manifest["library"]["bytes"] / 2**20

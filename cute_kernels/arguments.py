@@ -1,12 +1,16 @@
-"""What every public operator asks of its tensors before it looks at them, whatever the kernel family."""
+"""What every public operator asks of its arguments before it looks at them, whatever the kernel family."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
@@ -19,16 +23,78 @@ DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raises TypeError naming the first argument that is no tensor."""
+    """Raises TypeError naming the first argument that is no tensor, or a sparse or nested one."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: got a tensor in layout {tensor.layout}, want an ordinary (strided) one")
+
+
+def check_floating(**tensors: object) -> None:
+    """Raises TypeError or ValueError naming the first argument that is no tensor of floating numbers with data."""
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, want one of {', '.join(map(str, FLOATING))}")
+        if tensor.is_meta:
+            raise ValueError(f"{name}: got a tensor without data (meta), want one on a CPU or CUDA device")
+
+
+def check_count(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raises TypeError or ValueError unless ``value`` is an int of at least ``least`` (and at most ``most``)."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want an int")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}: got {value}, want {f'at least {least}' if most is None else f'{least} to {most}'}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a positive finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want a number")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: got {value}, want a positive finite number")
+
+
+def is_one_of(value: object, choices: Container[int]) -> bool:
+    """Whether ``value`` is an int among ``choices``: 64.0 and True are not, which compare equal to ints."""
+    return isinstance(value, int) and not isinstance(value, bool) and value in choices
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want True or False")
+
+
+def check_matrix_shape(name: str, shape: object) -> None:
+    """Raises TypeError or ValueError unless ``shape`` is a pair of ints of at least 1."""
+    if not isinstance(shape, Sequence) or not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
+        raise TypeError(f"{name}: got {shape!r}, want the ints (N, K)")
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"{name}: got {list(shape)}, want (N, K) with N and K at least 1")
+
+
+def device_of(device: Any, name: str = "device") -> torch.device | None:
+    """A device argument as a device, None if it is None; TypeError or ValueError if it names none."""
+    if device is None or isinstance(device, torch.device):
+        return device
+    if not isinstance(device, (str, int)) or isinstance(device, bool):
+        raise TypeError(f"{name}: got {device!r}, want None, a torch.device or its name")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: got {device!r}, want None or a device such as 'cpu' or 'cuda:0'") from error
 
 
 def needs_dispatch(**tensors: object) -> bool:
     """Whether a call must go through its operator: it is being traced, or a tensor is not a plain one.
 
-    The first tensor speaks for the device. Raises TypeError for an argument that is no tensor at all.
+    The first tensor speaks for the device. Raises TypeError for an argument that is no tensor at all, and ValueError
+    where the first tensor is on a device of neither kind and another one is elsewhere: the operator would then go by
+    shapes alone, and compute nothing.
     """
     if is_compiling():
         return True
@@ -37,4 +103,15 @@ def needs_dispatch(**tensors: object) -> bool:
             check_tensors(**tensors)
             return True
     first: Any = next(iter(tensors.values()))
-    return not (first.is_cuda or first.is_cpu)
+    if first.is_cuda or first.is_cpu:
+        return False
+    check_together(**tensors)
+    return True
+
+
+def check_together(**tensors: Any) -> None:
+    """Raises ValueError unless all tensors are where the first one is."""
+    (speaker, first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {first.device}, where {speaker} is")

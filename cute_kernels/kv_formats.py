@@ -7,9 +7,9 @@ row, beside the cache (given to every call), or nowhere. How attention's kernels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -201,10 +201,20 @@ FORMATS: dict[str, KvFormat] = {
 }
 
 
-@lru_cache(maxsize=256)
 def format_of(name: str) -> KvFormat:
-    """The format called ``name``; ValueError lists the known names."""
+    """The format called ``name``; ValueError lists the known names, TypeError says that it is no name."""
     try:
         return FORMATS[name]
     except KeyError:
         raise ValueError(f"kv_format: got {name!r}, want one of {', '.join(FORMATS)}") from None
+    except TypeError:  # not hashable
+        raise TypeError(f"kv_format: got {name!r}, want the name of a format") from None
+
+
+def format_pair(kv_format: Any) -> tuple[str, str]:
+    """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
+    if isinstance(kv_format, str):
+        return kv_format, kv_format
+    if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
+        return kv_format[0], kv_format[1]
+    raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from cute_kernels.arguments import device_of
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
+from cute_kernels.linear.quantize import check_options
 from cute_kernels.moe.module import QuantizedMoE, is_moe_block
 
 
@@ -43,12 +45,18 @@ def quantize_model(
         TypeError, ValueError: an argument is wrong, or a layer's weight has values that are not finite; the message
             names it. Layers before that one have been swapped.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
     if isinstance(model, nn.Linear):
         raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")
     if is_moe_block(model):
         raise TypeError("model: got a mixture of experts itself, want a module around it, or QuantizedMoE.from_block")
-    if isinstance(skip, str):
-        raise TypeError(f"skip: got the string {skip!r}, want a sequence of names")
+    if isinstance(skip, str) or not isinstance(skip, Sequence) or not all(isinstance(name, str) for name in skip):
+        raise TypeError(f"skip: got {skip!r}, want a sequence of names")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: got {type(progress).__name__}, want None or a function")
+    check_options(bits, group_size, zero_point, dtype)
+    device = device_of(device)
     places: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         wanted = type(module) is nn.Linear or is_moe_block(module)

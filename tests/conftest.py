@@ -1,8 +1,15 @@
-"""Tests under tests/gpu need a CUDA GPU: there they run, elsewhere each is reported as skipped with the reason."""
+"""What holds for all tests: which need a GPU, and how they share the processor.
+
+Tests under tests/gpu need a CUDA GPU: there they run, elsewhere each is reported as skipped with the reason.
+
+Without one, `pytest -n auto` runs modules side by side, one process for each core. PyTorch then has one thread in each:
+tensors of tests are small, and threads that wait for one another on a busy machine cost ten times what they save.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +24,20 @@ def reason_without_gpu() -> str | None:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+
+def pytest_configure() -> None:
+    if reason_without_gpu():
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a process for each core, but no other beside this one where a GPU would have to be shared."""
+    return len(os.sched_getaffinity(0)) if reason_without_gpu() else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,13 @@
-"""Executes notebooks in the repository's root and fails where a cell fails: `python tools/run_notebook.py FILE...`."""
+"""Executes notebooks in the repository's root and fails where a cell fails: `python tools/run_notebook.py FILE...`.
+
+As many at a time as there are cores; each runs in a kernel of its own anyway.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import nbformat
@@ -21,15 +25,25 @@ def execute(path: Path) -> None:
     client.execute(cwd=str(ROOT))
 
 
+def failure_of(path: str) -> str | None:
+    """What went wrong in a notebook, None if nothing did."""
+    try:
+        execute(Path(path))
+    except CellExecutionError as error:
+        return str(error)
+    return None
+
+
 def main(paths: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for path in paths:
-        try:
-            execute(Path(path))
-        except CellExecutionError as error:
-            print(f"{path}: {error}", file=sys.stderr)
-            return 1
-    return 0
+    failures = 0
+    with ProcessPoolExecutor(max(1, min(len(paths), len(os.sched_getaffinity(0))))) as pool:
+        runs = {pool.submit(failure_of, path): path for path in paths}
+        for run in as_completed(runs):
+            failure = run.result()
+            print(f"executed {runs[run]}" if failure is None else f"{runs[run]}: {failure}", flush=True)
+            failures += failure is not None
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from cute_kernels.arguments import check_count, check_tensors
 from cute_kernels.attention import ops
 from cute_kernels.attention.call import CallOptions, options_of
-from cute_kernels.attention.checks import format_pair
+from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
+from cute_kernels.kv_formats import format_pair
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -165,13 +167,22 @@ def decode_attention_splits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`decode_attention` with fixed splits, and what each split contributes.
 
+    Args:
+        q: [batch, 1, num_q_heads, head_dim]: one query a request.
+        k_cache, v_cache, seq_lens, kv_format, softmax_scale: as for `decode_attention`, without a block table.
+        num_splits: 1 to 65535.
+
     Returns (out, split_out fp32 [batch, num_splits, num_q_heads, head_dim], split_max and split_sum fp32 [batch,
     num_splits, num_q_heads]): out is the average of split_out weighted by split_sum * exp(split_max). split_max is in
     natural units of the scaled scores; on a GPU it is the reference that the exponentials were taken against, which may
     lie above or below the greatest score (split_sum is relative to it), and splits take turns tile by tile. A split
     without tokens has split_out 0, split_max -inf, split_sum 0.
+
+    Raises: as `decode_attention`.
     """
-    if isinstance(q, torch.Tensor) and q.is_cuda:
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+    check_count("num_splits", num_splits, 1, MAX_SPLITS)
+    if q.is_cuda:
         return ops.launch_splits(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits)
     out, split_out, split_max, split_sum = decode_attention_splits_reference(
         q, k_cache, v_cache, seq_lens, kv_format=kv_format, num_splits=num_splits, softmax_scale=softmax_scale

@@ -7,13 +7,12 @@ them together; :func:`cute_kernels.attention.call.check_device_values` is what w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cute_kernels.arguments import shape_of
-from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of
+from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
 
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIAS_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -51,15 +50,6 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int,
 
 
 # -- the operands ------------------------------------------------------------------------------------------------------
-
-
-def format_pair(kv_format: Any) -> tuple[str, str]:
-    """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
-    if isinstance(kv_format, str):
-        return kv_format, kv_format
-    if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
-        return kv_format[0], kv_format[1]
-    raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")
 
 
 def check_formats(kv_format: Any) -> tuple[KvFormat, KvFormat]:

@@ -15,40 +15,13 @@ import torch
 
 from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
 from cute_kernels.attention.checks import check_contiguous
+from cute_kernels.attention.merge_states_config import DTYPES, NDIMS, VECTOR_BYTES, MergeStatesConfig
 from cute_kernels.attention.reference import merge_states_reference
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-VECTOR_BYTES = 16
-NDIMS = (3, 4)  # [tokens, num_heads, head_dim] and [batch, q_len, num_heads, head_dim]
 MAX_VECTORS = 2**31 - 1024  # the index of a thread is 32-bit
-
-
-@dataclass(frozen=True)
-class MergeStatesConfig:
-    """One compiled variant: dtype of the outputs ("bf16", "fp16", "fp32") and their number of dimensions (3 or 4)."""
-
-    dtype: str
-    ndim: int = 4
-
-    num_threads: ClassVar[int] = 128  # of a CTA
-    vector_bytes: ClassVar[int] = VECTOR_BYTES  # that a thread merges
-
-    @property
-    def vector_elements(self) -> int:
-        return VECTOR_BYTES // (4 if self.dtype == "fp32" else 2)
-
-    @property
-    def name(self) -> str:
-        return f"merge_states_{self.dtype}_{self.ndim}d"
-
-    def can_implement(self) -> str | None:
-        """Why this configuration cannot be compiled, or None."""
-        if self.dtype not in DTYPES.values():
-            return f"dtype {self.dtype!r} is not one of {', '.join(map(repr, DTYPES.values()))}"
-        return None if self.ndim in NDIMS else f"ndim {self.ndim} is not 3 or 4"
 
 
 @dataclass(frozen=True, eq=False)

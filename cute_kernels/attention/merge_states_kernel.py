@@ -6,15 +6,13 @@ the first. One thread of a row writes the merged log-sum-exp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.attention.merge_states_config import MergeStatesConfig
 from cute_kernels.device import ptx
-
-if TYPE_CHECKING:
-    from cute_kernels.attention.merge_states import MergeStatesConfig
 
 
 class MergeStatesKernel:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import DEBUG, check_tensors
+from cute_kernels.arguments import DEBUG, check_tensors, check_together
 from cute_kernels.attention.call import (
     NO_OPTIONS,
     AttentionCall,
@@ -20,14 +20,13 @@ from cute_kernels.attention.call import (
 from cute_kernels.attention.checks import (
     check_out,
     check_positive,
-    format_pair,
     head_dim_of_row,
 )
 from cute_kernels.attention.config import DecodeConfig
 from cute_kernels.attention.plan import Plan, check_alignment, make_plan, problem_of
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 from cute_kernels.runtime.workspace import EMPTY
 
@@ -194,7 +193,9 @@ def launch_splits(
     """As :func:`launch` with fixed splits, and each split's own result; see ``decode_attention_splits``."""
     check_positive("softmax_scale", softmax_scale)
     call = _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, None, None)
-    batch, _, heads, head_dim = call.out_shape
+    batch, q_len, heads, head_dim = call.out_shape
+    if q_len != 1:
+        raise ValueError(f"q: got q_len {q_len}, want 1")
     if not k_cache.numel():
         split_out = torch.zeros((batch, num_splits, heads, head_dim), dtype=torch.float32, device=q.device)
         split_sum = torch.zeros_like(split_out[..., 0])
@@ -320,6 +321,9 @@ def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOpti
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
         if options is not None and not are_plain(options.values()):
             return dispatch
-        return launch if q.is_cuda else reference if q.is_cpu else dispatch
+        if not (q.is_cuda or q.is_cpu):
+            check_together(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
+            return dispatch
+        return launch if q.is_cuda else reference
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)
     return dispatch

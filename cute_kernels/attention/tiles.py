@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cute_kernels.kv_formats import HEAD_DIMS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.kv.swizzled_tile import SwizzledTile
 from layouts.kv.tile import RowTile, plan_tiles
 
-if TYPE_CHECKING:
-    from cute_kernels.attention.config import DecodeConfig
-
 ROW_COPIES = ("bulk", "word")
 BARE_COPIES = ("tma",)
 MAX_BOX = 256  # tokens of one tensor-map copy
 _GROUP_UNIT = 8  # columns: the narrowest piece of a row that an MMA takes
+
+
+class TiledConfig(Protocol):
+    """What decides the tiles of a configuration (`cute_kernels.attention.config.DecodeConfig`, which says what each
+    is); hashable."""
+
+    @property
+    def k_format(self) -> str: ...
+    @property
+    def v_format(self) -> str: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def contiguous(self) -> bool: ...
+    @property
+    def k_copy(self) -> str: ...
+    @property
+    def v_copy(self) -> str: ...
+    @property
+    def copies(self) -> tuple[str, str]: ...
 
 
 def has_headers(form: KvFormat) -> bool:
@@ -55,28 +80,28 @@ def cannot_read(form: KvFormat, head_dim: int) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(config: DecodeConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
+def tiles_of(config: TiledConfig) -> tuple[RowTile | SwizzledTile, RowTile | SwizzledTile]:
     """The shared-memory images of K and of V of one tile, which agree about the order of tokens."""
     keys = _tile(config, "k", config.k_format, config.head_dim, config.k_copy)
     values = _tile(config, "v", config.v_format, config.v_head_dim, config.v_copy)
     return plan_tiles(keys, values)
 
 
-def tokens_per_copy(config: DecodeConfig, tile: RowTile | SwizzledTile) -> int:
+def tokens_per_copy(config: TiledConfig, tile: RowTile | SwizzledTile) -> int:
     """Tokens that one bulk or tensor-map copy brings."""
     if isinstance(tile, RowTile):
         return min(tile.copy_tokens, config.page_tokens or tile.copy_tokens)
     return min(config.tile_tokens, config.page_tokens or MAX_BOX)
 
 
-def copies_per_tile(config: DecodeConfig) -> int:
+def copies_per_tile(config: TiledConfig) -> int:
     """Copies that bring one tile of K and V; tensor maps bring one head at a time."""
     heads = [1 if isinstance(tile, RowTile) else config.num_heads for tile in tiles_of(config)]
     tokens = [tokens_per_copy(config, tile) for tile in tiles_of(config)]
     return sum(h * -(-config.tile_tokens // t) for h, t in zip(heads, tokens, strict=True))
 
 
-def lane_tokens(config: DecodeConfig) -> int:
+def lane_tokens(config: TiledConfig) -> int:
     """Tokens of a tile whose bulk copies one lane asks for; they lie in one page. Longer runs are the first lane's."""
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:
@@ -85,7 +110,7 @@ def lane_tokens(config: DecodeConfig) -> int:
     return max(even, min(runs))
 
 
-def most_copy_warps(config: DecodeConfig) -> int:
+def most_copy_warps(config: TiledConfig) -> int:
     """Copying warps that all have something to copy in every whole tile."""
     if "word" in config.copies:
         return config.tile_tokens
@@ -97,7 +122,7 @@ def most_copy_warps(config: DecodeConfig) -> int:
     return max(config.tile_tokens // lane_tokens(config), *boxes, 1)
 
 
-def _tile(config: DecodeConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
+def _tile(config: TiledConfig, operand: str, kv_format: str, head_dim: int, copy: str) -> RowTile | SwizzledTile:
     form = format_of(kv_format)
     if not has_headers(form):
         element_bytes = 2 if isinstance(form, DenseFormat) else 1

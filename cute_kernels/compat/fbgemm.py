@@ -32,10 +32,20 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.arguments import check_positive, check_tensors
 from cute_kernels.attention import decode_attention_splits
+from cute_kernels.compat.names import renamed
 from cute_kernels.kv_formats import format_of
 
 LOGICAL_BF16, LOGICAL_FP8, LOGICAL_INT4 = 0, 1, 2
+NAMES = {
+    "q": "XQ",
+    "k_cache": "cache_K",
+    "v_cache": "cache_V",
+    "seq_lens": "seq_positions",
+    "softmax_scale": "qk_scale",
+    "num_splits": "num_split_ks",
+}
 
 
 def gqa_attn_splitk(
@@ -62,13 +72,19 @@ def gqa_attn_splitk(
     scores q . k fp32 [B, HQ, MAX_T], both 0 beyond the length. These are whole matrices, made by PyTorch: for study,
     not for speed.
 
-    Raises ValueError for a format that is not supported and whatever `decode_attention` raises for its arguments.
+    Raises TypeError or ValueError for a format that is not supported and for arguments that do not fit; the message
+    names the argument, what came and what is wanted.
     """
+    check_positive("qk_scale", qk_scale)
+    check_tensors(XQ=XQ, cache_K=cache_K, cache_V=cache_V, seq_positions=seq_positions)
     kv_format = _kv_format(cache_K, kv_cache_quant_num_groups, cache_logical_dtype_int)
     seq_lens = seq_positions + 1
-    out, split_out, split_max, split_sum = decode_attention_splits(
-        XQ, cache_K, cache_V, seq_lens, kv_format=kv_format, softmax_scale=qk_scale, num_splits=num_split_ks
-    )
+    try:
+        out, split_out, split_max, split_sum = decode_attention_splits(
+            XQ, cache_K, cache_V, seq_lens, kv_format=kv_format, softmax_scale=qk_scale, num_splits=num_split_ks
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, NAMES) from error
     if not use_tensor_cores:
         return out, *_score_matrices(XQ, cache_K, seq_lens, kv_format, qk_scale)
     return out, split_out * split_sum.unsqueeze(-1), torch.stack((split_max, split_sum), dim=1)
@@ -84,7 +100,7 @@ def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> str:
             f"cache_logical_dtype_int: got {logical_dtype}, want {LOGICAL_INT4} (INT4) or {LOGICAL_BF16} "
             f"(the cache's own dtype) for a uint8 cache; {LOGICAL_FP8} (FP8) is not supported"
         )
-    if num_groups not in (1, 2, 4, 8):
+    if num_groups not in (1, 2, 4, 8) or isinstance(num_groups, bool):
         raise ValueError(f"kv_cache_quant_num_groups: got {num_groups}, want 1, 2, 4 or 8")
     return f"int4_g{num_groups}"
 

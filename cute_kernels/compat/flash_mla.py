@@ -29,9 +29,19 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.compat.names import renamed
 from cute_kernels.mla import ops
 from cute_kernels.mla.formats import V_DIM
 from cute_kernels.mla.problem import SparseExtras
+
+DECODE_NAMES = {
+    "cache": "k_cache",
+    "seq_lens": "cache_seqlens",
+    "sinks": "attn_sink",
+    "extra_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache",
+}
+PREFILL_NAMES = {"cache": "kv", "sinks": "attn_sink", "softmax_scale": "sm_scale"}
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -124,11 +134,13 @@ def flash_mla_with_kvcache(
         and lse +inf.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; the message names it, in this function's terms or in those of
-            :func:`cute_kernels.mla.mla_decode`.
+        TypeError, ValueError: an argument does not fit; the message names it.
     """
     check_tensors(q=q, k_cache=k_cache)
     _check_decode(q, k_cache, head_dim_v, tile_scheduler_metadata, num_splits)
+    _check_dimensions("indices", indices, ("b", "s_q", "topk"))
+    _check_dimensions("extra_indices_in_kvcache", extra_indices_in_kvcache, ("b", "s_q", "topk"))
+    _check_dimensions("extra_k_cache", extra_k_cache, ("num_blocks", "page_block_size", "1", "row"))
     tile_scheduler_metadata.hold(
         FlashMLASchedMeta.Config(
             b=q.shape[0],
@@ -150,11 +162,15 @@ def flash_mla_with_kvcache(
         for name, tensor in zip(names, extras, strict=True):
             if tensor is not None:
                 raise ValueError(f"{name}: got a tensor without indices, want None for dense attention")
-        out, lse = _dense(q, k_cache, block_table, cache_seqlens, kv_format, softmax_scale, causal)
-    else:
-        if causal:
-            raise ValueError("causal: got True with indices, want False: they say what a query sees")
-        out, lse = _sparse(q, k_cache, indices, kv_format, softmax_scale, extras)
+    elif causal:
+        raise ValueError("causal: got True with indices, want False: they say what a query sees")
+    try:
+        if indices is None:
+            out, lse = _dense(q, k_cache, block_table, cache_seqlens, kv_format, softmax_scale, causal)
+        else:
+            out, lse = _sparse(q, k_cache, indices, kv_format, softmax_scale, extras)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, DECODE_NAMES) from error
     return out, lse.transpose(1, 2)
 
 
@@ -196,16 +212,13 @@ def flash_mla_sparse_fwd(
     cache = kv.transpose(0, 1)  # one page
     chosen = indices.masked_fill(indices >= kv.shape[0], -1) if ops.DEBUG else indices  # no mistake here
     extras = SparseExtras(topk_length, attn_sink)
-    out, lse, top = ops.sparse(
-        q.unsqueeze(1).contiguous(),
-        cache,
-        chosen.contiguous(),
-        _format_of(q, is_fp8=False),
-        sm_scale,
-        extras,
-        None,
-        with_max=True,
-    )
+    queries, kv_format = q.unsqueeze(1).contiguous(), _format_of(q, is_fp8=False)
+    try:
+        out, lse, top = ops.sparse(
+            queries, cache, chosen.contiguous(), kv_format, sm_scale, extras, None, with_max=True
+        )
+    except (TypeError, ValueError) as error:
+        raise renamed(error, PREFILL_NAMES) from error
     return out.squeeze(1), top.squeeze(1), lse.squeeze(1)
 
 
@@ -281,6 +294,14 @@ def _format_of(q: torch.Tensor, is_fp8: bool) -> str:
     if is_fp8:
         return "mla_fp8" if q.shape[-1] == 576 else "mla_model1"
     return "mla_fp16" if q.dtype == torch.float16 else "mla_bf16"
+
+
+def _check_dimensions(name: str, tensor: torch.Tensor | None, dimensions: tuple[str, ...]) -> None:
+    if tensor is None:
+        return
+    check_tensors(**{name: tensor})
+    if tensor.dim() != len(dimensions):
+        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{', '.join(dimensions)}]")
 
 
 def _check_decode(

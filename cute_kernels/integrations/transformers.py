@@ -137,12 +137,15 @@ class DecodeCacheLayer(CacheLayerMixin):
             self.seq_lens.fill_(self.length)
 
     def get_seq_length(self) -> int:
+        """Tokens of each request in the cache."""
         return self.length
 
     def get_max_length(self) -> int:
+        """Tokens of a request that there is room for."""
         return self.max_seq_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that ``query_length`` new tokens see, and at which one they begin: what transformers sizes a mask by."""
         return self.length + query_length, 0
 
     @property

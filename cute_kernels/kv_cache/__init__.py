@@ -13,12 +13,13 @@ from cute_kernels.kv_cache import bulk_ops, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
 from cute_kernels.kv_cache.calibration import Calibrator, compute_kv_scale
-from cute_kernels.kv_cache.call import split_formats
+from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import OutOfPagesError
 from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
+from cute_kernels.kv_formats import format_pair
 
 __all__ = [
     "Batch",
@@ -105,8 +106,8 @@ def append_kv(
 
     CPU tensors are served by the reference implementation.
     """
-    k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else split_formats(kv_format)
-    q_bias, k_bias, v_bias = bias or (None, None, None)
+    k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
+    q_bias, k_bias, v_bias = (None, None, None) if bias is None else split_bias("bias", bias)
     call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table)
     extras = (cu_seqlens, slots, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
     usual = cu_seqlens is slots is position_ids is bias is q_norm is k_norm is k_scale is v_scale is None

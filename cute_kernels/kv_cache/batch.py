@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cute_kernels.kv_cache.pages import PageTable, SeqId, SequencePages, check_count, check_distinct, per_sequence
+from cute_kernels.arguments import check_count
+from cute_kernels.kv_cache.pages import PageTable, SeqId, SequencePages, check_distinct, per_sequence
 
 UNMAPPED = -1
 _NOTHING = SequencePages()

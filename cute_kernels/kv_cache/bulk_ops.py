@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors, needs_dispatch, shape_of
+from cute_kernels.arguments import check_tensors, is_one_of, needs_dispatch, shape_of
 from cute_kernels.kv_cache.call import check_given_scale
 from cute_kernels.kv_cache.compile import BulkSpec
 from cute_kernels.kv_cache.config import BulkConfig, divisor_of, row_alignment
@@ -62,7 +62,7 @@ def _check_rows(
     rows: torch.Tensor, kv_format: str, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None
 ) -> KvFormat:
     form = format_of(kv_format)
-    if head_dim not in HEAD_DIMS:
+    if not is_one_of(head_dim, HEAD_DIMS):
         raise ValueError(f"head_dim: got {head_dim!r}, want one of {', '.join(map(str, HEAD_DIMS))}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: got {dtype!r}, want one of {', '.join(map(str, DTYPES))}")

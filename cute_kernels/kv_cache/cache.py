@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from cute_kernels import attention
+from cute_kernels.arguments import check_count, check_tensors, device_of, is_one_of
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.memory import MemoryReport
-from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId, check_count
-from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of
+from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
+from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
 
 CACHE_LAYOUTS = ("NHD", "HND")
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
@@ -78,12 +79,12 @@ class KVCache:
             check_count(name, value, 1)
         if max_seq_len is not None:
             check_count("max_seq_len", max_seq_len, 1)
-        if page_size not in range(MIN_PAGE_SIZE, MAX_PAGE_SIZE + 1, MIN_PAGE_SIZE):
+        if not is_one_of(page_size, range(MIN_PAGE_SIZE, MAX_PAGE_SIZE + 1, MIN_PAGE_SIZE)):
             raise ValueError(
                 f"page_size: got {page_size}, want a multiple of 16 from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}"
             )
         for name, value in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-            if value not in HEAD_DIMS:
+            if not is_one_of(value, HEAD_DIMS):
                 raise ValueError(f"{name}: got {value}, want one of {', '.join(map(str, HEAD_DIMS))}")
         if cache_layout not in CACHE_LAYOUTS:
             raise ValueError(f"cache_layout: got {cache_layout!r}, want one of {', '.join(CACHE_LAYOUTS)}")
@@ -93,9 +94,10 @@ class KVCache:
         self.head_dims = (head_dim, v_head_dim)
         self.cache_layout, self.dtype = cache_layout, dtype
         self._pages = PageTable(num_pages, page_size, max_seq_len)
+        where = device_of(device)
         inner = (page_size, num_kv_heads) if cache_layout == "NHD" else (num_kv_heads, page_size)
         self.k_pages, self.v_pages = (
-            torch.zeros(num_layers, num_pages, *inner, form.row_elements(dim), dtype=form.cache_dtype, device=device)
+            torch.zeros(num_layers, num_pages, *inner, form.row_elements(dim), dtype=form.cache_dtype, device=where)
             for form, dim in zip(self.formats, self.head_dims, strict=True)
         )
         self.device = self.k_pages.device
@@ -114,6 +116,7 @@ class KVCache:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that no sequence has."""
         return self._pages.num_free
 
     @property
@@ -350,10 +353,8 @@ class KVCache:
 def _formats(kv_format: str | tuple[str, str], dtype: torch.dtype) -> tuple[KvFormat, KvFormat]:
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
-    names = (kv_format, kv_format) if isinstance(kv_format, str) else tuple(kv_format)
-    if len(names) != 2:
-        raise ValueError(f"kv_format: got {kv_format!r}, want a name or a pair of names")
-    for form in (formats := (format_of(names[0]), format_of(names[1]))):
+    k_name, v_name = format_pair(kv_format)
+    for form in (formats := (format_of(k_name), format_of(v_name))):
         if isinstance(form, DenseFormat) and form.dtype != dtype:
             raise TypeError(f"kv_format: got {form.name!r} for a model in {dtype}, want the dense format of that dtype")
     return formats
@@ -369,6 +370,7 @@ def _checked_scale(
     want = tuple(held.shape[1:])
     if scale is None:
         raise ValueError(f"{name}: got None, want {list(want)} for {form.name}")
+    check_tensors(**{name: scale})
     flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
     if tuple(scale.shape) not in (want, flat):
         raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")

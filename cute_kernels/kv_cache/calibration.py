@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from cute_kernels.arguments import check_positive, check_tensors
 from cute_kernels.kv_formats import ByteFormat, format_of
 from layouts.kv.scaled import ScaledRow
 
@@ -47,7 +48,8 @@ class Calibrator:
             raise ValueError(f"kv_format: got {kv_format!r}, want a format whose scale lies beside the cache")
         if method not in ("absmax", "percentile"):
             raise ValueError(f"method: got {method!r}, want 'absmax' or 'percentile'")
-        if not 0 < percentile <= 100:
+        check_positive("percentile", percentile)
+        if percentile > 100:
             raise ValueError(f"percentile: got {percentile}, want above 0 and at most 100")
         self.form, self.granularity = form, form.given_scale
         self.method, self.percentile = method, percentile
@@ -58,12 +60,15 @@ class Calibrator:
         """Takes samples: floating [..., num_kv_heads, head_dim], finite. Returns itself. Waits for the device.
 
         Raises:
-            TypeError: x is not floating.
+            TypeError: x is no tensor, or not floating.
             ValueError: x has another shape than before or fewer than 2 dimensions, or holds NaN or infinity.
         """
+        check_tensors(x=x)
         if not x.is_floating_point():
             raise TypeError(f"x: got dtype {x.dtype}, want a floating one")
-        if x.dim() < 2:
+        if x.is_meta:
+            raise ValueError("x: got a tensor without data (meta), want one on a CPU or CUDA device")
+        if x.dim() < 2 or 0 in x.shape[-2:]:
             raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
         if self._top is None:
             self._top = torch.zeros(x.shape[-2:], dtype=torch.float32, device=x.device)
@@ -136,6 +141,8 @@ def compute_kv_scale(
         TypeError, ValueError: as `Calibrator`.
     """
     calibrator = Calibrator(kv_format, method, percentile)
+    if not isinstance(x, (torch.Tensor, Iterable)) or isinstance(x, str):
+        raise TypeError(f"x: got {type(x).__name__}, want a torch.Tensor or several")
     for samples in (x,) if isinstance(x, torch.Tensor) else x:
         calibrator.update(samples)
     return calibrator.scale()

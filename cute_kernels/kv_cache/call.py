@@ -85,13 +85,12 @@ NUM_USUAL = AppendCall._fields.index("cu_seqlens")
 """How many fields most calls have: what follows are extras."""
 
 
-def split_formats(kv_format: str | tuple[str, str]) -> tuple[str, str]:
-    """(format of K, format of V); ValueError if it is neither a name nor a pair of names."""
-    if isinstance(kv_format, str):
-        return kv_format, kv_format
-    if isinstance(kv_format, (tuple, list)) and len(kv_format) == 2 and all(isinstance(f, str) for f in kv_format):
-        return kv_format[0], kv_format[1]
-    raise ValueError(f"kv_format: got {kv_format!r}, want a name or a pair of names (K's, V's)")
+def split_bias(name: str, bias: Any) -> tuple[Any, Any, Any]:
+    """q's, k's and v's of a bias argument that is given; TypeError unless it is a tuple of three."""
+    if not isinstance(bias, (tuple, list)) or len(bias) != 3:
+        found = f"{len(bias)} of them" if isinstance(bias, (tuple, list)) else type(bias).__name__
+        raise TypeError(f"{name}: got {found}, want a tuple of q's, k's and v's, each a tensor or None")
+    return bias[0], bias[1], bias[2]
 
 
 def check_append(call: AppendCall) -> None:

@@ -125,7 +125,19 @@ class AppendKernel:
             mode=mode,
         )
         extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
-        num_q_heads, num_kv_heads = inputs.num_q_heads, inputs.num_kv_heads
+        shares, grid = self._shares(inputs, wave)
+        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
+            grid=grid,
+            block=(config.num_threads, 1, 1),
+            # Said, or ptxas keeps some variants at 80 registers and spills.
+            min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
+            preferred_smem_carveout=config.smem_percent,
+            stream=stream,
+        )
+
+    def _shares(self, inputs: Inputs, wave):
+        """What each CTA takes, and the grid."""
+        config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(
             blocks, num_q_heads, num_kv_heads, wave, config.q_rows_per_kv_row, cutlass.select_
@@ -140,18 +152,12 @@ class AppendKernel:
         few = blocks * chunks * config.ctas_per_sm <= wave
         shares = Shares(Int32(q_rows), Int32(kv_rows), kv_chunks, by_kind, few)
         rest = cutlass.min(blocks, MAX_GRID_Y)
-        self.kernel(shares, inputs, where, phase_steps, targets, extras, rope_factor).launch(
-            grid=(
-                Int32(cutlass.select_(by_kind, blocks, chunks)),
-                Int32(cutlass.select_(by_kind, chunks, rest)),
-                Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
-            ),
-            block=(config.num_threads, 1, 1),
-            # Said, or ptxas keeps some variants at 80 registers and spills.
-            min_blocks_per_mp=RESIDENT_WARPS // config.num_warps,
-            preferred_smem_carveout=config.smem_percent,
-            stream=stream,
+        grid = (
+            Int32(cutlass.select_(by_kind, blocks, chunks)),
+            Int32(cutlass.select_(by_kind, chunks, rest)),
+            Int32(cutlass.select_(by_kind, Int32(1), cute.ceil_div(blocks, MAX_GRID_Y))),
         )
+        return shares, grid
 
     @cute.kernel
     def kernel(

@@ -44,6 +44,7 @@ class MemoryReport:
 
     @property
     def pages_free(self) -> int:
+        """Pages that no sequence has."""
         return self.pages - self.pages_used
 
     @property

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cute_kernels.arguments import check_count
+
 SeqId = Hashable
 
 
@@ -234,14 +236,6 @@ class PageTable:
     def _check_free(self, needed: int) -> None:
         if needed > len(self._free):
             raise OutOfPagesError(needed, len(self._free))
-
-
-def check_count(name: str, value: int, least: int) -> None:
-    """Raises TypeError or ValueError unless ``value`` is an int of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, want an int")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, want at least {least}")
 
 
 def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> list[int]:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import check_count, check_flag, check_positive
+
 TURN = 2 * math.pi
 PHASE_BITS = 64
 
@@ -29,7 +31,11 @@ class LinearScaling:
 
     factor: float
 
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         return [frequency / self.factor for frequency in base_frequencies(rotary_dim, theta)]
 
 
@@ -54,8 +60,13 @@ class NtkScaling:
                 f"NtkScaling: got original_max_position {self.original_max_position} and seq_len {self.seq_len}, "
                 "want both or none"
             )
+        check_positive("factor", self.factor)
+        for name in ("original_max_position", "seq_len"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         stretch = self.factor
         if self.seq_len is not None and self.original_max_position is not None:
             length = max(self.seq_len, self.original_max_position)
@@ -75,7 +86,17 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position: int
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        check_count("original_max_position", self.original_max_position, 1)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor: got {self.high_freq_factor}, want more than low_freq_factor {self.low_freq_factor}"
+            )
+
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         return [self._scaled(frequency) for frequency in base_frequencies(rotary_dim, theta)]
 
     def _scaled(self, frequency: float) -> float:
@@ -112,7 +133,16 @@ class YarnScaling:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        check_count("original_max_position", self.original_max_position, 1)
+        if self.attention_factor is not None:
+            check_positive("attention_factor", self.attention_factor)
+        check_flag("truncate", self.truncate)
+
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
+        """Radians per position of each pair; theta: base of the unscaled ones."""
         low, high = (self._dimension(turns, rotary_dim, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -172,13 +202,12 @@ class Rope:
     def __post_init__(self) -> None:
         if not isinstance(self.rotary_dim, int) or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim: got {self.rotary_dim!r}, want a positive even int")
+        check_positive("theta", self.theta)
         if not self.theta > 1:
             raise ValueError(f"theta: got {self.theta}, want a number above 1")
-        if self.scaling is not None:
-            if not isinstance(self.scaling, tuple(_SCALINGS.values())):
-                raise TypeError(f"scaling: got {type(self.scaling).__name__}, want one of {', '.join(_SCALINGS)}")
-            if not self.scaling.factor > 0:
-                raise ValueError(f"scaling: got factor {self.scaling.factor}, want a positive number")
+        check_flag("interleaved", self.interleaved)
+        if self.scaling is not None and not isinstance(self.scaling, tuple(_SCALINGS.values())):
+            raise TypeError(f"scaling: got {type(self.scaling).__name__}, want one of {', '.join(_SCALINGS)}")
         # A plain attribute, so that tracing torch.compile reads a constant.
         object.__setattr__(self, "text", _to_text(self))
 

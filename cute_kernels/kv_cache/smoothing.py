@@ -13,13 +13,16 @@ others. Columns from rotary_dim on are free.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+
+from cute_kernels.arguments import check_floating
 
 _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a dead channel gets a finite factor
 
 
+@runtime_checkable
 class RotaryPairs(Protocol):
     """What is needed of a `Rope`: which columns it rotates together."""
 
@@ -62,9 +65,11 @@ def smooth_keys(
         fp32 [num_kv_heads, head_dim], positive.
 
     Raises:
-        TypeError: samples are not floating.
+        TypeError: samples are not floating, or alpha is no number.
         ValueError: shapes do not fit, alpha is out of range, or samples are empty or not finite.
     """
+    if not isinstance(alpha, (int, float)):
+        raise TypeError(f"alpha: got {alpha!r}, want a number from 0 to 1")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: got {alpha}, want 0 to 1")
     k_top = _channel_maxima("k_samples", k_samples)
@@ -99,17 +104,22 @@ def fold(
     Args:
         factors: [num_kv_heads, head_dim] from `smooth_keys`.
         q_weight: [num_q_heads * head_dim, hidden_size] as of `torch.nn.Linear`; k_weight likewise. Any floating dtype.
-        q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None.
+        q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None. All are on one device.
         rope: what rotates q and k after the projection; None if nothing does.
 
     Returns:
         New tensors in the dtypes of the old.
 
     Raises:
+        TypeError: an argument is no floating tensor.
         ValueError: shapes do not fit, or the factors of a rotated pair differ.
     """
+    given = {"factors": factors, "q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias}
+    check_floating(**{name: tensor for name, tensor in given.items() if tensor is not None or "bias" not in name})
     if rope is not None:
         check_pairs(factors, rope)
+    elif factors.dim() != 2 or not factors.numel():
+        raise ValueError(f"factors: got shape {list(factors.shape)}, want [num_kv_heads, head_dim]")
     columns = factors.numel()
     if k_weight.dim() != 2 or k_weight.shape[0] != columns:
         raise ValueError(f"k_weight: got shape {list(k_weight.shape)}, want [{columns}, hidden_size]")
@@ -130,8 +140,12 @@ def fold(
 
 
 def check_pairs(factors: torch.Tensor, rope: RotaryPairs) -> None:
-    """Raises ValueError unless factors [num_kv_heads, head_dim] keep to the pairing rule of this module."""
-    if factors.dim() != 2:
+    """Raises TypeError or ValueError unless factors, floating [num_kv_heads, head_dim], keep to the pairing rule.
+
+    rope: the rotation, whose pairs have to have equal factors.
+    """
+    check_floating(factors=factors)
+    if factors.dim() != 2 or not factors.numel():
         raise ValueError(f"factors: got shape {list(factors.shape)}, want [num_kv_heads, head_dim]")
     _check_rotary_dim(rope, factors.shape[1])
     first, second = pairs(rope)
@@ -168,8 +182,7 @@ def _pairwise_max(top: torch.Tensor, rope: RotaryPairs | None) -> torch.Tensor:
 
 def _channel_maxima(name: str, samples: torch.Tensor) -> torch.Tensor:
     """Greatest magnitude of every channel: [..., heads, head_dim] to fp32 [heads, head_dim]."""
-    if not samples.is_floating_point():
-        raise TypeError(f"{name}: got dtype {samples.dtype}, want a floating one")
+    check_floating(**{name: samples})
     if samples.dim() < 2 or not samples.numel():
         raise ValueError(f"{name}: got shape {list(samples.shape)}, want [..., heads, head_dim], not empty")
     top = samples.detach().reshape(-1, *samples.shape[-2:]).abs().amax(0).float()
@@ -184,5 +197,7 @@ def _log(top: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rotary_dim(rope: RotaryPairs, head_dim: int) -> None:
+    if not isinstance(rope, RotaryPairs):
+        raise TypeError(f"rope: got {type(rope).__name__}, want a Rope")
     if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
         raise ValueError(f"rope: got rotary_dim {rope.rotary_dim}, want an even number up to head_dim {head_dim}")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from cute_kernels.attention.call import CallOptions, options_of
-from cute_kernels.attention.checks import format_pair
 from cute_kernels.kv_cache import step_ops
+from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.rope import Rope
+from cute_kernels.kv_formats import format_pair
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,7 +144,8 @@ def append_and_decode(
         kv_format = format_pair(kv_format)
     extras: step_ops.Extras | None = None
     if qkv_bias is not None or not (position_ids is q_norm is k_norm is None):
-        extras = (position_ids, *(qkv_bias or (None, None, None)), q_norm, k_norm)
+        biases = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
+        extras = (position_ids, *biases, q_norm, k_norm)
     options = options_of(
         block_table, cache_layout, k_scale, v_scale, causal, window, soft_cap, sinks, alibi_slopes, bias
     )  # fmt: skip

@@ -18,14 +18,14 @@ from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
 from cute_kernels.attention.call import make_call as make_attention_call
-from cute_kernels.attention.checks import check_out, check_positive, format_pair, head_dim_of_row
+from cute_kernels.attention.checks import check_out, check_positive, head_dim_of_row
 from cute_kernels.attention.reference import attention_of
 from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.rope import Rope, rope_of
 from cute_kernels.kv_cache.values import check_append_values
-from cute_kernels.kv_formats import format_of
+from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 
 Extras = tuple[torch.Tensor | None, ...]

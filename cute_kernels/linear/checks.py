@@ -17,6 +17,7 @@ def check_input(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.devic
     """Raises TypeError or ValueError unless x is ``dtype`` [..., k] where the weight is."""
     if dtype not in SCALE_DTYPES:  # of a module whose dtype was changed
         raise TypeError(f"scales: got dtype {dtype}, want torch.bfloat16 or torch.float16")
+    check_tensors(x=x)
     if x.dtype != dtype:
         raise TypeError(f"x: got dtype {x.dtype}, want {dtype}, that of the weight's scales")
     if x.dim() == 0 or x.shape[-1] != k:
@@ -42,11 +43,6 @@ def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
 def check_out_dtype(out_dtype: Any) -> None:
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, want True or False")
 
 
 def check_result(

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_flag, check_tensors
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
-from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight
+from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight, check_scales
 
 _TENSORS = ("codes", "scales", "zeros")
 _FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
@@ -45,6 +45,8 @@ class PackedExperts:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
         for name in _TENSORS[1:]:
             tensor = getattr(self, name)
+            if tensor is not None:
+                check_tensors(**{name: tensor})
             if tensor is not None and (tensor.dim() != 4 or tensor.shape[0] != len(self)):
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, want [{len(self)}, N tiles, groups, 64]")
         for name, tensor in self._tensors().items():
@@ -70,6 +72,7 @@ class PackedExperts:
 
     @property
     def device(self) -> torch.device:
+        """Of all tensors."""
         return self.codes.device
 
     @cached_property
@@ -81,10 +84,12 @@ class PackedExperts:
 
     @property
     def out_features(self) -> int:
+        """N, rows of each expert without padding."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
+        """K, columns of each expert without padding."""
         return self.shape[1]
 
     @property
@@ -129,6 +134,9 @@ class PackedExperts:
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
+        if not isinstance(tensors, dict):
+            raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+        check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
         for name in ("format", "codes", "scales"):
             if name not in tensors:
                 raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
@@ -145,18 +153,23 @@ class PackedExperts:
         weights = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
         if len(weights) != experts:
             raise ValueError(f"codes: got {len(weights)} experts, want {experts}, what format says")
+        check_scales("scales", weights.scales)
         return weights
 
 
 def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
     """The experts of a layer as one, copied: what importers of checkpoints make one after the other.
 
-    Symmetric ones among others with zero points get the symmetric zero as theirs.
+    Args:
+        weights: of one shape, format, dtype and device. Symmetric ones among others with zero points get the symmetric
+            zero as theirs.
 
     Raises:
         TypeError, ValueError: there is none, they differ in format, or one has perm or input_scale; the message says
             which.
     """
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"weights: got {type(weights).__name__}, want a sequence of PackedWeight")
     if not weights:
         raise ValueError("weights: got none, want at least one expert")
     for i, weight in enumerate(weights):
@@ -175,10 +188,18 @@ def quantize_experts(
     device: torch.device | str | None = None,
     halves_in_turn: bool = False,
 ) -> PackedExperts:
-    """`quantize_weight` of every expert of w [E, N, K]; the arguments are its arguments.
+    """`quantize_weight` of every expert.
 
-    halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in turn.
+    Args:
+        w: floating [E, N, K], finite.
+        bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
+        halves_in_turn: whether rows n and N / 2 + n become rows 2 n and 2 n + 1: gates then ups become gate and up in
+            turn.
+
+    Raises:
+        TypeError, ValueError: as `quantize_weight`, or w has no experts, or an odd number of rows to take in turn.
     """
+    check_flag("halves_in_turn", halves_in_turn)
     check_tensors(w=w)
     if w.dim() != 3 or w.shape[0] < 1:
         raise ValueError(f"w: got shape {list(w.shape)}, want [E, N, K] with at least one expert")
@@ -193,7 +214,14 @@ def quantize_experts(
 
 
 def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
-    """The experts [E, 2 N, K] whose even rows are gate's and odd rows are up's; see `interleave_weights`."""
+    """The experts [E, 2 N, K] whose even rows are gate's and odd rows are up's; see `interleave_weights`.
+
+    Raises:
+        TypeError, ValueError: the two are no PackedExperts, or differ in number or in what `interleave_weights` names.
+    """
+    for name, weight in (("gate", gate), ("up", up)):
+        if not isinstance(weight, PackedExperts):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want PackedExperts")
     if len(gate) != len(up):
         raise ValueError(f"up: got {len(up)} experts, want {len(gate)}, as many as gate has")
     zeros = gate.zeros is not None or up.zeros is not None

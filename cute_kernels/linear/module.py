@@ -91,10 +91,12 @@ class QuantizedLinear(nn.Module):
 
     @property
     def out_features(self) -> int:
+        """N: features of the result."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
+        """K: features of x."""
         return self.shape[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,8 @@ class QuantizedLinear(nn.Module):
         check_tensors(bias=bias)
         if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
             raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating [{self.out_features}]")
+        if bias.is_meta and weight.device.type != "meta":
+            raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
         return bias.to(weight.device, weight.dtype).contiguous()
 
     # -- state dicts -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import needs_dispatch
+from cute_kernels.arguments import check_flag, needs_dispatch
 from cute_kernels.linear import checks
 from cute_kernels.linear.launch import VECTOR_BYTES, KeptLaunch, keep_launch, launch
 from cute_kernels.linear.reference import linear_reference, out_features, prepare_input
@@ -67,14 +67,14 @@ def apply(
             key = kept = None
         if kept is not None:
             return kept.run(x, codes, scales, zeros, bias, residual, out)
-    dispatch = needs_dispatch(x=x, codes=codes)
     n, k = shape
     checks.check_input(x, k, scales.dtype, codes.device)
+    dispatch = needs_dispatch(x=x, codes=codes)
     checks.check_activation(activation, n)
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype
     checks.check_out_dtype(out_dtype)
-    checks.check_flag("batch_invariant", batch_invariant)
+    check_flag("batch_invariant", batch_invariant)
     if bias is not None:
         checks.check_bias(bias, x, n)
     columns = out_features(n, activation)

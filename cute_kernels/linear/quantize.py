@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from cute_kernels.arguments import check_tensors
+from cute_kernels.arguments import check_flag, check_tensors, device_of
 from cute_kernels.linear.weight import (
     SCALE_DTYPES,
+    SCALE_LIMIT,
     TILE_BYTES,
     TILE_N,
     PackedWeight,
     check_format,
     check_permutation,
+    check_scales,
     num_groups,
     padded_shape,
     row_blocks,
@@ -57,7 +59,8 @@ def quantize_weight(
         device: where the result is put, default w's.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or a scale is beyond ``dtype``; the message names it.
+        TypeError, ValueError: an argument is not as above, or a scale is beyond ``dtype``, 2**27 of bf16; the message
+            names it.
     """
     check_tensors(w=w)
     if not w.is_floating_point():
@@ -67,13 +70,11 @@ def quantize_weight(
     if w.dim() != 2:
         raise ValueError(f"w: got shape {list(w.shape)}, want [N, K]")
     shape = (w.shape[0], w.shape[1])
+    check_options(bits, group_size, zero_point, dtype)
     check_format(bits, group_size, shape)
-    if not isinstance(zero_point, bool):
-        raise TypeError(f"zero_point: got {zero_point!r}, want True or False")
+    device = device_of(device)
     if dtype is None:
         dtype = w.dtype if w.dtype in SCALE_DTYPES else torch.bfloat16
-    if dtype not in SCALE_DTYPES:
-        raise TypeError(f"dtype: got {dtype}, want torch.bfloat16 or torch.float16")
     w = w.detach()
     scales, zeros = _choose_scales(w, bits, group_size, zero_point, dtype)
     k, top = shape[1], (1 << bits) - 1
@@ -87,6 +88,14 @@ def quantize_weight(
         return codes.to(torch.uint8).flatten(1)[:, :k]
 
     return pack_codes(codes_of, scales, zeros, bits=bits, group_size=group_size, shape=shape, device=device)
+
+
+def check_options(bits: Any, group_size: Any, zero_point: Any, dtype: Any) -> None:
+    """Raises TypeError or ValueError unless `quantize_weight` takes these for some weight."""
+    check_format(bits, group_size, (1, 1))
+    check_flag("zero_point", zero_point)
+    if dtype is not None and dtype not in SCALE_DTYPES:
+        raise TypeError(f"dtype: got {dtype}, want None, torch.bfloat16 or torch.float16")
 
 
 def _choose_scales(
@@ -109,8 +118,10 @@ def _choose_scales(
     else:
         exact = torch.maximum(_quotient(high, middle - 1), _quotient(low, -middle))
     scales = _round_up(exact, dtype)
-    if bool(scales.isinf().any()):
+    if bool(scales.isinf().any()) and dtype != torch.bfloat16:
         raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, beyond {dtype}: want a wider dtype")
+    if dtype == torch.bfloat16 and bool((scales >= SCALE_LIMIT).any()):
+        raise ValueError(f"w: got a group that wants scale {exact.max().item():g}, want one below 2**27 in bf16")
     if not zero_point:
         return scales, None
     zeros = torch.where(scales > 0, (-low / scales.float()).round().clamp(0, top), float(middle))
@@ -152,7 +163,7 @@ def pack_codes(
     Args:
         codes_of: (start, stop) -> unsigned codes of rows start to stop, uint8 [stop - start, K] below 2**bits, inputs
             in their own order. Called once for each block of rows, start a multiple of 64.
-        scales: bf16 or fp16 [N, G], G the groups of K, the last maybe a short one.
+        scales: bf16, below 2**27, or fp16 [N, G], G the groups of K, the last maybe a short one.
         zeros: uint8 [N, G] below 2**bits, or None; kept only if some zero is not the symmetric one.
         bits, group_size, shape, perm, input_scale: as in `PackedWeight`; group i has the packed positions from
             i * group_size on.
@@ -167,12 +178,13 @@ def pack_codes(
     for name, tensor in (("scales", scales), ("zeros", zeros)):
         if tensor is not None and tuple(tensor.shape) != (n, groups):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, want {[n, groups]}")
+    check_scales("scales", scales)
     middle = symmetric_zero(bits)
     if zeros is not None and bool((zeros == middle).all()):
         zeros = None
     if perm is not None:
         check_permutation("perm", perm)
-    where = torch.device(device) if device is not None else scales.device
+    where = device_of(device) or scales.device
     tile_scales = _tiled(scales, shape, group_size).to(where)
     tile_zeros = None if zeros is None else _tiled(zeros, shape, group_size)
     n_pad, k_pad = padded_shape(shape, group_size)
@@ -202,8 +214,12 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     For checkpoints that have the two apart. Codes are moved, never changed.
 
     Raises:
+        TypeError: one of them is no PackedWeight.
         ValueError: the two differ in shape, bits, group size, dtype, device, perm or input_scale.
     """
+    for name, weight in (("gate", gate), ("up", up)):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, want a PackedWeight")
     for name in ("shape", "bits", "group_size", "dtype", "device"):
         ours, theirs = getattr(gate, name), getattr(up, name)
         if ours != theirs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arguments import check_count, check_matrix_shape, check_tensors, is_one_of
 from layouts.transform import unpack
 from layouts.weights import hopper
 
@@ -17,6 +18,7 @@ K_MULTIPLE = 64
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128, 256)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
+SCALE_LIMIT = 2.0**27  # what bf16 scales are below: kernels multiply them by 2**101, `linear.decode.SubnormalDecoder`
 FORMAT_VERSION = 1
 TENSOR_NAMES = ("codes", "scales", "zeros", "perm", "input_scale")
 BLOCK_ELEMENTS = 1 << 21  # of a weight that is unpacked at a time: 8 MB in fp32, which caches hold
@@ -58,7 +60,7 @@ class PackedWeight:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
         scales: bf16 or fp16 [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Their dtype is
-            that of the activations.
+            that of the activations. bf16 ones are below 2**27, which is not looked at here (`check_scales`).
         zeros: uint8 [N_pad / 64, G, 64], or None for a symmetric weight, whose zero is code 8 or 128.
         bits: 4 or 8.
         group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row.
@@ -81,6 +83,7 @@ class PackedWeight:
 
     def __post_init__(self) -> None:
         check_format(self.bits, self.group_size, self.shape)
+        check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
         tiles, k = n_pad // TILE_N, self.shape[1]
         per_group = (tiles, num_groups(self.shape, self.group_size), TILE_N)
@@ -96,6 +99,7 @@ class PackedWeight:
         tensor = getattr(self, name)
         if tensor is None:
             return
+        check_tensors(**{name: tensor})
         if tensor.dtype != dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
         if tuple(tensor.shape) != shape:
@@ -116,14 +120,17 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Of all tensors."""
         return self.codes.device
 
     @property
     def out_features(self) -> int:
+        """N, rows without padding."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
+        """K, columns without padding."""
         return self.shape[1]
 
     @property
@@ -147,8 +154,13 @@ class PackedWeight:
 
         `input_scale` is not multiplied in: a layer computes (x * input_scale) W^T. A block of rows at a time passes
         through fp32.
+
+        Raises:
+            TypeError: dtype is not floating.
         """
         n, k = self.shape
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: got {dtype!r}, want None or a floating one")
         out = torch.empty(n, k, dtype=dtype or self.dtype, device=self.device)
         for first, last in row_blocks(self.codes.shape[0], self.codes.shape[1] * hopper.tile_k(self.bits)):
             out[first * TILE_N : last * TILE_N] = self.dequantize_tiles(first, last)
@@ -305,6 +317,9 @@ class PackedWeight:
         Raises:
             TypeError, ValueError: a tensor is missing, unknown or does not fit; the message names it.
         """
+        if not isinstance(tensors, dict):
+            raise TypeError(f"tensors: got {type(tensors).__name__}, want the dict of state_dict")
+        check_tensors(**{name: tensors[name] for name in ("format", "codes", "scales") if name in tensors})
         for name in ("format", "codes", "scales"):
             if name not in tensors:
                 raise ValueError(f"{name}: got no such tensor, want format, codes and scales")
@@ -321,6 +336,7 @@ class PackedWeight:
             raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
         fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
         weight = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
+        check_scales("scales", weight.scales)
         if weight.perm is not None:
             check_permutation("perm", weight.perm)
         return weight
@@ -335,14 +351,26 @@ def rows_of(tiled: torch.Tensor) -> torch.Tensor:
 
 
 def check_format(bits: Any, group_size: Any, shape: Any) -> None:
-    """Raises ValueError unless there is such a format of weights."""
-    if bits not in BITS:
+    """Raises TypeError or ValueError unless there is such a format of weights."""
+    if not is_one_of(bits, BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
-    if group_size is not None and group_size not in GROUP_SIZES:
+    if group_size is not None and not is_one_of(group_size, GROUP_SIZES):
         wanted = ", ".join(map(str, GROUP_SIZES))
         raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None for one scale per row")
-    if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"shape: got {list(shape)}, want [N, K] with N and K at least 1")
+    check_matrix_shape("shape", shape)
+
+
+def check_scales(name: str, scales: torch.Tensor) -> None:
+    """Raises ValueError if kernels have no room for a bf16 scale, which none of a usual weight comes near.
+
+    Waits for a GPU; of tensors without data (meta) nothing is known. NaN is left to become the results' NaN.
+    """
+    if scales.dtype != torch.bfloat16 or scales.is_meta:
+        return
+    sizes = scales.abs()
+    if bool((sizes >= SCALE_LIMIT).any()):
+        largest = sizes.nan_to_num(nan=0.0, posinf=torch.inf).max().item()
+        raise ValueError(f"{name}: got a scale of {largest:g}, want bf16 scales below 2**27 = {SCALE_LIMIT:.0f}")
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:
@@ -352,7 +380,5 @@ def check_permutation(name: str, perm: torch.Tensor) -> None:
 
 
 def _check_rank(rank: int, world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size: got {world_size}, want at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: got {rank}, want 0 to {world_size - 1}")
+    check_count("world_size", world_size, 1)
+    check_count("rank", rank, 0, world_size - 1)

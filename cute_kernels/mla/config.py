@@ -23,10 +23,11 @@ ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
 # What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
 STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
-# What a CTA leaves where CTAs add up parts together: of a row's half fp16 values and four numbers; and a flag for each
-# of at most 16 readers.
-PART_ROW_BYTES = V_HEAD_DIM // 2 * 2 + 16
-PART_WORDS, PART_FLAGS = BLOCK_HEADS * 2 * PART_ROW_BYTES // 4, 16
+# What a CTA leaves where CTAs add up parts together: of a row's pieces fp16 values and four numbers each; and a
+# flag for each of at most 16 readers.
+PIECE_COLUMNS = 128
+PART_ROW_BYTES = PIECE_COLUMNS * 2 + 16
+PART_WORDS, PART_FLAGS = BLOCK_HEADS * (V_HEAD_DIM // PIECE_COLUMNS) * PART_ROW_BYTES // 4, 16
 PARTS_TOGETHER = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
 LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum

@@ -145,9 +145,15 @@ def piece_offset(lane, half: int):
 
 
 def scale_of(sums, below: int) -> tuple[Float32, Float32]:
-    """(a power of 2 that brings the greatest of a half of a row between 2**14 and 2**15, its reciprocal)."""
+    """As :func:`scale_of_some`, of a half of a row."""
+    return scale_of_some([sums[i] for i in range(HALF // 2) if row_of(i) == below])
+
+
+def scale_of_some(sums) -> tuple[Float32, Float32]:
+    """(a power of 2 that brings the greatest of a row's sums, some of them a lane's, between 2**14 and 2**15, its
+    reciprocal)."""
     tops: list[Any] = [Float32(0.0)] * 2
-    for place, i in enumerate(i for i in range(HALF // 2) if row_of(i) == below):
+    for place, i in enumerate(range(len(sums))):
         tops[place % 2] = ptx.fmax(tops[place % 2], ptx.absolute(sums[i]))
     exponent = numbers.bits(lane_max(ptx.fmax(*tops), ROW_LANES)) >> 23
     exponent = cutlass.max(exponent, Uint32(FP16_TOP + 1))

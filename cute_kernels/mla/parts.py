@@ -22,6 +22,7 @@ from cute_kernels.mla.combine import outcome_of
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     PART_ROW_BYTES,
+    PIECE_COLUMNS,
     V_HEAD_DIM,
     WARPGROUP_WARPS,
     MlaConfig,
@@ -29,27 +30,29 @@ from cute_kernels.mla.config import (
 from cute_kernels.mla.line import ALL_LANES
 from cute_kernels.mla.multiply import MULTIPLYING_THREADS
 from cute_kernels.mla.numbers16 import of_name
-from cute_kernels.mla.output import WARP_ROWS, exists_sink, scale_of
-from cute_kernels.mla.softmax import LOWEST
+from cute_kernels.mla.output import WARP_ROWS, exists_sink, scale_of_some
+from cute_kernels.mla.softmax import LOWEST, row_of
 from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
 
 PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of the multiplying warpgroups, of the gathering warps
 WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
 ROW_LANES = 4  # that have a row's sums
 LANE_BYTES = 16
-HALF = V_HEAD_DIM // 2  # columns of a warpgroup
-# A row's half of a part: fp16 values, then fp32 numbers: maximum and total (left half alone), and what the values are
-# to be multiplied with. 8 rows side by side lie in different banks.
-STATS_OFFSET = HALF * 2
-COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 8 of each half
+# A row's piece of a part: fp16 values, then fp32 numbers: maximum and total (first piece alone), and what the values
+# are to be multiplied with. 8 rows side by side lie in different banks.
+STATS_OFFSET = PIECE_COLUMNS * 2
+PIECES = V_HEAD_DIM // PIECE_COLUMNS
+OWN_PIECES = PIECES // 2  # of a warpgroup
+LANE_COLUMNS = PIECE_COLUMNS // WARP_THREADS
+COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 
 @dataclass(frozen=True)
 class Parts:
     """Where the parts of a CTA's row and block of heads lie; run-time values.
 
-    ``each`` heads side by side are a reader's. For each reader, memory has of every part the left half of its heads,
-    then the right half, and a flag.
+    ``each`` heads side by side are a reader's. For each reader, memory has of every part the pieces of its heads, one
+    after the other, and a flag.
     """
 
     words: Any  # addresses: of all parts
@@ -66,48 +69,54 @@ class Parts:
         each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
         readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
         group = items.row * items.counts.head_blocks.value + items.head_block
-        words = items.states.words + Int64(group * count) * (BLOCK_HEADS * 2 * PART_ROW_BYTES)
+        words = items.states.words + Int64(group * count) * (BLOCK_HEADS * PIECES * PART_ROW_BYTES)
         flags = items.states.flags + Int64(group * count * readers) * 4
         return Parts(words, flags, items.start, count, each, readers)
 
     @property
-    def half_bytes(self):
-        """Of half a part of a reader's heads."""
+    def piece_bytes(self):
+        """Of a piece of a part of a reader's heads."""
         return self.each * PART_ROW_BYTES
 
-    def place(self, reader, part, half):
-        """Address of half a part of a reader's heads."""
-        return self.words + Int64((reader * self.count + part) * 2 + half) * self.half_bytes
+    def place(self, reader, part, piece):
+        """Address of a piece of a part of a reader's heads."""
+        return self.words + Int64((reader * self.count + part) * PIECES + piece) * self.piece_bytes
 
     def flag(self, reader, part):
-        """Address of the flag that says that both are there."""
+        """Address of the flag that says that all of them are there."""
         return self.flags + Int64(reader * self.count + part) * 4
 
 
 @cute.jit
 def leave(items, sums, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Leaves a warp's half of its rows for those that add them up, by way of shared memory where the queries were.
+    """Leaves a warp's half of its rows for those that add them up, by way of shared memory where the queries were: in
+    two pieces, of which one is on its way while the other is made.
 
     sums: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the right half.
     """
     parts = Parts.of(items)
-    rows = memory.queries + (half * WARPGROUP_WARPS + warp) * (WARP_ROWS * PART_ROW_BYTES)
-    scales = [scale_of(sums, below) for below in range(2)]
-    stage_values(sums, [scale for scale, _ in scales], rows + row_place(lane))
-    if lane % ROW_LANES == 0:
-        for below in cutlass.range_constexpr(2):
-            behind = rows + (lane // ROW_LANES + 8 * below) * PART_ROW_BYTES
-            unit = scales[below][1]
-            ptx.store_shared(behind, STATS_OFFSET, [*stats[below], unit, unit] if const_expr(half == 0) else [unit])
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
     readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
-    if lane < readers:
-        reader = warp * readers + lane
-        source = rows + lane * parts.half_bytes
-        numbers.copy_to_global(parts.place(reader, parts.part, half), source, parts.half_bytes)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0)
+    for own_piece in cutlass.range_constexpr(OWN_PIECES):
+        piece = half * OWN_PIECES + own_piece
+        rows = memory.queries + (piece * WARPGROUP_WARPS + warp) * (WARP_ROWS * PART_ROW_BYTES)
+        count = PIECE_COLUMNS // 2
+        own = [sums[i] for i in range(own_piece * count, (own_piece + 1) * count)]
+        scales = [scale_of_some([own[i] for i in range(count) if row_of(i) == below]) for below in range(2)]
+        stage_values(own, [scale for scale, _ in scales], rows + row_place(lane))
+        if lane % ROW_LANES == 0:
+            for below in cutlass.range_constexpr(2):
+                behind = rows + (lane // ROW_LANES + 8 * below) * PART_ROW_BYTES
+                unit = scales[below][1]
+                ptx.store_shared(
+                    behind, STATS_OFFSET, [*stats[below], unit, unit] if const_expr(piece == 0) else [unit]
+                )
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane < readers:
+            source = rows + lane * parts.piece_bytes
+            numbers.copy_to_global(parts.place(warp * readers + lane, parts.part, piece), source, parts.piece_bytes)
+            cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0)
     if const_expr(half == 0):
         # One warp for all: each that says so by itself waits for all stores of its SM to be seen by the GPU.
         cute.arch.barrier(barrier_id=PART_WRITTEN, number_of_threads=MULTIPLYING_THREADS)
@@ -124,7 +133,7 @@ def row_place(lane):
 
 def stage_values(sums, scales, place) -> None:
     """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: an address and `row_place`."""
-    for i in range(0, HALF // 2, 8):
+    for i in range(0, PIECE_COLUMNS // 2, 8):
         # Twice 8 columns of 16 rows.
         order = [(i + 4 * further + 2 * below, scales[below]) for further in range(2) for below in range(2)]
         words = [ptx.pack_f16x2(sums[j] * scale, sums[j + 1] * scale) for j, scale in order]
@@ -155,7 +164,7 @@ class Adding:
             cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()
             if lane == 0:
-                size = parts.count * 2 * parts.half_bytes
+                size = parts.count * PIECES * parts.piece_bytes
                 cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, size)
                 source, barrier = parts.place(parts.part, 0, 0), memory.queries_full.toint()
                 ptx.bulk_copy_to_shared(memory.tiles, source, size, barrier)
@@ -169,12 +178,13 @@ class Adding:
 
     @cute.jit
     def add_parts(self, parts, left, lane):
-        """(fp32 [16] unnormalised columns, 8 lane onwards of both halves; maximum, total) of the head whose first part
-        has its left half at ``left`` in shared memory."""
-        right, stride = left + parts.half_bytes, 2 * parts.half_bytes
+        """(fp32 [16] unnormalised columns, 4 lane onwards of every piece; maximum, total) of the head whose first part
+        has its first piece at ``left`` in shared memory."""
+        stride = PIECES * parts.piece_bytes
         own = cutlass.min(lane, parts.count - 1) * stride
         known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]
-        units = known[2], ptx.load_shared(right + own, STATS_OFFSET).bitcast(Float32)
+        pieces = [left + piece * parts.piece_bytes for piece in range(PIECES)]
+        units = [known[2], *(ptx.load_shared(piece + own, STATS_OFFSET).bitcast(Float32) for piece in pieces[1:])]
         exists = lane < parts.count
         own_maximum = cutlass.select_(exists, known[0], Float32(LOWEST))
         own_total = cutlass.select_(exists, known[1], Float32(0.0))
@@ -185,11 +195,12 @@ class Adding:
         sums = cute.make_rmem_tensor(COLUMNS, Float32)
         sums.fill(0.0)
         for part in cutlass.range(parts.count, unroll=4):
-            for half in cutlass.range_constexpr(2):
-                worth = cute.arch.shuffle_sync(weights[half], part)
-                words = ptx.load_shared_vector((left, right)[half] + part * stride + lane * LANE_BYTES, 0, 4)
-                for i in cutlass.range_constexpr(4):
-                    j = 8 * half + 2 * i
+            for piece in cutlass.range_constexpr(PIECES):
+                worth = cute.arch.shuffle_sync(weights[piece], part)
+                place = pieces[piece] + part * stride + lane * (LANE_COLUMNS * 2)
+                words = ptx.load_shared_vector(place, 0, LANE_COLUMNS // 2)
+                for i in cutlass.range_constexpr(LANE_COLUMNS // 2):
+                    j = LANE_COLUMNS * piece + 2 * i
                     sums[j] = ptx.fma(ptx.half2_low_to_float(words[i]), worth, sums[j])
                     sums[j + 1] = ptx.fma(ptx.half2_high_to_float(words[i]), worth, sums[j + 1])
         return sums, maximum, lane_sum(weight * own_total, ALL_LANES)
@@ -205,10 +216,11 @@ class Adding:
                 denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
         words, lse, top = outcome_of(sums, COLUMNS, maximum, total, denominator, self.numbers)
         query_row = items.row * items.shape.num_heads + head
-        place = results.out + Int64(query_row) * (V_HEAD_DIM * 2) + lane * LANE_BYTES
+        place = results.out + Int64(query_row) * (V_HEAD_DIM * 2) + lane * (LANE_COLUMNS * 2)
         if wanted != 0:
-            ptx.store_global(place, words[:4])
-            ptx.store_global(place, words[4:], offset=HALF * 2)
+            for piece in cutlass.range_constexpr(PIECES):
+                own = words[LANE_COLUMNS // 2 * piece : LANE_COLUMNS // 2 * (piece + 1)]
+                ptx.store_global(place, own, offset=piece * PIECE_COLUMNS * 2)
             if lane == 0:
                 ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
                 if results.max_logits != 0:

@@ -156,7 +156,7 @@ def quantize(x: Any, kv_format: str, out: torch.Tensor | None) -> torch.Tensor:
     """See `cute_kernels.mla_cache.quantize_mla_kv`."""
     if needs_dispatch(x=x):
         rows = torch.ops.cute_kernels.quantize_mla_kv(x, kv_format)
-        return rows if out is None else _bytes_copied(out, rows)
+        return rows if out is None else _bytes_copied(_check_out(out, x, format_of(kv_format)), rows)
     return (_launch_quantize if x.is_cuda else _quantize_here)(x, kv_format, out)
 
 

@@ -181,8 +181,10 @@ class QuantizedMoE(nn.Module):
         return _with_shared(self, self._shared, x, y).view_as(hidden_states)
 
 
-def is_moe_block(module: nn.Module) -> bool:
-    """Whether a module has the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
+def is_moe_block(module: Any) -> bool:
+    """Whether it is a module with the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
+    if not isinstance(module, nn.Module):
+        return False
     children = dict(module.named_children())
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     others = children.keys() - {"gate", "experts", *SHARED_NAMES, SHARED_GATE}

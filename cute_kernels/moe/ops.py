@@ -31,9 +31,9 @@ def apply_grouped(
 ) -> torch.Tensor:
     """See `cute_kernels.moe.grouped_linear`."""
     checks.check_experts("weight", weight)
-    dispatch = needs_dispatch(x=x, codes=weight.codes)
     n, k = weight.shape
     checks.check_rows_of(x, k, weight.dtype, weight.device)
+    dispatch = needs_dispatch(x=x, codes=weight.codes)
     int32 = (torch.int32,)
     checks.check_tensor("expert_offsets", expert_offsets, int32, (len(weight) + 1,), x.device, contiguous=True)
     if rows is not None:
@@ -81,9 +81,9 @@ def apply_moe(
         return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
     checks.check_experts("gate_up", gate_up)
     checks.check_experts("down", down)
-    dispatch = needs_dispatch(x=x, codes=gate_up.codes)
     checks.check_pair(gate_up, down)
     checks.check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
+    dispatch = needs_dispatch(x=x, codes=gate_up.codes)
     checks.check_tensor("topk_ids", topk_ids, checks.ID_DTYPES, (x.shape[0], None), x.device)
     checks.check_tensor("topk_weights", topk_weights, checks.WEIGHT_DTYPES, tuple(topk_ids.shape), x.device)
     if activation != "silu":

@@ -22,8 +22,10 @@ def grouped_linear_reference(
 ) -> torch.Tensor:
     """activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every expert e.
 
-    Products as in `cute_kernels.linear.linear_reference`. Places that no expert has are 0. See
-    `cute_kernels.moe.grouped_linear` for the arguments.
+    Products as in `cute_kernels.linear.linear_reference`. Places that no expert has are 0.
+
+    Args:
+        x, weight, expert_offsets, rows, bias, activation, out_dtype: as for `cute_kernels.moe.grouped_linear`.
     """
     places = x.shape[0] if rows is None else rows.shape[0]
     columns = out_features(weight.out_features, activation)
@@ -88,8 +90,10 @@ def fused_moe_reference(
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
 
-    What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32. See
-    `cute_kernels.moe.fused_moe` for the arguments.
+    What is between the two products is rounded to x's dtype, as the tensor cores read it; all else is in fp32.
+
+    Args:
+        x, gate_up, down, topk_ids, topk_weights, out_dtype: as for `cute_kernels.moe.fused_moe`.
     """
     offsets, rows, places = route_reference(topk_ids, len(gate_up))
     hidden = grouped_linear_reference(x, gate_up, offsets, rows=rows, activation="swiglu")

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cute_kernels._version import __version__
 from cute_kernels.runtime import native
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
-
-if TYPE_CHECKING:
-    from cute_kernels.runtime.cache import KernelCache, ProgressCallback
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_AOT_DIR"
 FORMAT = 1
@@ -31,72 +25,6 @@ MANIFEST = "manifest.json"
 
 class BundleError(RuntimeError):
     """A bundle is damaged, or was built for another installation; the message lists every difference."""
-
-
-def build(
-    specs: Iterable[KernelSpec],
-    arch: str,
-    out_dir: Path,
-    *,
-    cache: KernelCache,
-    jobs: int | None = None,
-    progress: ProgressCallback | None = None,
-) -> dict[str, Any]:
-    """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`, replacing one that is there.
-
-    Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with
-    one symbol, native.LinkerMissingError, workers.CompileError.
-    """
-    specs = list(dict.fromkeys(specs))
-    _check_symbols(specs)
-    if native.find_linker() is None:
-        raise native.LinkerMissingError("building a bundle needs a linker: install cc or ld")
-    artifacts = cache.artifacts(specs, arch, jobs, progress)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".bundle-", dir=out_dir) as scratch:
-        objects = [Path(scratch) / f"{artifact.symbol}.o" for artifact in artifacts]
-        for path, artifact in zip(objects, artifacts, strict=True):
-            path.write_bytes(artifact.object_code)
-        library = Path(scratch) / LIBRARY
-        native.link(objects, library)
-        kernels = {
-            spec.symbol: {
-                "family": spec.family,
-                "config": json.loads(spec.config_json()),
-                "sources": source_state(spec).digest,
-                "launches": artifact.launches_json(),
-            }
-            for spec, artifact in zip(specs, artifacts, strict=True)
-        }
-        manifest = {
-            "format": FORMAT,
-            "arch": arch,
-            "host": native.host_isa(),
-            "toolkit": native.runtime_flavor(),
-            "versions": {
-                "cute-kernels": __version__,
-                "nvidia-cutlass-dsl": native.dsl_version(),
-                "apache-tvm-ffi": native.tvm_ffi_version(),
-            },
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "library": {"name": LIBRARY, "sha256": _sha256(library), "bytes": library.stat().st_size},
-            "kernels": kernels,
-        }
-        (Path(scratch) / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        for name in (LIBRARY, MANIFEST):
-            (Path(scratch) / name).replace(out_dir / name)
-    return manifest
-
-
-def _check_symbols(specs: list[KernelSpec]) -> None:
-    if not specs:
-        raise ValueError("specs is empty: a bundle needs at least one kernel")
-    owners: dict[str, KernelSpec] = {}
-    for spec in specs:
-        spec.check()
-        other = owners.setdefault(spec.symbol, spec)
-        if other is not spec:
-            raise ValueError(f"two specs have the symbol {spec.symbol}: {other.config!r} and {spec.config!r}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -149,7 +77,7 @@ def open_bundle(directory: Path) -> Bundle:
         advice = f"rebuild it here: python -m cute_kernels aot build --arch {manifest['arch']} -o {directory}"
         raise BundleError(f"the bundle in {directory} does not fit this installation: {'; '.join(problems)}. {advice}")
     library = directory / manifest["library"]["name"]
-    if not library.is_file() or _sha256(library) != manifest["library"]["sha256"]:
+    if not library.is_file() or sha256_of(library) != manifest["library"]["sha256"]:
         raise BundleError(f"{library} is missing or not the file that {MANIFEST} describes; rebuild the bundle")
     return Bundle(directory, manifest, native.open_library(library))
 
@@ -165,10 +93,12 @@ class Bundle:
 
     @property
     def arch(self) -> str:
+        """That all of its kernels are compiled for, such as "sm_90a"."""
         return self.manifest["arch"]
 
     @property
     def symbols(self) -> list[str]:
+        """Of its kernels, sorted."""
         return sorted(self.manifest["kernels"])
 
     def holds(self, spec: KernelSpec, arch: str) -> bool:
@@ -202,5 +132,5 @@ def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split(".")[:2])
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -52,6 +52,7 @@ class KernelCache:
         self._warned = False
 
     def add_bundle(self, bundle: Bundle) -> None:
+        """Makes `load` look into this bundle before all others."""
         with self._lock:
             self._bundles.insert(0, bundle)
 

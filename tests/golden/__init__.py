@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,22 @@ def toolchain() -> str:
 def measure(
     specs: Iterable[KernelSpec], cache: KernelCache, progress: ProgressCallback | None = None, arch: str = ARCH
 ) -> dict[str, Entry]:
-    """Compiles `specs` (what the cache lacks, in worker processes) and reads their resources, by symbol."""
-    specs = list(specs)
+    """Compiles `specs` (what the cache lacks, in worker processes) and reads their resources, by symbol.
+
+    The longest kernels first, so that no worker is left with one of them when the others are done.
+    """
+    specs = sorted(specs, key=_reviewed_instructions(), reverse=True)
     artifacts = cache.artifacts(specs, arch, progress=progress)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # the work is in the disassembler's processes
         reports = list(pool.map(resource_report, artifacts))
     return {spec.symbol: [_entry(item) for item in report] for spec, report in zip(specs, reports, strict=True)}
+
+
+def _reviewed_instructions() -> Callable[[KernelSpec], float]:
+    """How long a kernel was when it was last reviewed, in opcodes that are counted; those that are new are longest."""
+    kernels = read()["kernels"] if PATH.exists() else {}
+    sizes = {symbol: sum(sum(item["opcodes"].values()) for item in entry) for symbol, entry in kernels.items()}
+    return lambda spec: sizes.get(spec.symbol, float("inf"))
 
 
 def write_portable(measured: dict[str, dict[str, Entry]], path: Path = PORTABLE_PATH) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_kernels.runtime import KernelCache, aot, arch_of, default_cache, native
+from cute_kernels.runtime import KernelCache, aot, aot_build, arch_of, default_cache, native
 from cute_kernels.runtime.memory import blank, empty_strided
 from tests.runtime.tiny import TinyConfig, TinySpec
 
@@ -27,7 +27,7 @@ def function(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp(request.param)
     cache = KernelCache(directory / "cache")
     if request.param == "bundle":
-        aot.build([SPEC], arch_of(), directory / "bundle", cache=default_cache())
+        aot_build.build([SPEC], arch_of(), directory / "bundle", cache=default_cache())
         cache = KernelCache(directory / "empty", [aot.open_bundle(directory / "bundle")])
     elif request.param == "disk":
         default_cache().artifact(SPEC, arch_of())

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.kv_cache.call import AppendCall, split_formats
+from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import append_kv_reference, places, shaped_scale, transform
 from cute_kernels.kv_cache.rope import Rope
-from cute_kernels.kv_formats import FORMATS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.kv_formats import FORMATS, ByteFormat, DenseFormat, Int4Format, KvFormat, format_of, format_pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POISON = 0xA5  # what caches hold before the append
@@ -60,7 +60,7 @@ def make_call(shape: Shape, device: str | torch.device = "cpu") -> AppendCall:
 
     tokens = sum(shape.new)
     k_dim, v_dim = shape.head_dim, shape.v_head_dim or shape.head_dim
-    k_format, v_format = split_formats(shape.kv_format)
+    k_format, v_format = format_pair(shape.kv_format)
     sizes = (shape.num_q_heads * k_dim, shape.num_kv_heads * k_dim, shape.num_kv_heads * v_dim)
     # Four times as large in places: quantisers must cope with outliers.
     parts = (normal(tokens, sum(sizes)) * (1 + 3 * (normal(sum(sizes)) > 1.5))).split(sizes, dim=1)

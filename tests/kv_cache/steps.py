@@ -19,11 +19,12 @@ def make_step(
 ) -> Arguments:
     """Arguments of `append_and_decode` for requests of these lengths; caches hold standard normal tokens.
 
-    blank: caches are left as `make_call` has them, for calls of which only the shapes matter.
+    blank: caches are left as `make_call` has them, for calls of which only the shapes matter; scales are any.
     options: what attention takes beyond the cache.
     """
-    max_seq_len = max(*lengths, q_len, 1)
-    full = shape.with_(new=(max_seq_len,) * len(lengths), lengths=(max_seq_len,) * len(lengths), seed=shape.seed + 1)
+    max_seq_len, batch = max(*lengths, q_len, 1), len(lengths)
+    new = 1 if blank else max_seq_len
+    full = shape.with_(new=(new,) * batch, lengths=(max_seq_len,) * batch, seed=shape.seed + 1)
     call = make_call(full, device)
     if not blank:
         append_kv(**_of_append(call._asdict()))  # every place, so that all that may be read is a number

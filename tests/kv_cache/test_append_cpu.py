@@ -182,7 +182,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"q_out: got shape \[4, 2, 128\], want \[4, 4, 128\], that of q",
     ),
     "unknown format": ({"kv_format": "int3"}, "kv_format: got 'int3', want one of bf16"),
-    "three formats": ({"kv_format": ("bf16",) * 3}, r"kv_format: got \('bf16', .* want a name or a pair of names"),
+    "three formats": ({"kv_format": ("bf16",) * 3}, r"kv_format: got \(.* want the name of a format or a pair"),
     "layout in words": ({"cache_layout": "NDH"}, "cache_layout: got 'NDH', want 'NHD' or 'HND'"),
     "flat cache": ({"k_cache": lambda a: a["k_cache"][0]}, r"k_cache: got shape \[16, 2, 128\], want 4 dimensions"),
     "cache of bytes": (

@@ -1,6 +1,5 @@
 """Arbitrary operations on a `KVCache`, beside a dense cache per sequence that shares nothing and forgets nothing."""
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from cute_kernels.kv_cache import KVCache, OutOfPagesError
 from cute_kernels.kv_formats import format_of
-from tests.kv_cache import standins
+from tests.kv_cache import oracle
 
 HEADS, DIM, LAYERS, PAGES, PAGE_SIZE, MAX_SEQ_LEN, MAX_BATCH = 2, 64, 2, 7, 16, 70, 4
 FORMATS = ("bf16", ("int8_token_head", "int4_g4"), "e5m2")
@@ -119,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.batch.max_pages - -(-len(want) // 16)
             )
             pages, layout = self.cache.v_pages[1], self.cache.cache_layout
-            found = standins.gather(pages, table, len(want), self.formats[1].name, DIM, None, layout)
+            found = oracle.gather(pages, table, len(want), self.formats[1].name, DIM, None, layout)
             assert torch.equal(found, want)
 
     @invariant()
@@ -169,6 +168,5 @@ class CacheMachine(RuleBasedStateMachine):
                     held[operand] = torch.cat((held[operand], piece))
 
 
-@pytest.mark.usefixtures("operators")
 class TestCacheMachine(CacheMachine.TestCase):
     settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -108,7 +108,7 @@ def test_bf16_samples_and_other_leading_dimensions():
         (lambda: Calibrator("e5m2"), ValueError, "kv_format: got 'e5m2'"),
         (lambda: Calibrator("int7"), ValueError, "kv_format: got 'int7'"),
         (lambda: Calibrator("int8_head", "mean"), ValueError, "method: got 'mean'"),  # type: ignore[arg-type]
-        (lambda: Calibrator("int8_head", "percentile", 0), ValueError, "percentile: got 0, want above 0"),
+        (lambda: Calibrator("int8_head", "percentile", 0), ValueError, "percentile: got 0, want a positive"),
         (lambda: Calibrator("int8_head", "percentile", 101), ValueError, "percentile: got 101"),
         (lambda: Calibrator("int8_head").scale(), ValueError, "x: got no samples"),
         (lambda: Calibrator("int8_head").update(torch.ones(3)), ValueError, "x: got shape \\[3\\]"),

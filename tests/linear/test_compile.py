@@ -15,6 +15,8 @@ from cute_kernels.runtime.artifact import Artifact
 from tests import golden
 from tests.linear import machine_code
 
+ARCH = "sm_90a"
+
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 CONFIGS = [
@@ -46,7 +48,7 @@ def test_mma_and_additions_are_as_many_as_the_codes_need():
 
 def test_what_cannot_be_implemented_is_refused():
     with pytest.raises(ValueError, match="config: bits 3 is not one of 4, 8"):
-        compile_linear(LinearConfig(3, "bf16", 128), "sm_90a")
+        compile_linear(LinearConfig(3, "bf16", 128), ARCH)
 
 
 def test_the_cache_knows_the_modules_that_kernels_are_made_of():
@@ -70,12 +72,24 @@ WGMMA_CONFIGS = [
 EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
 SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=4, splits_k=True)
+OPCODES = {
+    SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
+    replace(SQUARE, bits=8, chunk=32): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
+    replace(SQUARE, zero_point=True): {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels of this file at once: one by one, each would wait for a compiler to start."""
+    shipped = LinearSpec(LinearConfig(4, "bf16", 128))
+    default_cache().artifacts([shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, *OPCODES))], ARCH)
 
 
 def compiled_apart(spec: WgmmaSpec) -> Artifact:
     """Compiled by a worker: in this process, functions that were compiled once no longer run as plain Python, as tests
     that play kernels want it."""
-    (artifact,) = default_cache().artifacts([spec], "sm_90a")
+    (artifact,) = default_cache().artifacts([spec], ARCH)
     return artifact
 
 
@@ -102,15 +116,7 @@ def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfi
     assert machine_code.early_writes(loop) == []
 
 
-@pytest.mark.parametrize(
-    "config, per_step",
-    [
-        (SQUARE, {"LOP3": 4, "SHF": 1, "HFMA2": 4}),
-        (replace(SQUARE, bits=8, chunk=32), {"LOP3": 2, "PRMT": 2, "HFMA2": 4}),
-        (replace(SQUARE, zero_point=True), {"LOP3": 4, "SHF": 1, "HADD2": 4, "HMUL2": 4}),
-    ],
-    ids=lambda value: value.name if isinstance(value, WgmmaConfig) else "",
-)
+@pytest.mark.parametrize("config, per_step", OPCODES.items(), ids=lambda value: getattr(value, "name", ""))
 def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step: dict[str, int], tmp_path):
     """A mask for two codes, one HFMA2 for their weights, and none made or copied again; four more with zero points."""
     artifact = compiled_apart(WgmmaSpec(config))

@@ -199,7 +199,7 @@ def test_a_layer_that_cannot_be_quantised_is_named():
     ("call", "message"),
     [
         (lambda: quantize_model(dense_layer()), "model: got an nn.Linear itself"),
-        (lambda: quantize_model(Model(), skip="lm_head"), "skip: got the string 'lm_head', want a sequence of names"),
+        (lambda: quantize_model(Model(), skip="lm_head"), "skip: got 'lm_head', want a sequence of names"),
         (lambda: QuantizedLinear(torch.zeros(4, 4)), "weight: got Tensor, want a PackedWeight"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear.from_linear(nn.ReLU()), "linear: got ReLU, want an nn.Linear"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear(known(70, 64).pack(), torch.zeros(64)), r"bias: got torch.float32 \[64\], want a"),

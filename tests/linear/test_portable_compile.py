@@ -15,11 +15,21 @@ from tests import golden
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 
+CONFIGS = example_configs()
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, golden.Entry]]:
+    """By architecture and symbol."""
+    specs = [PortableSpec(config) for config in CONFIGS]
+    return {arch: golden.measure(specs, default_cache(), arch=arch) for arch in golden.PORTABLE_ARCHS}
+
+
 @pytest.mark.parametrize("arch", golden.PORTABLE_ARCHS)
-@pytest.mark.parametrize("config", example_configs(), ids=lambda config: config.name)
-def test_resources_are_as_reviewed(config: PortableConfig, arch: str):
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_resources_are_as_reviewed(config: PortableConfig, arch: str, measured: dict[str, dict[str, golden.Entry]]):
     spec = PortableSpec(config)
-    found = golden.measure([spec], default_cache(), arch=arch)[spec.symbol]
+    found = measured[arch][spec.symbol]
     (kernel,) = found
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
     # Two CTAs at least have room for their registers, on every one of these architectures.

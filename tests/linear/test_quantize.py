@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.linear import quantize_weight
+from cute_kernels.linear import PackedWeight, quantize_weight
 from cute_kernels.linear import weight as weight_module
+from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.weight import rows_of
 from tests.linear.cases import GROUPS
 
@@ -52,7 +55,7 @@ def test_the_whole_range_is_used():
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zero_point", [False, True])
-@pytest.mark.parametrize("constant", [0.5, -0.5, 0.0, 1e30, -1e30])
+@pytest.mark.parametrize("constant", [0.5, -0.5, 0.0, 1e8, -1e8])
 def test_constant_groups_come_back(bits, zero_point, constant):
     w = torch.full((3, 64), constant)
     back = quantize_weight(w, bits, 32, zero_point, BF16).dequantize(FP32)
@@ -60,11 +63,44 @@ def test_constant_groups_come_back(bits, zero_point, constant):
 
 
 @pytest.mark.parametrize("zero_point", [False, True])
-def test_the_widest_fp32_range_does_not_overflow(zero_point):
-    largest = torch.finfo(FP32).max * 0.7  # largest - -largest is beyond fp32
+def test_the_widest_range_is_kept_and_what_is_beyond_refused(zero_point):
+    """Kernels have room for scales below 2**27."""
+    largest = 6 * 2.0**27
     w = torch.tensor([[largest, -largest] * 16])
     back = quantize_weight(w, 4, 32, zero_point, BF16).dequantize(FP32)
     assert back.isfinite().all() and ((back - w).abs() <= largest / 7).all()
+    steps = 7.5 if zero_point else 7  # a scale is of this and that half of the range
+    wanted = f"w: got a group that wants scale {2.0**27:g}, want one below 2..27 in bf16".replace("+", r"\+")
+    with pytest.raises(ValueError, match=f"^{wanted}"):
+        quantize_weight(torch.tensor([[steps * 2.0**27, -steps * 2.0**27] * 16]), 4, 32, zero_point, BF16)
+    immense = torch.finfo(FP32).max * 0.7  # immense - -immense is beyond fp32
+    with pytest.raises(ValueError, match=r"^w: got a group that wants scale \d[\d.]*e\+37, want one below"):
+        quantize_weight(torch.tensor([[immense, -immense] * 16]), 4, 32, zero_point, BF16)
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(2.0**26.9, False), (-(2.0**27), True), (float("inf"), True)])
+def test_scales_that_kernels_have_no_room_for_are_refused(scale, refused):
+    """By all that packs codes, importers included, and by what loads packed weights."""
+    codes = torch.randint(0, 16, (64, 64), dtype=torch.uint8)
+    scales = torch.ones(64, 2)
+    scales[3, 1] = scale
+    for dtype, fits in ((BF16, not refused), (FP16, True)):
+        arguments = {"bits": 4, "group_size": 32, "shape": (64, 64)}
+        call = partial(pack_codes, lambda start, stop: codes[start:stop], scales.to(dtype), None, **arguments)
+        if fits:
+            packed = call()
+            assert torch.equal(packed.scales, PackedWeight.from_state_dict(packed.state_dict()).scales)
+        else:
+            with pytest.raises(ValueError, match=r"^scales: got a scale of .*, want bf16 scales below 2\*\*27"):
+                call()
+
+
+def test_the_limit_is_what_the_decoder_has_room_for():
+    decode = pytest.importorskip("cute_kernels.linear.decode")
+    factor = 2.0 ** (decode.UNIT_EXPONENT - decode.SUBNORMAL_EXPONENT)
+    below = torch.tensor(weight_module.SCALE_LIMIT, dtype=BF16).view(torch.int16) - 1
+    assert (below.view(BF16).double() * factor).to(BF16).isfinite()
+    assert (torch.tensor(weight_module.SCALE_LIMIT, dtype=torch.float64) * factor).to(BF16).isinf()
 
 
 @pytest.mark.parametrize("magnitude", [1e-9, 1e-6, 1e-4])
@@ -104,7 +140,7 @@ BAD = {
     "bits": ({"bits": 2}, "bits: got 2, want 4 or 8"),
     "group_size": ({"group_size": 0}, "group_size: got 0, want one of 32, 64, 128, 256, or None"),
     "zero_point": ({"zero_point": 8}, "zero_point: got 8, want True or False"),
-    "dtype": ({"dtype": FP32}, "dtype: got torch.float32, want torch.bfloat16 or torch.float16"),
+    "dtype": ({"dtype": FP32}, "dtype: got torch.float32, want None, torch.bfloat16 or torch.float16"),
     "NaN": ({"w": torch.tensor([[1.0, float("nan")]])}, "w: got NaN or infinite values"),
     "infinite": ({"w": torch.tensor([[1.0, float("-inf")]])}, "w: got NaN or infinite values"),
     "beyond fp16": ({"w": torch.full((1, 32), 1e6), "dtype": FP16}, "w: got a group that wants scale 142857, beyond"),

@@ -170,6 +170,10 @@ BAD_STATES = {
         {"format": torch.tensor([1, 70, 200, 4, 32])},
         r"codes: got shape \[2, 2, 2048\], want \[2, 4, 2048\]",
     ),
+    "a scale beyond all": (
+        {"scales": torch.full((2, 4, 64), 3e8, dtype=torch.bfloat16)},
+        r"scales: got a scale of .*, want bf16 scales below 2\*\*27",
+    ),
     "perm out of range": ({"perm": torch.full((100,), 100).int()}, "perm: got indices that are missing or repeated"),
 }
 
@@ -184,7 +188,7 @@ def test_a_bad_state_dict_is_refused_by_name(changes, message):
 BAD_FIELDS = {
     "bits": ({"bits": 3}, "bits: got 3, want 4 or 8"),
     "group_size": ({"group_size": 48}, "group_size: got 48, want one of 32, 64, 128, 256, or None"),
-    "shape": ({"shape": (0, 64)}, r"shape: got \[0, 64\], want \[N, K\] with N and K at least 1"),
+    "shape": ({"shape": (0, 64)}, r"shape: got \[0, 64\], want \(N, K\) with N and K at least 1"),
     "signed codes": ({"codes": torch.zeros(1, 1, 2048).char()}, "codes: got dtype torch.int8, want torch.uint8"),
     "wrong codes": (
         {"codes": torch.zeros(1, 2, 2048).byte()},

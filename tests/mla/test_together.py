@@ -22,18 +22,18 @@ from cute_kernels.mla.config import (
     PART_ROW_BYTES,
     PART_WORDS,
     PARTS_TOGETHER,
+    PIECE_COLUMNS,
     V_HEAD_DIM,
     served_config,
 )
 from cute_kernels.mla.schedule import heads_together
-from cute_kernels.mla.softmax import LOWEST
+from cute_kernels.mla.softmax import LOWEST, row_of
 from cute_kernels.mla.work import Shape
 from tests.attention.warp import LANES, Int32
 from tests.mla import test_stepped
 from tests.mla.test_output import Bits, accumulators, assert_no_conflicts
 
 CONFIG = served_config("sparse", "mla_fp8", crossover=True, together=True)
-HALF = V_HEAD_DIM // 2
 add_parts: Any = vars(parts.Adding)["add_parts"].__wrapped__
 
 
@@ -56,7 +56,7 @@ def plain_numbers(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("num_parts", PARTS_TOGETHER)
-def test_every_half_of_a_part_has_its_own_place(monkeypatch, num_parts):
+def test_every_piece_of_a_part_has_its_own_place(monkeypatch, num_parts):
     plain_numbers(monkeypatch)
     places: list[tuple[int, int]] = []
     flags: list[int] = []
@@ -64,9 +64,9 @@ def test_every_half_of_a_part_has_its_own_place(monkeypatch, num_parts):
         own = parts_of(num_parts, 0, row, head_block)
         assert own.each == heads_together(num_parts) and own.each * own.readers == BLOCK_HEADS
         assert own.readers <= num_parts <= 32, "all parts are read, a lane has one's statistics"
-        assert num_parts * 2 * own.half_bytes <= NUM_STAGES * CONFIG.tile_bytes, "parts go where tiles were"
-        for reader, part, half in np.ndindex(own.readers, num_parts, 2):
-            places.append((own.place(reader, part, half), own.half_bytes))
+        assert num_parts * parts.PIECES * own.piece_bytes <= NUM_STAGES * CONFIG.tile_bytes, "parts go where tiles were"
+        for which in np.ndindex(own.readers, num_parts, parts.PIECES):
+            places.append((own.place(*which), own.piece_bytes))
         flags += [own.flag(*which) for which in np.ndindex(own.readers, num_parts)]
     places.sort()
     assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(places)), "side by side"
@@ -89,24 +89,24 @@ def test_parts_are_added_up(monkeypatch, num_parts):
     memory = np.zeros(num_parts * PART_WORDS * 4, np.uint8)
     plain_numbers(monkeypatch)
     placed = parts_of(num_parts, 0)
-    size = placed.half_bytes
-    places = {which: placed.place(*which) for which in np.ndindex(placed.readers, num_parts, 2)}
+    size, columns = placed.piece_bytes, PIECE_COLUMNS
+    places = {which: placed.place(*which) for which in np.ndindex(placed.readers, num_parts, parts.PIECES)}
     rows = np.zeros(16 * PART_ROW_BYTES, np.uint8)
     machine = Bits(rows, np.zeros(16, np.uint8))
     machine.install(monkeypatch, output, parts)
-    for part, half, warp in np.ndindex(num_parts, 2, 4):
-        own = accumulators(values[part, :, half * HALF :][:, :HALF], warp)
-        scales = [output.scale_of(own, below) for below in range(2)]
+    for part, piece, warp in np.ndindex(num_parts, parts.PIECES, 4):
+        own = accumulators(values[part, :, piece * columns :][:, :columns], warp)
+        scales = [output.scale_of_some([own[i] for i in range(len(own)) if row_of(i) == below]) for below in range(2)]
         parts.stage_values(own, [scale for scale, _ in scales], parts.row_place(LANES))
         for below in range(2):
             heads = 16 * warp + np.arange(8) + 8 * below
-            stats = [maxima[part, heads], totals[part, heads]] if half == 0 else []
+            stats = [maxima[part, heads], totals[part, heads]] if piece == 0 else []
             unit = np.asarray(scales[below][1])[:: parts.ROW_LANES]
             for i, numbers in enumerate([*stats, unit]):
-                rows.view(np.float32).reshape(16, -1)[8 * below : 8 * below + 8, HALF // 2 + i] = numbers
+                rows.view(np.float32).reshape(16, -1)[8 * below : 8 * below + 8, columns // 2 + i] = numbers
         readers = placed.readers // 4
         for lane in range(readers):
-            memory[places[warp * readers + lane, part, half] :][:size] = rows[lane * size :][:size]
+            memory[places[warp * readers + lane, part, piece] :][:size] = rows[lane * size :][:size]
     assert_no_conflicts(machine)
 
     monkeypatch.setattr(parts.cutlass, "range", lambda count, unroll: range(count), raising=False)
@@ -114,15 +114,15 @@ def test_parts_are_added_up(monkeypatch, num_parts):
     wanted = (weights[..., None] * np.float64(values)).sum(0)
     wanted_totals = (weights * totals).sum(0)
     for reader, head in np.ndindex(placed.readers, placed.each):
-        machine.shared_memory = memory[places[reader, 0, 0] :][: num_parts * 2 * size].copy()
+        machine.shared_memory = memory[places[reader, 0, 0] :][: num_parts * parts.PIECES * size].copy()
         left = Int32(head * PART_ROW_BYTES)
         sums, maximum, total = add_parts(parts.Adding(CONFIG), placed, left, LANES)
         row = reader * placed.each + head
         assert np.all(maximum == maxima[:, row].max())
         assert np.allclose(total, wanted_totals[row], rtol=1e-5)
-        for half, i in np.ndindex(2, 8):
-            found = np.asarray(sums[8 * half + i])
-            columns = half * HALF + 8 * LANES + i
+        for piece, i in np.ndindex(parts.PIECES, parts.LANE_COLUMNS):
+            found = np.asarray(sums[parts.LANE_COLUMNS * piece + i])
+            columns = piece * PIECE_COLUMNS + parts.LANE_COLUMNS * LANES + i
             limit = 2.0**-11 * (weights[:, row, None] * np.abs(np.float64(values[:, row]))).sum(0)[columns]
             limit = 1.01 * limit + 1e-6 * (weights[:, row, None] * np.abs(np.float64(values[:, row]))).max()
             assert (np.abs(found - wanted[row, columns]) <= limit + 2.0**-120).all()

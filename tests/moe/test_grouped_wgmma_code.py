@@ -9,11 +9,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.digits import MMA_K
 from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts
 from cute_kernels.runtime import default_cache
+from cute_kernels.runtime.artifact import Artifact
 from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource_report
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
@@ -21,6 +23,17 @@ TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096,
 CONFIGS = [config for config in TILES if not config.synchronous and not config.digits]
 DIGITS = [config for config in TILES if config.digits]
 SYNCHRONOUS = [config for config in TILES if config.synchronous]
+
+
+@pytest.fixture(scope="module")
+def artifacts() -> dict[WgmmaConfig, Artifact]:
+    """Compiled by workers, all at once: tracing leaves functions changed that other tests run as plain Python."""
+    try:
+        find_tool("nvdisasm")
+    except ToolMissingError as error:
+        pytest.skip(str(error))
+    found = default_cache().artifacts([GroupedWgmmaSpec(config) for config in TILES], "sm_90a")
+    return dict(zip(TILES, found, strict=True))
 
 
 def loops_around_mmas(code: list[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
@@ -38,13 +51,8 @@ def loops_around_mmas(code: list[tuple[str, str, str]]) -> dict[str, list[tuple[
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_every_number_of_parts_has_a_loop(config, tmp_path):
-    try:
-        find_tool("nvdisasm")
-    except ToolMissingError as error:
-        pytest.skip(str(error))
-    # In a process of its own: tracing leaves functions changed that other tests run as plain Python.
-    (artifact,) = default_cache().artifacts([GroupedWgmmaSpec(config)], "sm_90a")
+def test_every_number_of_parts_has_a_loop(config, tmp_path, artifacts):
+    artifact = artifacts[config]
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
     # No more waits and fences than are written: the compiler has not put MMAs one after the other.
@@ -60,13 +68,9 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path):
 
 
 @pytest.mark.parametrize("config", DIGITS, ids=lambda config: config.name)
-def test_digits_are_multiplied_by_mmas_of_bytes(config, tmp_path):
+def test_digits_are_multiplied_by_mmas_of_bytes(config, tmp_path, artifacts):
     """Every number of parts has its loop, of MMAs with two columns a row, none of which waits for the one before."""
-    try:
-        find_tool("nvdisasm")
-    except ToolMissingError as error:
-        pytest.skip(str(error))
-    (artifact,) = default_cache().artifacts([GroupedWgmmaSpec(config)], "sm_90a")
+    artifact = artifacts[config]
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
     assert resources.opcodes["WARPGROUP"] == 2 * config.row_parts * config.m_tiles
@@ -79,13 +83,9 @@ def test_digits_are_multiplied_by_mmas_of_bytes(config, tmp_path):
 
 
 @pytest.mark.parametrize("config", SYNCHRONOUS, ids=lambda config: config.name)
-def test_synchronous_tiles_multiply_each_warp_for_itself(config):
+def test_synchronous_tiles_multiply_each_warp_for_itself(config, artifacts):
     """Every number of parts has its MMAs, of 8 rows each, and ldmatrix once for all tiles of a warp."""
-    try:
-        find_tool("nvdisasm")
-    except ToolMissingError as error:
-        pytest.skip(str(error))
-    (artifact,) = default_cache().artifacts([GroupedWgmmaSpec(config)], "sm_90a")
+    artifact = artifacts[config]
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
     blocks = sum(range(1, config.row_parts + 1)) * config.part_tokens // 8

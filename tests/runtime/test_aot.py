@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.runtime import BundleError, KernelCache, LinkerMissingError, aot, native
+from cute_kernels.runtime import BundleError, KernelCache, LinkerMissingError, aot, aot_build, native
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import TinyConfig, TinySpec, tiny_specs
 
@@ -21,7 +21,7 @@ SPECS = tiny_specs(2)
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, warm_directory: Path) -> Path:
     directory = tmp_path_factory.mktemp("bundle")
-    aot.build(SPECS, ARCH, directory, cache=KernelCache(warm_directory))
+    aot_build.build(SPECS, ARCH, directory, cache=KernelCache(warm_directory))
     return directory
 
 
@@ -160,24 +160,24 @@ def test_a_stale_kernel_is_compiled_instead_with_one_warning(bundle: Path, warm_
 
 def test_a_rebuilt_bundle_is_loaded_anew_in_the_same_process(tmp_path: Path, warm_directory: Path):
     cache = KernelCache(warm_directory)
-    aot.build(SPECS[:1], ARCH, tmp_path, cache=cache)
+    aot_build.build(SPECS[:1], ARCH, tmp_path, cache=cache)
     aot.open_bundle(tmp_path)
-    aot.build(SPECS[1:], ARCH, tmp_path, cache=cache)
+    aot_build.build(SPECS[1:], ARCH, tmp_path, cache=cache)
     assert aot.open_bundle(tmp_path).get(SPECS[1], ARCH) is not None
 
 
 def test_building_asks_for_kernels_with_symbols_of_their_own(tmp_path: Path, warm_cache: KernelCache):
     with pytest.raises(ValueError, match="specs is empty"):
-        aot.build([], ARCH, tmp_path, cache=warm_cache)
+        aot_build.build([], ARCH, tmp_path, cache=warm_cache)
 
     class Namesake(TinySpec):
         symbol = SPECS[0].symbol  # pyright: ignore[reportAssignmentType]
 
     with pytest.raises(ValueError, match=f"two specs have the symbol {SPECS[0].symbol}"):
-        aot.build([SPECS[0], Namesake()], ARCH, tmp_path, cache=warm_cache)
+        aot_build.build([SPECS[0], Namesake()], ARCH, tmp_path, cache=warm_cache)
 
 
 def test_building_needs_a_linker(tmp_path: Path, warm_cache: KernelCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "LINKERS", ())
     with pytest.raises(LinkerMissingError, match="install cc or ld"):
-        aot.build(SPECS, ARCH, tmp_path, cache=warm_cache)
+        aot_build.build(SPECS, ARCH, tmp_path, cache=warm_cache)

@@ -37,9 +37,9 @@ def from_compressed_tensors(
         TypeError, ValueError: a tensor does not fit; the message names it.
     """
     fields.check_tensor("weight_packed", weight_packed, (torch.int32,), 2, "[N, K * bits / 32]")
-    if not isinstance(weight_scale, torch.Tensor) or weight_scale.numel() != 1:
-        floating = (torch.float16, torch.bfloat16, torch.float32)
-        fields.check_tensor("weight_scale", weight_scale, floating, 2, "[N, groups]")
+    floating = (torch.float16, torch.bfloat16, torch.float32)
+    one = isinstance(weight_scale, torch.Tensor) and weight_scale.numel() == 1
+    fields.check_tensor("weight_scale", weight_scale, floating, weight_scale.dim() if one else 2, "[N, groups]")
     n = weight_packed.shape[0]
     scales = weight_scale.reshape(1, 1).expand(n, 1) if weight_scale.numel() == 1 else weight_scale
     bits, k = _bits_and_k(weight_packed, weight_shape, bits)

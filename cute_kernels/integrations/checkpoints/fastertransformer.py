@@ -8,7 +8,7 @@ from cute_kernels.integrations.checkpoints import fields
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.weight import PackedWeight, symmetric_zero
 from layouts import transform
-from layouts.weights.fastertransformer import restore
+from layouts.weights.fastertransformer import ARCHITECTURES, restore
 
 
 def from_fastertransformer(
@@ -44,11 +44,17 @@ def from_fastertransformer(
     floating = (torch.bfloat16, torch.float16, torch.float32)
     fields.check_tensor("scales", scales, floating, getattr(scales, "ndim", 0), "[N] or [groups, N]")
     k, n = weight.shape[-2], weight.shape[-1] * 8 // bits
+    if not weight.numel():
+        raise ValueError(f"weight: got shape {list(weight.shape)}, want K and N of at least 1")
     groups = scales.numel() // n
     if scales.dim() not in (1, 2) or scales.shape[-1] != n or groups == 0:
         raise ValueError(
             f"scales: got shape {list(scales.shape)}, want [{n}] or [groups, {n}] for weight's {n} columns"
         )
+    if arch not in tuple(ARCHITECTURES):  # compared, since what came may not be hashable
+        raise ValueError(f"arch: got {arch!r}, want one of {', '.join(map(str, ARCHITECTURES))}")
+    if activation_bits not in (8, 16):
+        raise ValueError(f"activation_bits: got {activation_bits!r}, want 16 or 8")
     try:
         stored = restore(weight, bits, arch, activation_bits).view(k, -1)
     except ValueError as error:

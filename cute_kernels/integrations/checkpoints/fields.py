@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.arguments import check_tensors, is_one_of
 from cute_kernels.linear.weight import GROUP_SIZES, SCALE_DTYPES
 from layouts import transform
 
@@ -12,9 +13,11 @@ ZERO_TOLERANCE = 1e-3  # of a floating zero point that is to be an integer
 
 
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dim: int, what: str) -> None:
-    """Raises TypeError or ValueError unless ``tensor`` has one of the dtypes and ``dim`` dimensions: ``what``."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
+    """Raises TypeError or ValueError unless ``tensor`` has data, one of the dtypes and ``dim`` dimensions: ``what``."""
+    check_tensors(**{name: tensor})
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.is_meta:
+        raise ValueError(f"{name}: got a tensor without data (meta), want one on a CPU or CUDA device")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
     if tensor.dim() != dim:
@@ -28,7 +31,7 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: s
 
 def check_bits(bits: int) -> int:
     """Codes in a 32-bit word."""
-    if bits not in (4, 8):
+    if not is_one_of(bits, (4, 8)):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
     return 32 // bits
 
@@ -44,16 +47,16 @@ def group_size_of(k: int, groups: int, given: int | None) -> int | None:
     ``given`` is what the checkpoint's configuration says, `PER_CHANNEL` among it, or None to take what fits. Raises
     ValueError if it does not fit, or no group size does.
     """
-    if given == PER_CHANNEL or (given is None and groups == 1):
+    if is_one_of(given, (PER_CHANNEL,)) or (given is None and groups == 1):
         if groups != 1:
             raise ValueError(
                 f"group_size: got {given}, one scale per channel, want what the scales' {groups} groups say"
             )
         return None
     if given is not None:
-        if given not in GROUP_SIZES or -(-k // given) != groups:
+        if not is_one_of(given, GROUP_SIZES) or -(-k // given) != groups:
             wanted = f"one of {', '.join(map(str, GROUP_SIZES))} or {PER_CHANNEL}, {groups} groups of K = {k}"
-            raise ValueError(f"group_size: got {given}, want {wanted}")
+            raise ValueError(f"group_size: got {given!r}, want {wanted}")
         return given
     fitting = [size for size in GROUP_SIZES if -(-k // size) == groups]
     if not fitting:

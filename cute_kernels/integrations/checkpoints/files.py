@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import nn
 from cute_kernels.integrations.checkpoints.awq import from_awq
 from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors
 from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
-from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
+from cute_kernels.integrations.checkpoints.headers import Entry, read_headers, read_json
 from cute_kernels.integrations.checkpoints.hqq import from_hqq
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight
@@ -118,9 +117,9 @@ def load_safetensors(
         FileNotFoundError: there is no such file.
         TypeError, ValueError: a file is cut off, or a tensor is missing or does not fit; the message names the tensor.
     """
-    path = Path(path)
+    path = _path_of(path)
     entries = read_headers(path)
-    config = _read_config(path) if config is None else config
+    config = _read_config(path) if config is None else _checked_config("config", config)
     layers = _find_layers(entries, config)
     return _read_layers(entries, layers, config, {"dtype": dtype, "device": device})
 
@@ -150,9 +149,11 @@ def load_quantized_linears(
         As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape. The model is
         then as it was.
     """
-    path = Path(path)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
+    path = _path_of(path)
     entries = read_headers(path)
-    config = _read_config(path) if config is None else config
+    config = _read_config(path) if config is None else _checked_config("config", config)
     found = _find_layers(entries, config)
     modules = dict(model.named_modules())
     for name in found:
@@ -173,15 +174,27 @@ def load_quantized_linears(
     return model
 
 
+def _path_of(path: Any) -> Path:
+    if not isinstance(path, (str, PathLike)):
+        raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
+    return Path(path)
+
+
+def _checked_config(name: str, config: Any) -> Config:
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{name}: got {type(config).__name__}, want the quantisation configuration, a mapping")
+    return config
+
+
 def _read_config(path: Path) -> Config:
     """The quantisation configuration beside the files, or an empty one."""
     directory = path if path.is_dir() else path.parent
     for file, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
         if (directory / file).exists():
-            found = json.loads((directory / file).read_text())
+            found = read_json(directory / file)
             found = found if key is None else found.get(key)
             if found:
-                return found
+                return _checked_config(file if key is None else f"{file}, {key}", found)
     return {}
 
 
@@ -223,7 +236,7 @@ def _read_layers(
     entries: Mapping[str, Entry], layers: Mapping[str, LayerFormat], config: Config, options: dict[str, Any]
 ) -> Iterator[tuple[str, QuantizedLinear]]:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError(
             "path: reading safetensors files wants the safetensors package: pip install safetensors"
@@ -234,9 +247,12 @@ def _read_layers(
 
         def read(key: str) -> torch.Tensor:
             file = entries[key].file
-            if file not in handles:
-                handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            return handles[file].get_tensor(key)
+            try:
+                if file not in handles:
+                    handles[file] = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                return handles[file].get_tensor(key)
+            except SafetensorError as error:
+                raise ValueError(f"{key}: got {file.name}, which is damaged ({error}), want a whole file") from error
 
         for name, form in layers.items():
             own = (*form.required, *form.optional)

@@ -37,6 +37,7 @@ def from_gptq(
         g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
             that groups lie together, and `PackedWeight.perm` says how.
         bits: 4 or 8.
+        checkpoint_format: "gptq" (v1) or "gptq_v2", as the configuration has it: how qzeros are stored.
         group_size, dtype, device: as for `from_awq`.
 
     Raises:

@@ -7,11 +7,13 @@ the end of the header. The safetensors package refuses a file that was cut off; 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 INDEX = "model.safetensors.index.json"
+_ITEM_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 
@@ -53,11 +55,24 @@ def read_headers(path: Path) -> dict[str, Entry]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, all of which exist."""
-    promised: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    promised = read_json(index).get("weight_map")
+    if not isinstance(promised, dict) or not all(isinstance(where, str) for where in promised.values()):
+        raise ValueError(f"{index.name}: got no 'weight_map' of names and files, want the index of a checkpoint")
     for name, where in promised.items():
         if not (index.parent / where).exists():
             raise FileNotFoundError(f"{name}: got no file {where}, want it beside {INDEX}, which says so")
     return promised
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What a file of settings holds; ValueError naming the file if that is no JSON object."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file.name}: got what is no JSON ({error}), want a JSON object") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name}: got a JSON {type(found).__name__}, want a JSON object")
+    return found
 
 
 def _read_header(file: Path) -> dict[str, Entry]:
@@ -70,10 +85,33 @@ def _read_header(file: Path) -> dict[str, Entry]:
             header: dict[str, Any] = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{file.name}: got a header that is no JSON, want a safetensors file") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file.name}: got a header that is a JSON {type(header).__name__}, want an object")
     header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not _describes_a_tensor(entry):
+            raise ValueError(
+                f"{name}: got {json.dumps(entry)[:80]} in the header of {file.name}, want dtype, shape "
+                "and data_offsets that agree"
+            )
     present = size - _LENGTH_BYTES - length
     lost = sorted(name for name, entry in header.items() if entry["data_offsets"][1] > present)
     if lost:
         more = f" and {len(lost) - 1} others" if len(lost) > 1 else ""
         raise ValueError(f"{lost[0]}{more}: got {file.name} cut off after {size} bytes, want the whole file")
     return {name: Entry(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _describes_a_tensor(entry: Any) -> bool:
+    """Whether an entry of a header has a dtype, a shape and the place of as many bytes as these say."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape: Any = entry.get("shape")
+    place: Any = entry.get("data_offsets")
+    for numbers in (shape, place):
+        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+            return False
+    if len(place) != 2 or place[0] > place[1]:
+        return False
+    size = _ITEM_BYTES.get(entry["dtype"])  # None for one that is nothing to the importers
+    return size is None or place[1] - place[0] == size * math.prod(shape)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.integrations.checkpoints import fields
 from cute_kernels.linear.quantize import CodesOf, pack_codes
 from cute_kernels.linear.weight import PackedWeight
@@ -76,8 +77,7 @@ def _codes(
     fields.check_bits(bits)
     if axis != 1:
         raise ValueError(f"axis: got {axis}, want 1: groups along K")
-    if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"shape: got {list(shape)}, want (N, K)")
+    check_matrix_shape("shape", shape)
     n, k = shape
     floating = (torch.float16, torch.bfloat16, torch.float32)
     for name, tensor, dtypes in (("W_q", W_q, (torch.uint8,)), ("scale", scale, floating), ("zero", zero, floating)):

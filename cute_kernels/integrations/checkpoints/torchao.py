@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cute_kernels.arguments import check_matrix_shape
 from cute_kernels.integrations.checkpoints import fields
 from cute_kernels.linear.quantize import CodesOf, pack_codes
 from cute_kernels.linear.weight import PackedWeight, symmetric_zero
@@ -111,7 +112,9 @@ def _tiles(
     if lanes != LANES or 2 * words not in INNER_STEPS:
         raise ValueError(f"packed_weight: got shape {list(packed_weight.shape)}, want {wanted}, I = 2, 4 or 8")
     whole = tiles_n * TILE_N, tiles_k * 2 * words * STEP_K
-    n, k = shape or whole
+    if shape is not None:
+        check_matrix_shape("shape", shape)
+    n, k = whole if shape is None else shape
     if not (whole[0] - TILE_N < n <= whole[0] and 0 < k <= whole[1]):
         raise ValueError(f"shape: got {[n, k]}, want what packed_weight's {list(whole)} pads")
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -146,6 +149,7 @@ def _from_plain(
 ) -> PackedWeight:
     fields.check_tensor("int_data", int_data, (torch.int8,), 2, "[N, K]")
     n, k = int_data.shape
+    check_matrix_shape("int_data", (n, k))
     floating = (torch.bfloat16, torch.float16, torch.float32)
     fields.check_tensor("scale", scale, floating, getattr(scale, "ndim", 0), "[N] or [N, groups]")
     assert scale is not None
@@ -153,8 +157,11 @@ def _from_plain(
     if scale.numel() != n * groups or scale.shape[:1] != (n,):
         raise ValueError(f"scale: got shape {list(scale.shape)}, want [{n}] or [{n}, groups]")
     zeros = None
+    if zero_point is not None:
+        dtypes = (*floating, torch.int8, torch.int32, torch.int64)
+        fields.check_tensor("zero_point", zero_point, dtypes, getattr(zero_point, "ndim", 0), "that of scale")
     if zero_point is not None and zero_point.numel():
-        if zero_point.numel() != scale.numel():
+        if zero_point.numel() != scale.numel() or zero_point.shape[:1] != (n,):
             raise ValueError(f"zero_point: got shape {list(zero_point.shape)}, want that of scale, {list(scale.shape)}")
         codes = zero_point.reshape(n, groups).float() + symmetric_zero(8)
         zeros = fields.to_zeros("zero_point", codes, 8, fields.ZERO_TOLERANCE, "plain INT8 weights have them")

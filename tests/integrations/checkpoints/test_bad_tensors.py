@@ -184,7 +184,7 @@ FASTERTRANSFORMER: dict[str, tuple[Changes, str]] = {
     "a stack": ({"weight": torch.zeros(2, 128, 36).char()}, r"weight: got shape \[2, 128, 36\], want \[K, N"),
     "8 bits": ({"bits": 8}, r"scales: got shape \[72\], want \[36\] or \[groups, 36\]"),
     "K off the tile": ({"weight": torch.zeros(96, 36).char()}, "weight: K is 96; want a positive multiple of 64"),
-    "arch": ({"arch": 61}, "weight: arch is 61; want one of"),
+    "arch": ({"arch": 61}, "arch: got 61, want one of 70, 72"),
 }
 
 

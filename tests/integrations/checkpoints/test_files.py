@@ -213,6 +213,82 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
         load_safetensors(path)
 
 
+def a_file_with(header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(64)
+
+
+ENTRY = {"dtype": "I32", "shape": [4, 4], "data_offsets": [0, 64]}
+ENTRIES: dict[str, object] = {
+    "no tensor": 3,
+    "no place": {name: ENTRY[name] for name in ("dtype", "shape")},
+    "a place in words": ENTRY | {"data_offsets": ["0", "64"]},
+    "a place before the data": ENTRY | {"data_offsets": [-64, 0]},
+    "a place that ends before it begins": ENTRY | {"data_offsets": [64, 0]},
+    "more bytes than numbers": ENTRY | {"shape": [4, 3]},
+    "a shape in words": ENTRY | {"shape": "4, 4"},
+    "a negative size": ENTRY | {"shape": [-4, -4]},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=list(ENTRIES))
+def test_a_header_that_does_not_say_where_a_tensor_is_is_refused_by_the_tensors_name(tmp_path, entry):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(a_file_with({"layer.qweight": entry}))
+    with pytest.raises(
+        ValueError, match=r"^layer.qweight: got .* in the header of model.safetensors, want dtype, shape"
+    ):
+        load_safetensors(path)
+
+
+def test_a_header_that_is_a_list_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(a_file_with([ENTRY]))
+    with pytest.raises(ValueError, match="^model.safetensors: got a header that is a JSON list, want an object"):
+        load_safetensors(tmp_path)
+
+
+def test_what_the_safetensors_package_cannot_read_is_refused_by_the_tensors_name(tmp_path):
+    entries = {f"layer.{name}": ENTRY | {"dtype": "I33"} for name in ("qweight", "qzeros", "scales")}
+    (tmp_path / "model.safetensors").write_bytes(a_file_with(entries))
+    with pytest.raises(ValueError, match="^layer.qweight: got model.safetensors, which is damaged .*I33"):
+        list(load_safetensors(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "nonsense", "config.json: got what is no JSON"),
+        ("config.json", "[]", "config.json: got a JSON list, want a JSON object"),
+        ("quantize_config.json", "7", "quantize_config.json: got a JSON int, want a JSON object"),
+        ("model.safetensors.index.json", "{}", "model.safetensors.index.json: got no 'weight_map'"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": 3}}',
+            "model.safetensors.index.json: got no 'weight_map'",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_read_are_refused_by_the_files_name(tmp_path, file, text, message):
+    write(tmp_path, prefixed({name: goldens.awq(layer) for name, layer in golden_layers().items()}))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "model: got NoneType, want an nn.Module"),
+        ({"path": 3}, "path: got int, want the path of a file or directory"),
+        ({"config": ["awq"]}, "config: got list, want the quantisation configuration, a mapping"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(tmp_path, arguments, message):
+    path = write(tmp_path, prefixed({name: goldens.awq(layer) for name, layer in golden_layers().items()}))
+    with pytest.raises(TypeError, match=f"^{message}"):
+        load_quantized_linears(**({"model": torch.nn.Linear(1, 1), "path": path} | arguments))
+
+
 def test_directories_without_layers_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^path: got the directory .* without \*.safetensors"):
         load_safetensors(tmp_path)

@@ -1,0 +1,95 @@
+"""Whatever comes, a public function takes it or says in one form which argument is wrong, what came and what is wanted.
+
+One argument of a right call is made wrong at a time. What functions with a meaning of their own say about their own
+mistakes is tested beside them; here it is that nothing else ever comes out: no AttributeError from within, no error of
+a library below, no message that leaves the argument unsaid.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import cute_kernels
+from cute_kernels import arguments
+from tests.misuse.calls import CALLS, Call
+from tests.misuse.mistakes import mistakes, wrong_kinds
+
+FORM = re.compile(r"^[\w.]+: .*\b(got|is)\b.*\bwant", re.DOTALL)
+UNUSED = {("flash_mla_sparse", "block_table"), ("flash_mla_sparse", "cache_seqlens")}  # by this call, so not looked at
+TESTED_APART = {"OutOfPagesError", "UnsupportedGPUError", "QuantizedMoE", "PackedExperts", "__version__"}
+
+
+def refusal(call: Call, argument: str, wrong: Any) -> str | None:
+    """What the call says of a wrong argument, None if it takes it.
+
+    Tensors serve all calls of a test: what some of them write is nothing that another one could be refused for. Other
+    objects are copied, since FlashMLA's metadata remember what they were first used with.
+    """
+    function, given = call
+    copies = {each: value if isinstance(value, torch.Tensor) else copy.copy(value) for each, value in given.items()}
+    try:
+        function(**(copies | {argument: wrong}))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def shown(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_itself_is_right(name):
+    function, given = CALLS[name]()
+    function(**given)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_can_be_no_such_argument_is_refused_by_its_name(name):
+    call = CALLS[name]()
+    for argument, value in call[1].items():
+        if value is None or isinstance(value, bool) or (name, argument) in UNUSED:
+            continue
+        for wrong in wrong_kinds(value):
+            said = refusal(call, argument, wrong)
+            assert said is not None, f"{argument}: {shown(wrong)} was taken"
+            assert said.startswith(f"{argument}: ") and FORM.match(said), f"{argument}: {shown(wrong)}: {said}"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_mistakes_are_taken_or_refused_in_one_form(name):
+    call = CALLS[name]()
+    for argument, value in call[1].items():
+        for wrong in mistakes(value):
+            said = refusal(call, argument, wrong)
+            assert said is None or FORM.match(said), f"{argument}: {shown(wrong)}: {said}"
+
+
+def test_every_public_function_is_among_the_calls():
+    called = {make()[0] for make in CALLS.values()}
+    missing = {name for name in cute_kernels.__all__ if getattr(cute_kernels, name) not in called} - TESTED_APART
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "words"),
+    [
+        ("nonsense", ValueError, "device: got 'nonsense', want None or a device such as"),
+        ("", ValueError, "device: got '', want"),
+        (1.5, TypeError, "device: got 1.5, want None, a torch.device or its name"),
+        (True, TypeError, "device: got True, want"),
+    ],
+)
+def test_a_device_that_is_none(device, error, words):
+    with pytest.raises(error, match=words):
+        arguments.device_of(device)
+
+
+def test_a_device_that_is_one():
+    assert arguments.device_of(None) is None
+    assert arguments.device_of("cuda:1") == arguments.device_of(torch.device("cuda", 1)) == torch.device("cuda:1")

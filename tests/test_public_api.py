@@ -1,0 +1,78 @@
+"""What users may import says what it is: every public name has a docstring, functions one that names each argument."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+MODULES = (
+    "cute_kernels",
+    "cute_kernels.attention",
+    "cute_kernels.compat.fbgemm",
+    "cute_kernels.compat.flash_mla",
+    "cute_kernels.integrations.checkpoints",
+    "cute_kernels.kv_cache",
+    "cute_kernels.linear",
+    "cute_kernels.mla",
+    "cute_kernels.mla_cache",
+    "cute_kernels.moe",
+    "cute_kernels.runtime",
+    "layouts.kv",
+)
+INHERITED = {"forward", "extra_repr"}  # of nn.Module, which says what they are
+
+
+def public_names(module: ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith(module.__name__)
+    ]
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Functions and properties that a class of this project defines itself."""
+    for name, value in vars(kind).items():
+        function = value.fget if isinstance(value, property) else inspect.unwrap(getattr(value, "__func__", value))
+        if not name.startswith("_") and name not in INHERITED and inspect.isfunction(function):
+            yield name, function
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_every_public_name_is_documented(module_name: str):
+    module = importlib.import_module(module_name)
+    bare = []
+    for name in public_names(module):
+        value = getattr(module, name)
+        if inspect.isclass(value):
+            bare += [] if value.__doc__ else [name]
+            bare += [f"{name}.{each}" for each, function in members(value) if not inspect.getdoc(function)]
+        elif inspect.isfunction(value) and not inspect.getdoc(value):
+            bare.append(name)
+    assert not bare, f"{module_name}: no docstring of {', '.join(bare)}"
+
+
+@pytest.mark.parametrize("module_name", MODULES[:-2])  # those that take tensors
+def test_the_docstring_of_a_function_names_its_arguments(module_name: str):
+    module = importlib.import_module(module_name)
+    unsaid = []
+    for name in public_names(module):
+        function = getattr(module, name)
+        if not inspect.isfunction(function):
+            continue
+        text = inspect.getdoc(function) or ""
+        unsaid += [
+            f"{name}({parameter})"
+            for parameter, what in inspect.signature(function).parameters.items()
+            if what.kind not in (what.VAR_POSITIONAL, what.VAR_KEYWORD)
+            and not re.search(rf"\b{re.escape(parameter)}\b", text)
+        ]
+    assert not unsaid, f"{module_name}: nothing is said of {', '.join(unsaid)}"
