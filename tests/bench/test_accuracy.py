@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -237,13 +238,15 @@ def test_every_format_is_measured_and_every_variant_has_a_name_of_its_own():
 @pytest.fixture(scope="module")
 def recorded(one_thread, tmp_path_factory):
     path = tmp_path_factory.mktemp("accuracy") / "accuracy.json"
+    start = time.process_time()  # others that share the cores do not add to it
     assert main(["accuracy", "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    assert time.process_time() - start < 60
     return path
 
 
 def test_a_quick_run_measures_everything(recorded):
     record = records.load(recorded)
-    assert record["kind"] == "accuracy" and not record["failures"] and record["seconds"] < 60
+    assert record["kind"] == "accuracy" and not record["failures"] and record["seconds"] > 0
     assert [row["name"] for row in record["rows"]] == [variant.name for variant in VARIANTS]
     for row in record["rows"]:
         for part in ("gaussian", "outliers", "captured"):
