@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import kernel, tiles
+from cute_kernels.linear.wgmma import kernel, memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, estimate_us, schedule_of, tile_schedules
 
@@ -76,7 +76,7 @@ def test_each_stage_is_given_back_to_all_that_fill_it(monkeypatch):
     arch = SimpleNamespace(
         mbarrier_init=lambda barrier, count: counts.append((barrier, count)), mbarrier_init_fence=lambda: None
     )
-    monkeypatch.setattr(kernel, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr(memory, "cute", SimpleNamespace(arch=arch))
     config = replace(SHARED, num_stages=3)
     kernel.WgmmaKernel(config).init_barriers(SimpleNamespace(full=0, empty=3))  # type: ignore
     assert dict(counts) == {**dict.fromkeys(range(3), 2), **dict.fromkeys(range(3, 6), 2 * config.math_warps)}
