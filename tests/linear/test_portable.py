@@ -25,7 +25,7 @@ from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, tiles
+from cute_kernels.linear.wgmma import epilogue, reading, tiles
 from cute_kernels.linear.wgmma import kernel as wgmma_kernel
 from layouts import banks
 from tests.attention import warp as machine
@@ -96,7 +96,7 @@ class Launch:
         self.operands = SimpleNamespace(**places)
         self.shared = np.full(MAX_SHARED_BYTES, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
-        modules = kernel, wgmma_kernel, decode, portable_decode, epilogue, linear_epilogue, tiles
+        modules = kernel, wgmma_kernel, reading, decode, portable_decode, epilogue, linear_epilogue, tiles
         self.gpu.install(monkeypatch, *modules)
         self.subject = kernel.PortableKernel(config)
         stages = config.num_stages

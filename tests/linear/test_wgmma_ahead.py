@@ -16,7 +16,7 @@ from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import digits, digits_ahead, epilogue, kernel
+from cute_kernels.linear.wgmma import digits, digits_ahead, epilogue, kernel, reading
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, WgmmaConfig
 from tests.attention import warp as machine
 from tests.linear.digits import digits_of
@@ -111,7 +111,7 @@ def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: in
     shared = np.zeros(1 << 18, np.uint8)
     ring = Ring(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue, digits, digits_ahead)
+    gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, digits, digits_ahead)
     arch = digits_ahead.cute.arch
     arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, ring.wait
     monkeypatch.setattr(digits_ahead.cute, "size", len, raising=False)

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import digits, epilogue, kernel
+from cute_kernels.linear.wgmma import digits, epilogue, kernel, reading
 from cute_kernels.linear.wgmma.config import BOX_K, X_SCALE_ALIGNMENT, WgmmaConfig
 from layouts import banks
 from tests.attention import warp as machine
@@ -75,7 +75,7 @@ class Machine:
         self.shared = np.zeros(1 << 18, np.uint8)
         load_stage(self.shared, config, weight, x, present, shift)
         self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
-        self.gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue, digits)
+        self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, digits)
         digits.cute.arch.lane_idx = lambda: machine.LANES
         self.subject = kernel.WgmmaKernel(config)
         self.subject.x_scale_shift = lambda item: machine.Int32(item.token % X_SCALE_ALIGNMENT)  # type: ignore

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel, synchronous
+from cute_kernels.linear.wgmma import epilogue, kernel, reading, synchronous
 from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
 from layouts import banks
 from layouts.weights import hopper
@@ -92,7 +92,7 @@ class Machine:
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        self.gpu.install(monkeypatch, kernel, decode, epilogue, linear_epilogue, synchronous)
+        self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, synchronous)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
         self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]

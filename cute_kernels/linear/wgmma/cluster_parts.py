@@ -8,7 +8,8 @@ it would be stored to L2 and asked for until it has come. The barriers hold for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -16,9 +17,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
-
-if TYPE_CHECKING:
-    from cute_kernels.linear.wgmma.kernel import WgmmaKernel
+from cute_kernels.linear.wgmma.epilogue import Corner, TileEpilogue
 
 VECTOR_WORDS = 4
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next
@@ -27,9 +26,9 @@ VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its
 class ClusterParts:
     """The end of an item of a configuration of digits with clusters."""
 
-    def __init__(self, kernel: WgmmaKernel):
-        self.kernel = kernel
-        self.config: WgmmaConfig = kernel.config
+    def __init__(self, config: WgmmaConfig, epilogue: TileEpilogue, corner: Callable[..., Corner]):
+        """corner: of (shape, item, tile of the block): where it belongs in the output."""
+        self.config, self.epilogue, self.corner = config, epilogue, corner
 
     @cute.jit
     def finish(self, operands, shape, memory, store, item, sums, first_tile):
@@ -47,8 +46,8 @@ class ClusterParts:
             tile = first_tile + i
             if tile % config.cluster == item.split:
                 self.add_up(memory, store, item.split, tile, sums, i)
-                corner = self.kernel.corner(shape, item, tile)
-                self.kernel.epilogue.run(operands, shape, store, corner, sums, i * (config.tokens // 2))
+                corner = self.corner(shape, item, tile)
+                self.epilogue.run(operands, shape, store, corner, sums, i * (config.tokens // 2))
 
     def place(self, memory, store, tile, rank) -> Any:
         """Where CTA ``rank`` leaves a thread's sums of a tile, in the memory of the CTA that stores it."""

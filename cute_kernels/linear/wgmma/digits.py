@@ -17,7 +17,7 @@ and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,11 +25,8 @@ from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.reading import ReadingWarps
 from layouts.weights.hopper import STEP_K, TILE_N
-
-if TYPE_CHECKING:
-    from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
 MMA_K = 2 * STEP_K
 DIGIT_BASE = 256
@@ -40,9 +37,9 @@ TOGETHER_TOKENS = 40  # for which a thread has registers for the products of two
 class DigitUnits:
     """What a multiplying warpgroup does with the units of an item, for a configuration that says ``digits``."""
 
-    def __init__(self, kernel: WgmmaKernel):
+    def __init__(self, kernel: ReadingWarps):
         self.kernel = kernel
-        self.config: WgmmaConfig = kernel.config
+        self.config = kernel.config
 
     @cute.jit
     def multiply(self, sums, memory, item, place, ring, teller, tokens: int):

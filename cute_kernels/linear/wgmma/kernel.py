@@ -15,7 +15,6 @@ CUTLASS's mixed-input mainloop for Hopper; here it needs neither its shuffles no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -24,7 +23,6 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
-from cute_kernels.linear.decode import Decoder, SubnormalDecoder
 from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
     BOX_K,
@@ -37,6 +35,7 @@ from cute_kernels.linear.wgmma.digits import DigitUnits
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
+from cute_kernels.linear.wgmma.reading import Lane, ReadingWarps, make_decoder
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
 from cute_kernels.linear.wgmma.tiles import Items, Shape
 from cute_kernels.linear.work import Operands
@@ -47,16 +46,7 @@ FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 
 
-@dataclass(frozen=True)
-class Lane:
-    """A thread's places in a stage; run-time integers."""
-
-    code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
-    row: Any  # its first row in the first tile of its warpgroup, among the block's
-    masks: Any  # of the decoder
-
-
-class WgmmaKernel(CopyingWarps):
+class WgmmaKernel(CopyingWarps, ReadingWarps):
     """One compiled variant; :class:`WgmmaConfig` says which."""
 
     table_bytes = 0  # of shared memory for a table of tiles, which grouped products have
@@ -64,14 +54,12 @@ class WgmmaKernel(CopyingWarps):
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
-        self.decoder = Decoder(config.bits, config.dtype)
-        if config.scales_codes:
-            self.decoder = SubnormalDecoder(config.bits, config.dtype, config.zero_point)
+        self.decoder = make_decoder(config)
         self.epilogue = TileEpilogue(config)
         self.mma_dtype = MMA_DTYPE[config.dtype]
         self.synchronous = SynchronousUnits(self)
         self.digits = (AheadUnits if config.ahead else DigitUnits)(self)
-        self.cluster_parts = ClusterParts(self)
+        self.cluster_parts = ClusterParts(config, self.epilogue, self.corner)
 
     @cute.jit
     def __call__(
@@ -334,28 +322,6 @@ class WgmmaKernel(CopyingWarps):
                 value = value * channel[i // tile_sums][0][i // 2 % 2]
             sums[i] = value * self.decoder.unit if self.decoder.scales_weights else value
 
-    @cute.jit
-    def release(self, memory, stage, teller):
-        """Says that this warp has done with a stage."""
-        if teller:
-            barrier = memory.empty + stage
-            if const_expr(self.config.sharing > 1):
-                there = numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx())
-                numbers.arrive_in_cluster(there)
-            else:
-                cute.arch.mbarrier_arrive(barrier)
-
-    def load_codes(self, address) -> list[list[Any]]:
-        """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""
-        config = self.config
-        return [
-            [
-                ptx.load_shared_vector(address, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
-            ]
-            for i in range(config.m_tiles)
-        ]
-
     def multiply_unit(self, sums, memory, stage, place: Lane, channel, last, teller, tokens: int):
         """Adds W X^T of a unit to ``sums``, whose last MMAs it leaves running; gives back the stage before.
 
@@ -402,31 +368,6 @@ class WgmmaKernel(CopyingWarps):
         multiply = ptx.mul_bf16x2 if config.dtype == "bf16" else ptx.mul_f16x2
         return [multiply(register, scales[i % 2]) for i, register in enumerate(registers)]
 
-    def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """[group of the unit] (scales, offsets) of the thread's two rows of a tile; scales are packed pairs."""
-        config = self.config
-        scales = memory.scales + stage * config.scale_stage_bytes
-        zeros = memory.zeros + stage * config.zero_stage_bytes
-        # The rows of a group of a tile lie together, the groups of a tile behind each other.
-        first_tile, row = place.row // TILE_N, place.row % TILE_N
-        groups = []
-        for group in range(config.unit_groups):
-            at = (first_tile + tile) * (config.unit_groups * TILE_N) + group * TILE_N + row
-            found = [ptx.load_shared_part(scales + at * 2, 16 * half, 2) for half in range(2)]
-            pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in found]
-            points = [self.decoder.symmetric_zero] * 2
-            if config.zero_point:
-                points = [ptx.load_shared_part(zeros + at, 8 * half, 1) for half in range(2)]
-            groups.append((pairs, self.decoder.row_numbers(pairs, points)))
-        return groups
-
-    def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """As :meth:`load_groups`; scales are fp32 numbers."""
-        return [
-            ([self.to_float(pair) for pair in pairs], offsets)
-            for pairs, offsets in self.load_groups(memory, stage, place, tile)
-        ]
-
     def load_channel(self, operands, shape, item, first_tile, place: Lane) -> list[Any]:
         """[tile] (scales, offsets) of the thread's two rows where they hold for all of K; else nothing."""
         config, decoder = self.config, self.decoder
@@ -441,7 +382,3 @@ class WgmmaKernel(CopyingWarps):
                     points = [numbers.load_global_part(operands.zeros + row, 8 * half, 1) for half in range(2)]
                 channel.append(([self.to_float(word) for word in words], decoder.row_numbers(None, points)))
         return channel
-
-    def to_float(self, word):
-        """The low 16 bits of a word, of the configuration's dtype."""
-        return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)

@@ -7,7 +7,7 @@ Activations are read from the swizzled boxes by ldmatrix, once for all tiles of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -16,11 +16,9 @@ from cutlass import Float32
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import BLOCK_TOKENS
-from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS
+from cute_kernels.linear.wgmma.reading import ReadingWarps
 from layouts.weights.hopper import STEP_K
-
-if TYPE_CHECKING:
-    from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
 ROW_BYTES = 2 * BOX_K  # of a box of activations
 BOX_STEPS = BOX_K // STEP_K
@@ -30,9 +28,9 @@ PIECE_BYTES = 16  # that swizzling moves: 8 inputs
 class SynchronousUnits:
     """What a multiplying warp does with the units of an item, for a configuration that says ``synchronous``."""
 
-    def __init__(self, kernel: WgmmaKernel):
+    def __init__(self, kernel: ReadingWarps):
         self.kernel = kernel
-        self.config: WgmmaConfig = kernel.config
+        self.config = kernel.config
 
     @cute.jit
     def multiply(self, sums, memory, item, place, channel, ring, teller, tokens: int):
