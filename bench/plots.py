@@ -195,7 +195,7 @@ def _plot_mla(rows: Sequence[Record], record: Record, folder: Path) -> Path:
         panel.set_xlabel(title)
         panel.grid(True, axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(rows) - 0.4, -0.6)  # the first on top
     _legend_beside(panels[-1])
     return _save(figure, record, folder / "mla_rates.svg")
 
@@ -289,6 +289,6 @@ def _save(figure: Any, record: Record, path: Path) -> Path:
     note = f"{environment['gpu'] or 'CPU'}, commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
     figure.text(0.995, 0.005, note, ha="right", va="bottom", fontsize=6, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")  # long labels are not cut off
     plt.close(figure)
     return path
