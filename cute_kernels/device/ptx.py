@@ -35,13 +35,6 @@ def prmt(a: Uint32, b: Uint32, selector: Uint32, *, loc=None, ip=None) -> Uint32
 
 
 @dsl_user_op
-def lop3(a: Uint32, b: Uint32, c: Uint32, table: int, *, loc=None, ip=None) -> Uint32:
-    """Any function of three words bit by bit; ``table`` is what it makes of the bytes 0xF0, 0xCC and 0xAA."""
-    operands = [Uint32(a), Uint32(b), Uint32(c)]
-    return _pure(Uint32, operands, f"lop3.b32 $0, $1, $2, $3, {table};", "=r,r,r,r", loc=loc, ip=ip)
-
-
-@dsl_user_op
 def half2_low_to_float(x: Uint32, *, loc=None, ip=None) -> Float32:
     """The low fp16 of a packed pair as fp32 (exact)."""
     asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, lo; }"

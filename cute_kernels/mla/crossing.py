@@ -13,7 +13,7 @@ from cutlass import Int32, Uint32, const_expr
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.mla.config import BLOCK_TOKENS, FLAG_BYTES, GROUP_TOKENS, NUM_STAGES
-from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, Dequantizing, GatherLane, await_barriers, leads
+from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, Dequantizing, await_barriers, leads
 from cute_kernels.mla.items import Cursor
 
 LEFT, RIGHT = 0, 1  # parts of a tile
@@ -116,14 +116,9 @@ class CrossingInParts(Crossing):
     @cute.jit
     def run(self, items, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's shares."""
-        first_row = self.first_row(warp)
-        place = GatherLane.of(first_row, lane)
-        link = self.link(memory, first_row)
-        words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
-        scales = cute.make_rmem_tensor(self.scale_words, Uint32)
+        first_row, place, link = self.places(memory, warp, lane)
         cursor = Cursor.before(items, self.loader, leads(warp, lane))
-        self.entries.start(cursor, source, memory, first_row, lane)
-        token = self.entries.token(source, memory, Int32(0), first_row, place.row)
+        token, words, scales = self.first_token(cursor, source, memory, first_row, place, lane)
         self.load_token(words, scales, token, place)
         held = token.valid
         await_barriers(self.config)

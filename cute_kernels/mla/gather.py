@@ -97,14 +97,9 @@ class Dequantizing:
     @cute.jit
     def run(self, items, source, memory, warp, lane):
         """Fills a tile for every block of the CTA's shares."""
-        first_row = self.first_row(warp)
-        place = GatherLane.of(first_row, lane)
-        link = self.link(memory, first_row)
-        words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
-        scales = cute.make_rmem_tensor(self.scale_words, Uint32)
+        first_row, place, link = self.places(memory, warp, lane)
         cursor = Cursor.before(items, self.loader, leads(warp, lane))
-        self.entries.start(cursor, source, memory, first_row, lane)
-        token = self.entries.token(source, memory, Int32(0), first_row, place.row)
+        token, words, scales = self.first_token(cursor, source, memory, first_row, place, lane)
         for i in cutlass.range_constexpr(self.num_loads):
             self.load_piece(words, token, place, i)
         self.load_scales(scales, token)
@@ -126,6 +121,18 @@ class Dequantizing:
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
         self.finish(memory, stage, phase)
+
+    def places(self, memory, warp, lane) -> tuple[Any, Any, Any]:
+        """(first row of a block, a lane's places, what is known of another CTA) of a warp."""
+        first_row = self.first_row(warp)
+        return first_row, GatherLane.of(first_row, lane), self.link(memory, first_row)
+
+    def first_token(self, cursor, source, memory, first_row, place, lane) -> tuple[Any, Any, Any]:
+        """A lane's first token, and the registers that its words and its scales are loaded into."""
+        words = cute.make_rmem_tensor(4 * self.num_loads, Uint32)
+        scales = cute.make_rmem_tensor(self.scale_words, Uint32)
+        self.entries.start(cursor, source, memory, first_row, lane)
+        return self.entries.token(source, memory, Int32(0), first_row, place.row), words, scales
 
     def step(self, number, groups: int, place):
         """(block, a lane's row in it) of the warp's ``groups``-th group counted from the block's first."""

@@ -41,8 +41,10 @@ from cute_kernels.mla.together import AddingUp, SteppedParts
 from cute_kernels.mla.work import Results, Shape
 
 
-def make_gatherer(config: MlaConfig) -> Dequantizing | Copying | Boxes:
+def make_gatherer(config: MlaConfig) -> Any:
     """What fills tiles."""
+    if config.together:
+        return AddingUp(config)
     if config.boxes:
         return Boxes(config)
     if config.copies:
@@ -52,6 +54,13 @@ def make_gatherer(config: MlaConfig) -> Dequantizing | Copying | Boxes:
     return Dequantizing(config)
 
 
+def make_multiplier(config: MlaConfig) -> Serial | Stepped | Lagging:
+    """What multiplies, in the order that the configuration says."""
+    if config.together:
+        return SteppedParts(config)
+    return {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
+
+
 class MlaKernel:
     """One compiled variant; :class:`MlaConfig` says which."""
 
@@ -59,10 +68,7 @@ class MlaKernel:
         self.config = config
         self.locator = make_locator(config.tokens)
         self.gatherer = make_gatherer(config)
-        self.multiplier = {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
-        self.adding: Any = AddingUp(config) if config.together else None
-        if config.together:
-            self.gatherer, self.multiplier = self.adding, SteppedParts(config)
+        self.multiplier = make_multiplier(config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -198,8 +204,8 @@ class MlaKernel:
         if warp >= MULTIPLYING_WARPS:
             self.claim_registers(2)
             self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
-            if const_expr(self.adding is not None):
-                self.adding.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
+            if const_expr(self.config.together):
+                self.gatherer.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
         elif warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
             await_barriers(self.config)

@@ -21,14 +21,6 @@ class LinearWarp(warp.Warp):
             if hasattr(module, "numbers"):
                 monkeypatch.setattr(module, "numbers", self)
 
-    def lop3(self, a: Lanes, b: Lanes, c: Any, table: int) -> Lanes:
-        words = [np.broadcast_to(np.asarray(word, np.uint32), (32,)) for word in (a, b, c)]
-        found = np.zeros(32, np.uint32)
-        for number in range(8):
-            if table >> number & 1:
-                found |= np.bitwise_and.reduce([w if number >> (2 - i) & 1 else ~w for i, w in enumerate(words)])
-        return warp.Uint32(found)
-
     def add_bf16x2(self, a: Lanes, b: Lanes) -> Lanes:
         return from_halves(bf16_bits(bf16_values(halves(a)) + bf16_values(halves(b))))
 

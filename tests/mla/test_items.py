@@ -24,10 +24,8 @@ class Locator:
         return 70 * request, 30 * request
 
 
-@pytest.mark.parametrize(
-    ("rows", "request_rows", "num_heads", "parts"), [(1, 1, 64, 1), (6, 2, 128, 3), (12, 3, 300, 2), (7, 1, 128, 7)]
-)
-def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
+def python_numbers(monkeypatch) -> None:
+    """Shares are found with Python's numbers."""
     select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min, max=max)
     monkeypatch.setattr(items, "_first", inspect.unwrap(items._first))
     arch = SimpleNamespace(make_warp_uniform=lambda value: value)
@@ -37,6 +35,13 @@ def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
             monkeypatch.setattr(module, name, int, raising=False)
         monkeypatch.setattr(module, "cutlass", select, raising=False)
     monkeypatch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+
+
+@pytest.mark.parametrize(
+    ("rows", "request_rows", "num_heads", "parts"), [(1, 1, 64, 1), (6, 2, 128, 3), (12, 3, 300, 2), (7, 1, 128, 7)]
+)
+def test_every_share_once(monkeypatch, rows, request_rows, num_heads, parts):
+    python_numbers(monkeypatch)
     head_blocks = -(-num_heads // BLOCK_HEADS)
     shape = Shape(rows, request_rows, num_heads, num_heads, parts, 0, 0.0)
     num_ctas = rows * head_blocks * parts

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import items, line, locate, output, parts, stepped, together, work
+from cute_kernels.mla import items, output, parts, stepped, together
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
     NUM_STAGES,
@@ -31,6 +31,7 @@ from cute_kernels.mla.softmax import LOWEST, row_of
 from cute_kernels.mla.work import Shape
 from tests.attention.warp import LANES, Int32
 from tests.mla import test_stepped
+from tests.mla.test_items import python_numbers
 from tests.mla.test_output import Bits, accumulators, assert_no_conflicts
 
 CONFIG = served_config("sparse", "mla_fp8", crossover=True, together=True)
@@ -137,14 +138,7 @@ class Locator:
 
 @pytest.mark.parametrize(("rows", "num_heads", "num_parts"), [(1, 128, 4), (7, 128, 5), (3, 250, 9), (20, 128, 16)])
 def test_ctas_have_the_parts_of_a_launch_without_a_line(monkeypatch, rows, num_heads, num_parts):
-    select = SimpleNamespace(select_=lambda which, a, b: a if which else b, min=min, max=max)
-    monkeypatch.setattr(items, "_first", inspect.unwrap(items._first))
-    monkeypatch.setattr(items, "cute", SimpleNamespace(arch=SimpleNamespace(make_warp_uniform=lambda value: value)))
-    for module in (locate, items, work, line):
-        for name in ("Int32", "Int64", "Uint32"):
-            monkeypatch.setattr(module, name, int, raising=False)
-        monkeypatch.setattr(module, "cutlass", select, raising=False)
-    monkeypatch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+    python_numbers(monkeypatch)
     head_blocks = -(-num_heads // BLOCK_HEADS)
     shape = Shape(rows, 1, num_heads, num_heads, num_parts, 0, 0.0)
     num_ctas = rows * head_blocks * num_parts

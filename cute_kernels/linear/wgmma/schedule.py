@@ -8,7 +8,7 @@ times (tests/linear/measured.py, docs/design/weight_only_linear.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -284,7 +284,7 @@ def push_configs(problem: Problem) -> list[WgmmaConfig]:
         for tokens, row_parts, cluster in PUSH_SHAPES
         if tokens >= problem.m > tokens // 2
     )
-    return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
+    return implementable(configs)
 
 
 def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
@@ -314,7 +314,7 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
         for tokens, row_parts, m_tiles, cluster in DIGIT_SHAPES
         if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
     )
-    return [with_ring(config) for config in configs if with_ring(config).can_implement() is None]
+    return implementable(configs)
 
 
 def shipped_configs() -> list[WgmmaConfig]:
@@ -340,6 +340,11 @@ def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
     """A configuration for a problem's weights."""
     form = {"group_size": problem.group_size, "zero_point": problem.zero_point}
     return WgmmaConfig(bits=problem.bits, dtype=problem.dtype, **form, **choices)
+
+
+def implementable(configs: Iterable[WgmmaConfig]) -> list[WgmmaConfig]:
+    """Those that there is room for, with their rings."""
+    return [config for config in map(with_ring, configs) if config.can_implement() is None]
 
 
 def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
