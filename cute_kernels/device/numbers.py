@@ -35,6 +35,16 @@ def max_or_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def greater_magnitude(a: Uint32, b: Uint32, *, dtype: str, loc=None, ip=None) -> Uint32:
+    """Of two packed pairs the elements of greater magnitude, NaN if either is; their signs mean nothing.
+
+    dtype: "bf16" or "fp16".
+    """
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    return _pure(Uint32, [Uint32(a), Uint32(b)], f"max.NaN.xorsign.abs.{kind} $0, $1, $2;", "=r,r,r", loc=loc, ip=ip)
+
+
+@dsl_user_op
 def multiply(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
     """a * b rounded to nearest, subnormals kept, never fused with what follows."""
     return _pure(Float32, [Float32(a), Float32(b)], "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc=loc, ip=ip)

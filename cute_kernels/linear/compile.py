@@ -11,6 +11,7 @@ from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
 from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 KERNEL_MODULES = ("compile", "config", "decode", "epilogue", "kernel", "work")
@@ -50,10 +51,12 @@ def shipped_specs() -> list[KernelSpec]:
 def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
     """The kernel of a configuration of the kernel for few rows, of that for many, or of the portable one."""
     from cute_kernels.linear.portable.compile import PortableConfig, PortableSpec
-    from cute_kernels.linear.wgmma.compile import WgmmaSpec
+    from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 
     if isinstance(config, LinearConfig):
         return LinearSpec(config)
+    if isinstance(config, ResidentConfig):
+        return ResidentSpec(config)
     return PortableSpec(config) if isinstance(config, PortableConfig) else WgmmaSpec(config)
 
 
@@ -66,7 +69,8 @@ def digit_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """What makes digits of x for a configuration that takes them."""
     from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 
-    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if getattr(config, "digits", False) else []
+    in_digits = getattr(config, "digits", False) and not isinstance(config, ResidentConfig)
+    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if in_digits else []
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

@@ -31,8 +31,10 @@ class ClusterParts:
         self.config, self.epilogue, self.corner = config, epilogue, corner
 
     @cute.jit
-    def finish(self, operands, shape, memory, store, item, sums, first_tile):
+    def finish(self, operands, shape, memory, store, item, sums, first_tile, part):
         """Sends the parts of tiles that others store, then adds up and stores those of the CTA's own.
+
+        part: which of K's the sums are; a tile's owner has the first one of its CTA.
 
         Every CTA of the cluster has said, all of its threads, that its barriers are there.
         """
@@ -40,18 +42,22 @@ class ClusterParts:
         config = self.config
         for i in cutlass.range_constexpr(config.m_tiles):
             tile = first_tile + i
-            if tile % config.cluster != item.split:
-                self.send(memory, store, item.split, tile, sums, i)
+            if self.owner(tile) != part:
+                self.send(memory, store, part, tile, sums, i)
         for i in cutlass.range_constexpr(config.m_tiles):
             tile = first_tile + i
-            if tile % config.cluster == item.split:
-                self.add_up(memory, store, item.split, tile, sums, i)
+            if self.owner(tile) == part:
+                self.add_up(memory, store, part, tile, sums, i)
                 corner = self.corner(shape, item, tile)
                 self.epilogue.run(operands, shape, store, corner, sums, i * (config.tokens // 2))
 
-    def place(self, memory, store, tile, rank) -> Any:
-        """Where CTA ``rank`` leaves a thread's sums of a tile, in the memory of the CTA that stores it."""
-        number = tile // self.config.cluster * self.config.cluster + rank
+    def owner(self, tile) -> Any:
+        """The part of K whose warpgroup adds up a tile's."""
+        return tile % self.config.cluster * (self.config.num_parts // self.config.cluster)
+
+    def place(self, memory, store, tile, part) -> Any:
+        """Where a thread's sums of a part of a tile are left, in the memory of the CTA that stores it."""
+        number = tile // self.config.cluster * self.config.num_parts + part
         return memory.parts + number * self.config.part_bytes + store.tid * 16
 
     def vectors(self, sums, i: int) -> list[list[Any]]:
@@ -59,28 +65,28 @@ class ClusterParts:
         count = self.config.tokens // 2
         return [[sums[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
 
-    def send(self, memory, store, rank, tile, sums, i: int) -> None:
+    def send(self, memory, store, part, tile, sums, i: int) -> None:
         """Sends a thread's sums of a tile to the CTA that stores it."""
         owner = Int32(tile % self.config.cluster)
         barrier = Int32((memory.part_barriers + tile // self.config.cluster).toint())
-        target = numbers.address_in(self.place(memory, store, tile, rank), owner)
+        target = numbers.address_in(self.place(memory, store, tile, part), owner)
         there = numbers.address_in(barrier, owner)
         for number, vector in enumerate(self.vectors(sums, i)):
             words = [numbers.bits(value) for value in vector]
             numbers.store_async(target + number * VECTOR_STRIDE, words, there)
 
-    def add_up(self, memory, store, rank, tile, sums, i: int) -> None:
+    def add_up(self, memory, store, own_part, tile, sums, i: int) -> None:
         """Adds up the parts of a tile, once all have come: the last one's first, as through the workspace."""
         config = self.config
         cute.arch.mbarrier_wait(memory.part_barriers + tile // config.cluster, 0)
         own, first = self.vectors(sums, i), i * (config.tokens // 2)
         for number, vector in enumerate(own):
             totals: list[Any] = []
-            for part in (config.cluster - 1, *range(config.cluster - 1)):
+            for part in (config.num_parts - 1, *range(config.num_parts - 1)):
                 place = self.place(memory, store, tile, part)
                 words = ptx.load_shared_vector(place, number * VECTOR_STRIDE, VECTOR_WORDS)
                 values = [
-                    cutlass.select_(rank == part, mine, word.bitcast(Float32))
+                    cutlass.select_(own_part == part, mine, word.bitcast(Float32))
                     for mine, word in zip(vector, words, strict=True)
                 ]
                 totals = [total + value for total, value in zip(totals, values, strict=True)] if totals else values

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
@@ -14,6 +15,7 @@ KERNEL_MODULES = (
     "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
     "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
+RESIDENT_MODULES = ("digit_rows", "resident_config", "resident_kernel", "resident_rows")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
 NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS = 4, 3  # of the launch that makes them
@@ -42,6 +44,20 @@ class WgmmaSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_wgmma(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentSpec(WgmmaSpec):
+    """The same of a kernel that makes digits of x itself, and keeps them."""
+
+    config: ResidentConfig
+
+    def source_roots(self) -> tuple[Path, ...]:
+        folder = Path(__file__).resolve().parent
+        return super().source_roots() + tuple(folder / f"{name}.py" for name in RESIDENT_MODULES)
+
+    def compile(self, arch: str) -> Any:
+        return compile_resident(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +100,12 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
     kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
+
+
+def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
+
+    check_config(config)
+    counts = (NUM_ADDRESSES, NUM_INTEGERS)
+    return compile_matrix_kernel(ResidentKernel(config), config.dtype, counts, arch, *options)

@@ -156,6 +156,11 @@ class WgmmaConfig:
         return self.tokens // (1 if self.pushes else self.cluster)
 
     @property
+    def num_parts(self) -> int:
+        """Parts of K of a tile that are pushed."""
+        return self.cluster
+
+    @property
     def part_slots(self) -> int:
         """Tiles of 64 output features whose parts of K a CTA of a cluster adds up, at most."""
         return -(-self.block_tiles // self.cluster) if self.pushes else 0
@@ -168,7 +173,7 @@ class WgmmaConfig:
     @property
     def parts_bytes(self) -> int:
         """Shared memory for the parts of K of tiles that a CTA of a cluster adds up."""
-        return self.part_slots * self.cluster * self.part_bytes
+        return self.part_slots * self.num_parts * self.part_bytes
 
     @property
     def unit_steps(self) -> int:
@@ -215,6 +220,11 @@ class WgmmaConfig:
         return 4 * (self.tokens + X_SCALE_ALIGNMENT) if self.digits else 0
 
     @property
+    def x_scale_bytes(self) -> int:
+        """Shared memory for scales of rows of x."""
+        return self.num_stages * self.x_scale_stage_bytes
+
+    @property
     def code_stage_bytes(self) -> int:
         return self.block_tiles * self.unit_tiles * TILE_BYTES
 
@@ -259,6 +269,16 @@ class WgmmaConfig:
     def share_bytes(self) -> int:
         """A warpgroup's sums of the tokens that a CTA stores."""
         return self.sum_bytes // (self.warpgroups * self.cluster)
+
+    @property
+    def stage_copies(self) -> int:
+        """Warps whose copies fill a stage: of activations and of weights."""
+        return 2
+
+    @property
+    def stage_warps(self) -> int:
+        """Warps that give a stage back."""
+        return self.math_warps * self.sharing
 
     @property
     def num_barriers(self) -> int:

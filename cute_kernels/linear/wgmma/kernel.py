@@ -178,7 +178,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
 
     def lane_places(self, shape, warp, lane) -> Lane:
         config = self.config
-        first_tile = warp // WARPGROUP_WARPS * config.m_tiles
+        first_tile = self.first_tile(warp // WARPGROUP_WARPS)
         row_warp = warp % WARPGROUP_WARPS
         return Lane(
             code_offset=first_tile * (config.unit_tiles * TILE_BYTES)
@@ -191,6 +191,18 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 else self.decoder.masks(self.nothing(shape, lane))
             ),
         )
+
+    def first_tile(self, group):
+        """The first tile of a warpgroup, among the block's."""
+        return group * self.config.m_tiles
+
+    def first_stage(self, group):
+        """The stage of a warpgroup's first unit."""
+        return Int32(0)
+
+    def part_of(self, item, group):
+        """Which part of K of its tiles a warpgroup has."""
+        return item.split
 
     def nothing(self, shape, lane):
         """0 that the compiler does not know, and takes for different in each lane.
@@ -216,12 +228,12 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         teller = lane == 0  # that a stage is free
         if const_expr(config.sharing > 1):
             teller = lane < config.sharing  # each tells one of the CTAs that fill it
-        stage, phase, last = Int32(0), Int32(0), Int32(0)
+        stage, phase, last = self.first_stage(group), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
-            first_tile = group * config.m_tiles
+            first_tile = self.first_tile(group)
             sums.fill(0.0)
             channel = self.load_channel(operands, shape, item, first_tile, place)
             ring = (stage, phase, last)
@@ -233,7 +245,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
             if const_expr(config.part_slots > 0):
-                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile)
+                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile, self.part_of(item, group))
             elif const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
                 corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)

@@ -46,7 +46,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
         zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
     x_scales = Int32(0)
     if const_expr(config.digits):
-        x_scales = smem.allocate(stages * config.x_scale_stage_bytes, byte_alignment=128).toint()
+        x_scales = smem.allocate(config.x_scale_bytes, byte_alignment=128).toint()
     staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
     parts = Int32(0)
     if const_expr(config.parts_bytes):
@@ -74,10 +74,10 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
 def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
     """Of one thread, before any other uses them."""
     for i in range(config.num_stages):
-        cute.arch.mbarrier_init(memory.full + i, 2)  # activations, weights
-        cute.arch.mbarrier_init(memory.empty + i, config.math_warps * config.sharing)
+        cute.arch.mbarrier_init(memory.full + i, config.stage_copies)
+        cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
     for slot in range(config.part_slots):
         # It waits for the bytes of all parts but the CTA's own.
         cute.arch.mbarrier_init(memory.part_barriers + slot, 1)
-        cute.arch.mbarrier_arrive_and_expect_tx(memory.part_barriers + slot, (config.cluster - 1) * config.part_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(memory.part_barriers + slot, (config.num_parts - 1) * config.part_bytes)
     cute.arch.mbarrier_init_fence()

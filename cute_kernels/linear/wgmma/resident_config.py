@@ -1,0 +1,114 @@
+"""Compile-time choices of tiles of few rows whose activations, as digits, stay in shared memory. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.linear.wgmma.config import (
+    DIGIT_GROUP,
+    DTYPES,
+    MMA_TOKENS,
+    WARPGROUP_THREADS,
+    WgmmaConfig,
+)
+from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
+
+GROUP_BOX_BYTES = 2 * DIGIT_GROUP * MMA_TOKENS  # both digits of 128 inputs of eight rows
+BOX_SCALE_BYTES = 4 * MMA_TOKENS
+RESIDENT_TOKENS = (16,)
+RESIDENT_WARPGROUPS = (2, 4)
+
+
+@dataclass(frozen=True)
+class ResidentConfig(WgmmaConfig):
+    """A variant that makes digits of x itself, once, before the first weights have come.
+
+    Stages hold weights only, so nothing of x comes through the ring, and one warp copies. Multiplying warps keep the
+    registers that they are launched with.
+
+    Attributes:
+        turns: warpgroups that take the units of one tile in turn; each has a part of K, that one CTA adds up.
+        boxes: of both digits of 128 inputs of eight rows of x that there is room for.
+    """
+
+    turns: int = 1
+    boxes: int = 64
+
+    @property
+    def block_tiles(self) -> int:
+        return self.m_tiles * self.warpgroups // self.turns
+
+    @property
+    def num_threads(self) -> int:
+        return self.warpgroups * WARPGROUP_THREADS + WARP_THREADS
+
+    @property
+    def num_parts(self) -> int:
+        return self.cluster * self.turns
+
+    @property
+    def stage_copies(self) -> int:
+        return 1
+
+    @property
+    def stage_warps(self) -> int:
+        return self.math_warps // self.turns
+
+    @property
+    def x_stage_bytes(self) -> int:
+        return 0
+
+    @property
+    def x_scale_stage_bytes(self) -> int:
+        return 0
+
+    @property
+    def x_scale_bytes(self) -> int:
+        return self.boxes * BOX_SCALE_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        ring = self.num_stages * self.weight_stage_bytes
+        sums = self.warpgroups * self.staging_bytes + self.parts_bytes
+        resident = self.boxes * GROUP_BOX_BYTES + self.x_scale_bytes
+        return ring + sums + resident + self.num_barriers * BARRIER_BYTES
+
+    @property
+    def name(self) -> str:
+        turns = f"t{self.turns}" if self.turns > 1 else ""
+        return f"{super().name}_resident{self.boxes}{turns}"
+
+    def can_implement(self) -> str | None:
+        choices = {
+            "bits": (4,),
+            "dtype": DTYPES,
+            "tokens": RESIDENT_TOKENS,
+            "m_tiles": (1, 2),
+            "warpgroups": RESIDENT_WARPGROUPS,
+            "unit_k": (DIGIT_GROUP,),
+            "cluster": (1, 2, 3),
+            "turns": (1, 2, 4),
+            "sharing": (1,),
+            "digits": (True,),
+            "zero_point": (False,),
+            "synchronous": (False,),
+        }
+        for field, wanted in choices.items():
+            found = getattr(self, field)
+            if found not in wanted:
+                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if not self.group_size or self.group_size % DIGIT_GROUP:
+            return f"digits want groups of a multiple of {DIGIT_GROUP} inputs, not {self.group_size}"
+        if self.part_tokens != MMA_TOKENS:
+            return f"parts of {self.part_tokens} rows are not the {MMA_TOKENS} of a box"
+        if self.pushes != (self.cluster > 1):
+            return f"parts of K of a cluster of {self.cluster} are pushed, others are not"
+        if self.turns > 1 and not self.pushes:
+            return f"{self.turns} warpgroups that take units in turn push their parts, in a cluster"
+        if self.warpgroups % self.turns:
+            return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
+        if not max(2, self.turns) <= self.num_stages:
+            return f"num_stages {self.num_stages} is not at least 2 and as many as turns"
+        if self.smem_bytes > MAX_SHARED_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None
