@@ -19,16 +19,19 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.config import SCALE_BYTES
 from cute_kernels.linear.wgmma.config import MMA_TOKENS, WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, ResidentRows
-from cute_kernels.linear.wgmma.tiles import Shape
-from cute_kernels.linear.work import Operands
+from cute_kernels.linear.wgmma.tiles import Item, Shape
+from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
+from layouts.weights.hopper import TILE_BYTES
 
-START_BARRIER = 0  # of the CTA, before the first stage is waited for
+START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,44 @@ class TurnLane(Lane):
     """A thread's places in a stage, and whose turn is its warpgroup's."""
 
     turn: Any
+
+
+@dataclass(frozen=True)
+class ResidentShape(Shape):
+    """Sizes of a launch of one tile of rows of x."""
+
+    split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
+
+
+@dataclass(frozen=True)
+class ResidentItems:
+    """As `tiles.Items`, of one tile of rows of x; without divisions, which would stand before the first copy."""
+
+    shape: ResidentShape
+    first: Any
+    stride: Any
+    count: Any
+    cluster: int
+
+    def item(self, index) -> Item:
+        shape = self.shape
+        if self.cluster > 1:
+            number, cut = index // self.cluster, True
+            split, splits = index - number * self.cluster, Int32(self.cluster)
+            block = number
+        else:
+            cut, place = index >= shape.whole, cutlass.max(index - shape.whole, 0)
+            number = Int32((Int64(place) * shape.split_reciprocal) >> RECIPROCAL_BITS)
+            split = cutlass.select_(cut, place - number * shape.splits, Int32(0))
+            splits = cutlass.select_(cut, shape.splits, Int32(1))
+            block = cutlass.select_(cut, shape.whole + number, index)
+        begin = split * shape.split_units
+        end = cutlass.min(begin + shape.split_units, shape.units)
+        if self.cluster == 1:
+            end = cutlass.select_(cut, end, shape.units)
+        return Item(
+            block=block, token_tile=Int32(0), begin=begin, end=end, split=split, splits=splits, number=number
+        )
 
 
 class ResidentUnits(AheadUnits):
@@ -138,7 +179,9 @@ class ResidentKernel(WgmmaKernel):
         """As :class:`WgmmaKernel`. There is room for the boxes of all units of K that a CTA has of the rows there are,
         and a unit for each turn in every part of K.
         """
-        shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
+        sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
+        reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
+        shape = ResidentShape(*sizes, split_reciprocal=reciprocal)
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
 
@@ -160,14 +203,66 @@ class ResidentKernel(WgmmaKernel):
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             if const_expr(config.part_slots > 0):
-                cute.arch.cluster_arrive()  # for whoever sends parts, as all threads of the cluster
+                # For whoever sends parts. Barriers are all that was written, and have had their fence.
+                cute.arch.cluster_arrive_relaxed()
             self.copy_weights(operands, shape, memory, items)
         else:
             if const_expr(config.part_slots > 0):
-                cute.arch.cluster_arrive()
+                cute.arch.cluster_arrive_relaxed()
             self.make_digits(operands, shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, shape, memory, items, warp, lane)
+
+    def items_of(self, shape, cta, num_ctas) -> ResidentItems:  # type: ignore[override]
+        blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)
+        return ResidentItems(
+            shape=shape,
+            first=cta,
+            stride=num_ctas,
+            count=shape.whole + (blocks - shape.whole) * shape.splits,
+            cluster=self.config.cluster,
+        )
+
+    @cute.jit
+    def copy_weights(self, operands, shape, memory, items):
+        """Brings the codes and scales of every unit; one warp."""
+        config = self.config
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+            item = items.item(index)
+            tiles = [self.weight_tile(shape, item, i) for i in range(config.block_tiles)]
+            codes = [operands.codes + Int64(tile) * shape.units * self.tile_bytes for tile in tiles]
+            scales = [operands.scales + Int64(tile) * shape.scale_groups * SCALE_BYTES for tile in tiles]
+            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    self.copy_stage(memory, stage, unit, codes, scales)
+                stage, phase = advance(stage, phase, config.num_stages)
+
+    @property
+    def tile_bytes(self) -> int:
+        """A tile's codes of a unit."""
+        return self.config.unit_tiles * TILE_BYTES
+
+    def copy_stage(self, memory, stage, unit, codes, scales) -> None:
+        """Asks for a unit; codes, scales: of each tile, where those of K begin."""
+        config, barrier = self.config, memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
+        address = Int32(barrier.toint())
+        group = unit * config.unit_k // config.group_size
+        for i in range(config.block_tiles):
+            ptx.bulk_copy_to_shared(
+                memory.codes + stage * config.code_stage_bytes + i * self.tile_bytes,
+                codes[i] + unit * self.tile_bytes,
+                Int32(self.tile_bytes),
+                address,
+            )
+            ptx.bulk_copy_to_shared(
+                memory.scales + stage * config.scale_stage_bytes + i * SCALE_BYTES,
+                scales[i] + group * SCALE_BYTES,
+                Int32(SCALE_BYTES),
+                address,
+            )
 
     @cute.jit
     def make_digits(self, operands, shape, memory, items, warp, lane):

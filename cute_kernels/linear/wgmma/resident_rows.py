@@ -49,16 +49,16 @@ class ResidentRows:
 
         tokens: rows of the operand, a multiple of eight. Visible to MMAs after a barrier of all warps that make them.
         """
-        octets = (end - begin + (STEP_GROUPS - 1)) // STEP_GROUPS
-        count = shape.m * octets
+        octet_bits = self.octet_bits(end - begin)
+        count = shape.m << octet_bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        self.load(x, shape, begin, octets, warp, lane, count, coming)
+        self.load(x, shape, begin, octet_bits, warp, lane, count, coming)
         for step in cutlass.range(warp, count, self.config.math_warps, unroll=1):
             for i in cutlass.range_constexpr(STEP_WORDS):
                 words[i] = coming[i]
-            self.load(x, shape, begin, octets, step + self.config.math_warps, lane, count, coming)
-            row, unit = self.place(octets, step, lane)
+            self.load(x, shape, begin, octet_bits, step + self.config.math_warps, lane, count, coming)
+            row, unit = self.place(octet_bits, step, lane)
             scale, digits = self.split([words[i] for i in range(STEP_WORDS)])
             if begin + unit < end:
                 self.store(memory, tokens, row, unit, lane, digits)
@@ -66,19 +66,24 @@ class ResidentRows:
                     ptx.store_shared(memory.x_scales + (unit * tokens + row) * 4, 0, [scale])
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def place(self, octets, step, lane) -> tuple[Any, Any]:
+    def octet_bits(self, units) -> Any:
+        """log2 of the steps of a row of so many units, rounded up: a division would take as long as a step."""
+        most = max(self.config.boxes // STEP_GROUPS - 1, 1).bit_length()
+        return sum((cutlass.select_(units > STEP_GROUPS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
+
+    def place(self, octet_bits, step, lane) -> tuple[Any, Any]:
         """(row, unit of those there are) of a lane in a step of a warp."""
-        row = step // octets
-        return row, (step - row * octets) * STEP_GROUPS + lane // GROUP_LANES
+        row = step >> octet_bits
+        return row, (step - (row << octet_bits)) * STEP_GROUPS + lane // GROUP_LANES
 
     def block(self, lane, number: int):
         """A lane's ``number``-th block of 128 inputs; neighbouring groups' lanes store to different banks."""
         first = lane % GROUP_LANES
         return first + ((lane // GROUP_LANES + number) & 1) * GROUP_LANES
 
-    def load(self, x, shape, begin, octets, step, lane, count, words) -> None:
+    def load(self, x, shape, begin, octet_bits, step, lane, count, words) -> None:
         """Asks for a lane's inputs of a step, packed pairs; zeros behind the end of a row and of all steps."""
-        row, unit = self.place(octets, step, lane)
+        row, unit = self.place(octet_bits, step, lane)
         row_pieces = shape.k // (PIECE_BYTES // 2)
         first = (begin + unit) * GROUP_PIECES
         start = x + (Int64(row) * row_pieces + first) * PIECE_BYTES
