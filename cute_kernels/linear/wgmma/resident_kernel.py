@@ -29,16 +29,11 @@ from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, ResidentRows
 from cute_kernels.linear.wgmma.tiles import Item, Shape
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
+from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES
 
+CHUNK_BARRIER = 14  # of the multiplying warps, between chunks of K
 START_BARRIER = 15  # of the CTA, before the first stage is waited for
-
-
-@dataclass(frozen=True)
-class TurnLane(Lane):
-    """A thread's places in a stage, and whose turn is its warpgroup's."""
-
-    turn: Any
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,20 @@ class ResidentShape(Shape):
     """Sizes of a launch of one tile of rows of x."""
 
     split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
+    x: Any  # address
+    fits: Any  # whether there is room for digits of all of x that a CTA needs
+
+
+@dataclass(frozen=True)
+class ResidentLane(Lane):
+    """A thread's places in a stage, whose turn is its warpgroup's, and what it makes digits of."""
+
+    turn: Any
+    x: Any  # address
+    shape: ResidentShape
+    warp: Any
+    lane: Any
+    fits: Any  # whether all of x that the CTA needs is made at once, before the first item
 
 
 @dataclass(frozen=True)
@@ -80,21 +89,51 @@ class ResidentItems:
 
 
 class ResidentUnits(AheadUnits):
-    """What a multiplying warpgroup does with the units of an item whose digits are resident."""
+    """What a multiplying warpgroup does with the units of an item whose digits its CTA makes."""
 
     @cute.jit
     def multiply(self, sums, memory, item, place, ring, teller, tokens: int):
-        if const_expr(self.config.ahead):
-            stage, phase, last = self.multiply_ahead(sums, memory, item, place, ring, teller, tokens)
-        else:
-            stage, phase, last = self.multiply_each(sums, memory, item, place, ring, teller, tokens)
+        """As `WgmmaKernel.multiply_units`.
+
+        Where there is no room for all of x, one half of the room has a chunk of K, and the next is made in the other:
+        the copying warp goes on meanwhile, and multiplying catches up. The chunk before the first is empty.
+        """
+        stage, phase, last = ring
+        half = self.config.boxes * MMA_TOKENS // tokens // 2
+        size = cutlass.select_(place.fits != 0, item.end - item.begin, Int32(half))
+        count = (item.end - item.begin + half - 1) // half
+        count = cutlass.select_(place.fits != 0, Int32(1), count)
+        resident = self.kernel.first_resident(item)
+        for chunk in cutlass.range(cutlass.select_(place.fits != 0, Int32(0), Int32(-1)), count, 1, unroll=1):
+            begin = item.begin + chunk * size
+            following, end = begin + size, cutlass.min(begin + size, item.end)
+            if following < item.end:
+                there = self.at(memory, ((chunk + 1) & 1) * half, tokens)
+                self.kernel.make_units(place, there, following, cutlass.min(following + half, item.end), tokens)
+            if chunk >= 0:
+                start = cutlass.select_(place.fits != 0, resident, begin - (chunk & 1) * half)
+                part = replace(item, begin=begin, end=end)
+                stage, phase, last = self.multiply_chunk(
+                    sums, memory, part, start, place, (stage, phase, last), teller, tokens
+                )
+            if place.fits == 0:
+                self.kernel.meet()
         return stage, phase, last
 
     @cute.jit
-    def multiply_each(self, sums, memory, item, place, ring, teller, tokens: int):
+    def multiply_chunk(self, sums, memory, item, start, place, ring, teller, tokens: int):
+        """As `multiply`, of units whose digits are there, those of ``start`` first."""
+        if const_expr(self.config.ahead):
+            stage, phase, last = self.multiply_ahead(sums, memory, item, start, place, ring, teller, tokens)
+        else:
+            stage, phase, last = self.multiply_each(sums, memory, item, start, place, ring, teller, tokens)
+        return stage, phase, last
+
+    @cute.jit
+    def multiply_each(self, sums, memory, item, start, place, ring, teller, tokens: int):
         """As `DigitUnits.multiply`."""
         stage, phase, last = ring
-        x_place, start = self.x_scale_place(item), self.kernel.first_resident(item)
+        x_place = self.x_scale_place(item)
         for unit in cutlass.range(item.begin + place.turn, item.end, self.config.turns, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
             self.multiply_unit(sums, self.at(memory, unit - start, tokens), stage, place, x_place, tokens)
@@ -105,13 +144,14 @@ class ResidentUnits(AheadUnits):
         return stage, phase, last
 
     @cute.jit
-    def multiply_ahead(self, sums, memory, item, place, ring, teller, tokens: int):
-        """As `AheadUnits.multiply`, of an item that has a unit for each turn."""
+    def multiply_ahead(self, sums, memory, item, start, place, ring, teller, tokens: int):
+        """As `AheadUnits.multiply`; there may be no unit for a turn."""
         stage, phase, last = ring
-        x_place, start = self.x_scale_place(item), self.kernel.first_resident(item)
+        x_place = self.x_scale_place(item)
         between = self.nothing_yet(tokens)
         turns = self.config.turns
-        cute.arch.mbarrier_wait(memory.full + stage, phase)
+        if item.begin + place.turn < item.end:
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
         self.take(memory, stage, place, between)
         for unit in cutlass.range(item.begin + place.turn, item.end, turns, unroll=1):
             here = self.at(memory, unit - start, tokens)
@@ -181,7 +221,7 @@ class ResidentKernel(WgmmaKernel):
         """
         sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
         reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-        shape = ResidentShape(*sizes, split_reciprocal=reciprocal)
+        shape = ResidentShape(*sizes, split_reciprocal=reciprocal, x=ptx.address(x), fits=Int32(1))
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
 
@@ -209,9 +249,9 @@ class ResidentKernel(WgmmaKernel):
         else:
             if const_expr(config.part_slots > 0):
                 cute.arch.cluster_arrive_relaxed()
-            self.make_digits(operands, shape, memory, items, warp, lane)
+            fits = self.make_digits(operands, shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
-            self.multiply(operands, shape, memory, items, warp, lane)
+            self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
 
     def items_of(self, shape, cta, num_ctas) -> ResidentItems:  # type: ignore[override]
         blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)
@@ -266,22 +306,40 @@ class ResidentKernel(WgmmaKernel):
 
     @cute.jit
     def make_digits(self, operands, shape, memory, items, warp, lane):
-        """Digits of what the CTA needs of x: of a cluster, which has one item, a part of K."""
+        """Digits of all that the CTA needs of x, a part of K where it has one item, if there is room.
+
+        Returns whether there is.
+        """
         item = items.item(items.first)
         begin, end = Int32(0), shape.units
         if const_expr(self.config.cluster > 1):
             begin, end = item.begin, item.end
-        tokens = self.parts_of(shape, item) * MMA_TOKENS
-        self.rows.make(operands.x, shape, memory, begin, end, tokens, warp, lane)
+        parts = self.parts_of(shape, item)
+        fits = cutlass.select_((end - begin) * parts <= self.config.boxes, Int32(1), Int32(0))
+        if fits != 0:
+            self.rows.make(operands.x, shape, memory, begin, end, parts * MMA_TOKENS, warp, lane)
+        return fits
+
+    def make_units(self, place: ResidentLane, memory, begin, end, tokens: int):
+        """Digits of some units."""
+        self.rows.make(place.x, place.shape, memory, begin, end, Int32(tokens), place.warp, place.lane)
+
+    def meet(self):
+        """Waits for all multiplying warps."""
+        threads = self.config.math_warps * WARP_THREADS
+        cute.arch.barrier(barrier_id=CHUNK_BARRIER, number_of_threads=threads)
 
     def first_resident(self, item):
         """The first unit that an item's CTA has the digits of."""
         return item.begin if self.config.cluster > 1 else Int32(0)
 
-    def lane_places(self, shape, warp, lane) -> TurnLane:
+    def lane_places(self, shape, warp, lane) -> ResidentLane:
         place = super().lane_places(shape, warp, lane)
         values = {field.name: getattr(place, field.name) for field in fields(place)}
-        return TurnLane(**values, turn=self.turn(warp // WARPGROUP_WARPS))
+        group = warp // WARPGROUP_WARPS
+        return ResidentLane(
+            **values, turn=self.turn(group), x=shape.x, shape=shape, warp=warp, lane=lane, fits=shape.fits
+        )
 
     def turn(self, group):
         """Whose turn is a warpgroup's."""
