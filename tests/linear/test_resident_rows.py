@@ -1,4 +1,4 @@
-"""Digits that a CTA makes of x itself: every warp in NumPy, against what TMA would have brought of digits made before."""
+"""Digits that a CTA makes of x itself: every warp in NumPy, against boxes of digits that TMA brings."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KERNEL_MODULES = (
     "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
     "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
-RESIDENT_MODULES = ("digit_rows", "resident_config", "resident_kernel", "resident_rows")
+RESIDENT_MODULES = ("digit_rows", "resident_config", "resident_kernel", "resident_rows", "resident_units")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
 NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS = 4, 3  # of the launch that makes them

@@ -245,7 +245,9 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.release(memory, last, teller)
                 self.put_sums(sums, finished, channel)
             if const_expr(config.part_slots > 0):
-                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile, self.part_of(item, group))
+                self.cluster_parts.finish(
+                    operands, shape, memory, store, item, sums, first_tile, self.part_of(item, group)
+                )
             elif const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
                 corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)

@@ -33,6 +33,8 @@ class ResidentConfig(WgmmaConfig):
 
     turns: int = 1
     boxes: int = 64
+    released: bool = False  # an experiment: what is written before a cluster's CTAs meet is seen behind it
+    stays: bool = False  # an experiment: all of a CTA stays until its cluster has done
 
     @property
     def block_tiles(self) -> int:
@@ -76,7 +78,8 @@ class ResidentConfig(WgmmaConfig):
     @property
     def name(self) -> str:
         turns = f"t{self.turns}" if self.turns > 1 else ""
-        return f"{super().name}_resident{self.boxes}{turns}"
+        x = ("_released" if self.released else "") + ("_stays" if self.stays else "")
+        return f"{super().name}_resident{self.boxes}{turns}{x}"
 
     def can_implement(self) -> str | None:
         choices = {

@@ -18,15 +18,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_kernels.device import ptx, wgmma
+from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES
 from cute_kernels.linear.wgmma.config import MMA_TOKENS, WARPGROUP_WARPS
-from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
-from cute_kernels.linear.wgmma.reading import Lane
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, ResidentRows
+from cute_kernels.linear.wgmma.resident_rows import ResidentRows
+from cute_kernels.linear.wgmma.resident_units import ResidentLane, ResidentUnits
 from cute_kernels.linear.wgmma.tiles import Item, Shape
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
 from cute_kernels.sm90 import WARP_THREADS
@@ -43,18 +42,6 @@ class ResidentShape(Shape):
     split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
     x: Any  # address
     fits: Any  # whether there is room for digits of all of x that a CTA needs
-
-
-@dataclass(frozen=True)
-class ResidentLane(Lane):
-    """A thread's places in a stage, whose turn is its warpgroup's, and what it makes digits of."""
-
-    turn: Any
-    x: Any  # address
-    shape: ResidentShape
-    warp: Any
-    lane: Any
-    fits: Any  # whether all of x that the CTA needs is made at once, before the first item
 
 
 @dataclass(frozen=True)
@@ -83,106 +70,7 @@ class ResidentItems:
         end = cutlass.min(begin + shape.split_units, shape.units)
         if self.cluster == 1:
             end = cutlass.select_(cut, end, shape.units)
-        return Item(
-            block=block, token_tile=Int32(0), begin=begin, end=end, split=split, splits=splits, number=number
-        )
-
-
-class ResidentUnits(AheadUnits):
-    """What a multiplying warpgroup does with the units of an item whose digits its CTA makes."""
-
-    @cute.jit
-    def multiply(self, sums, memory, item, place, ring, teller, tokens: int):
-        """As `WgmmaKernel.multiply_units`.
-
-        Where there is no room for all of x, one half of the room has a chunk of K, and the next is made in the other:
-        the copying warp goes on meanwhile, and multiplying catches up. The chunk before the first is empty.
-        """
-        stage, phase, last = ring
-        half = self.config.boxes * MMA_TOKENS // tokens // 2
-        size = cutlass.select_(place.fits != 0, item.end - item.begin, Int32(half))
-        count = (item.end - item.begin + half - 1) // half
-        count = cutlass.select_(place.fits != 0, Int32(1), count)
-        resident = self.kernel.first_resident(item)
-        for chunk in cutlass.range(cutlass.select_(place.fits != 0, Int32(0), Int32(-1)), count, 1, unroll=1):
-            begin = item.begin + chunk * size
-            following, end = begin + size, cutlass.min(begin + size, item.end)
-            if following < item.end:
-                there = self.at(memory, ((chunk + 1) & 1) * half, tokens)
-                self.kernel.make_units(place, there, following, cutlass.min(following + half, item.end), tokens)
-            if chunk >= 0:
-                start = cutlass.select_(place.fits != 0, resident, begin - (chunk & 1) * half)
-                part = replace(item, begin=begin, end=end)
-                stage, phase, last = self.multiply_chunk(
-                    sums, memory, part, start, place, (stage, phase, last), teller, tokens
-                )
-            if place.fits == 0:
-                self.kernel.meet()
-        return stage, phase, last
-
-    @cute.jit
-    def multiply_chunk(self, sums, memory, item, start, place, ring, teller, tokens: int):
-        """As `multiply`, of units whose digits are there, those of ``start`` first."""
-        if const_expr(self.config.ahead):
-            stage, phase, last = self.multiply_ahead(sums, memory, item, start, place, ring, teller, tokens)
-        else:
-            stage, phase, last = self.multiply_each(sums, memory, item, start, place, ring, teller, tokens)
-        return stage, phase, last
-
-    @cute.jit
-    def multiply_each(self, sums, memory, item, start, place, ring, teller, tokens: int):
-        """As `DigitUnits.multiply`."""
-        stage, phase, last = ring
-        x_place = self.x_scale_place(item)
-        for unit in cutlass.range(item.begin + place.turn, item.end, self.config.turns, unroll=1):
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-            self.multiply_unit(sums, self.at(memory, unit - start, tokens), stage, place, x_place, tokens)
-            cute.arch.sync_warp()
-            self.kernel.release(memory, stage, teller)
-            last = stage
-            stage, phase = self.advance(stage, phase)
-        return stage, phase, last
-
-    @cute.jit
-    def multiply_ahead(self, sums, memory, item, start, place, ring, teller, tokens: int):
-        """As `AheadUnits.multiply`; there may be no unit for a turn."""
-        stage, phase, last = ring
-        x_place = self.x_scale_place(item)
-        between = self.nothing_yet(tokens)
-        turns = self.config.turns
-        if item.begin + place.turn < item.end:
-            cute.arch.mbarrier_wait(memory.full + stage, phase)
-        self.take(memory, stage, place, between)
-        for unit in cutlass.range(item.begin + place.turn, item.end, turns, unroll=1):
-            here = self.at(memory, unit - start, tokens)
-            started, scales, x_scales = self.multiply_but_last(sums, here, stage, place, x_place, between, tokens)
-            last = stage
-            stage, phase = self.advance(stage, phase)
-            if unit + turns < item.end:
-                cute.arch.mbarrier_wait(memory.full + stage, phase)
-            # Behind the item's last unit these are bytes of some other, and not used.
-            self.take(memory, stage, place, between)
-            self.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales)
-            cute.arch.sync_warp()
-            self.kernel.release(memory, last, teller)
-        self.add_kept(sums, between)
-        return stage, phase, last
-
-    def at(self, memory, index, tokens: int):
-        """Memory as units read it, of the ``index``-th resident one."""
-        index = cute.arch.make_warp_uniform(index)
-        return replace(
-            memory,
-            x_address=memory.x_address + index * (2 * tokens * ROW_BYTES),
-            x_scales=memory.x_scales + index * (4 * tokens),
-        )
-
-    def advance(self, stage, phase):
-        """The stage of the warpgroup's next unit, and the parity of its barrier."""
-        stage = stage + self.config.turns
-        wrapped = stage >= self.config.num_stages
-        stage = cutlass.select_(wrapped, stage - self.config.num_stages, stage)
-        return stage, cutlass.select_(wrapped, phase ^ 1, phase)
+        return Item(block=block, token_tile=Int32(0), begin=begin, end=end, split=split, splits=splits, number=number)
 
 
 class ResidentKernel(WgmmaKernel):
@@ -244,14 +132,25 @@ class ResidentKernel(WgmmaKernel):
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             if const_expr(config.part_slots > 0):
                 # For whoever sends parts. Barriers are all that was written, and have had their fence.
-                cute.arch.cluster_arrive_relaxed()
+                self.arrive()
             self.copy_weights(operands, shape, memory, items)
         else:
             if const_expr(config.part_slots > 0):
-                cute.arch.cluster_arrive_relaxed()
+                self.arrive()
             fits = self.make_digits(operands, shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
+        if const_expr(config.stays):
+            if warp == config.math_warps:
+                cute.arch.cluster_wait()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def arrive(self):
+        if const_expr(self.config.released):
+            cute.arch.cluster_arrive()
+        else:
+            cute.arch.cluster_arrive_relaxed()
 
     def items_of(self, shape, cta, num_ctas) -> ResidentItems:  # type: ignore[override]
         blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)

@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32
 
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig

@@ -1,0 +1,197 @@
+"""Items of products whose digits a CTA makes itself, units in turn and K in chunks, lane by lane in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear import decode
+from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import digits, digits_ahead, kernel, reading, resident_kernel, resident_units
+from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS
+from cute_kernels.linear.wgmma.resident_config import BOX_SCALE_BYTES, GROUP_BOX_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.schedule import schedule_of
+from cute_kernels.linear.wgmma.tiles import Item
+from tests.attention import warp as machine
+from tests.linear.digits import digits_of
+from tests.linear.warpgroup import WarpgroupWarp, put_box
+
+STAGES, K = 5, 1152
+X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
+CONFIGS = [
+    ResidentConfig(
+        4,
+        "bf16",
+        128,
+        tokens=16,
+        row_parts=2,
+        unit_k=128,
+        num_stages=STAGES,
+        digits=True,
+        splits_k=True,
+        ahead=ahead,
+        warpgroups=warpgroups,
+        turns=turns,
+        cluster=cluster,
+        pushes=cluster > 1,
+        boxes=boxes,
+    )
+    for ahead, warpgroups, turns, cluster, boxes in (
+        (True, 2, 1, 1, 18),
+        (True, 4, 2, 2, 16),
+        (False, 4, 4, 2, 16),
+        (False, 4, 1, 1, 16),
+        (True, 4, 4, 2, 32),
+        (True, 2, 2, 2, 8),
+    )
+]
+JITTED: list[tuple[Any, str]] = [
+    (resident_units.ResidentUnits, name) for name in ("multiply", "multiply_chunk", "multiply_each", "multiply_ahead")
+]
+
+
+class Cta:
+    """Memory of a CTA as one of its warps finds it: units come in order, digits as they are made."""
+
+    def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, begin: int, turn: int):
+        self.config, self.weight, self.begin, self.turn = config, weight, begin, turn
+        self.digits, self.scales = digits_of(x)
+        self.rows, self.tokens = len(x), -(-len(x) // MMA_TOKENS) * MMA_TOKENS
+        self.shared = np.full(1 << 20, 0x7F, np.uint8)
+        self.waited, self.released, self.met = 0, 0, 0
+        self.made: list[tuple[int, int]] = []
+
+    def wait(self, barrier: int, phase: int) -> None:
+        """A warp waits for the units whose turn it is."""
+        count = self.turn + self.waited * self.config.turns
+        assert (barrier, phase) == (count % STAGES, count // STAGES % 2)
+        assert self.waited - self.released <= self.config.ahead
+        unit, tiles = self.begin + count, self.config.block_tiles
+        codes = self.weight.codes[:tiles, unit * self.config.unit_tiles : (unit + 1) * self.config.unit_tiles]
+        for part, start in ((codes, CODES), (self.weight.scales[:tiles, unit], SCALES)):
+            run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
+            self.shared[start + barrier * run.size : start + (barrier + 1) * run.size] = run
+        self.waited += 1
+
+    def release(self, memory: Any, stage: int, teller: Any) -> None:
+        assert stage == (self.turn + self.released * self.config.turns) % STAGES
+        self.released += 1
+        for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
+            self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
+
+    def make_units(self, place: Any, memory: Any, begin: int, end: int, tokens: int) -> None:
+        """Puts digits where a box would lie, within what there is room for."""
+        assert begin < end and tokens == self.tokens
+        self.made.append((begin, end))
+        x, x_scales = memory.x_address, memory.x_scales
+        parts = tokens // MMA_TOKENS
+        assert x + (end - begin) * parts * GROUP_BOX_BYTES <= X + self.config.boxes * GROUP_BOX_BYTES
+        assert x_scales + (end - begin) * parts * BOX_SCALE_BYTES <= X_SCALES + self.config.x_scale_bytes
+        for unit in range(begin, end):
+            for digit in range(2):
+                for part in range(parts):
+                    some = self.digits[MMA_TOKENS * part : MMA_TOKENS * (part + 1), unit, digit].copy().view(np.uint16)
+                    put_box(self.shared, x + (digit * parts + part) * 2 * BOX_K * MMA_TOKENS, some)
+            self.shared[x_scales : x_scales + 4 * self.rows] = self.scales[unit].view(np.uint8)
+            x, x_scales = x + parts * GROUP_BOX_BYTES, x_scales + parts * BOX_SCALE_BYTES
+
+    def meet(self) -> None:
+        self.met += 1
+
+
+def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, item: Item, monkeypatch):
+    """A warp's sums of an item, and the CTA behind them."""
+    subject = resident_kernel.ResidentKernel(config)
+    cta = Cta(config, weight, x, item.begin, subject.turn(warp // 4))
+    gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
+    monkeypatch.setattr(resident_units, "Uint32", machine.Uint32, raising=False)
+    modules = (kernel, reading, decode, digits, digits_ahead, resident_units)
+    gpu.install(monkeypatch, *modules)
+    for module in (digits_ahead, resident_units):
+        arch = module.cute.arch
+        arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, cta.wait
+        monkeypatch.setattr(module.cute, "size", len, raising=False)
+        monkeypatch.setattr(module.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
+    monkeypatch.setattr(resident_units.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
+    monkeypatch.setattr(resident_units, "Int32", int)
+    monkeypatch.setattr(resident_kernel, "Int32", int)
+    monkeypatch.setattr(resident_units, "const_expr", lambda value: value)
+    for owner, name in JITTED:
+        monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))
+    monkeypatch.setattr(resident_units, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes}))
+    subject.release, subject.make_units, subject.meet = cta.release, cta.make_units, cta.meet  # type: ignore
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
+    first, end = (item.begin, item.end) if config.cluster > 1 else (0, K // 128)
+    fits = (end - first) * cta.tokens // MMA_TOKENS <= config.boxes
+    if fits:
+        cta.make_units(None, memory, first, end, cta.tokens)
+    shape = SimpleNamespace(m=len(x), x=0, fits=int(fits))
+    place = subject.lane_places(shape, warp, machine.LANES)
+    sums = machine.Registers(config.thread_sums, machine.Float32)
+    ring = (cta.turn, 0, 0)
+    subject.digits.multiply(sums, memory, item, place, ring, True, cta.tokens)
+    return np.array([np.asarray(value, np.float64) for value in sums]), cta, fits
+
+
+def parts_of(config: ResidentConfig, n: int) -> list[Item]:
+    """The parts of K of the first block."""
+    problem = Problem(16, n, K, K, 4, "bf16", 128)
+    schedule = schedule_of(problem, config, max(config.cluster, 2))
+    assert schedule is not None
+    cuts = [(i * schedule.split_units, min((i + 1) * schedule.split_units, K // 128)) for i in range(schedule.splits)]
+    return [Item(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("rows", [3, 16])
+def test_turns_and_parts_of_k_add_up(config: ResidentConfig, rows: int, monkeypatch):
+    generator = torch.Generator().manual_seed(rows)
+    weight = quantize_weight(torch.randn(config.block_rows, K, generator=generator).bfloat16(), 4, 128)
+    x = torch.randn(rows, K, generator=generator).bfloat16()
+    exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
+    total = np.zeros((rows, config.block_rows))
+    subject = resident_kernel.ResidentKernel(config)
+    units: list[int] = []
+    for item in parts_of(config, config.block_rows):
+        for group in range(config.warpgroups):
+            for row_warp in (0, 3):
+                found, cta, fits = sums_of(config, weight, x, 4 * group + row_warp, item, monkeypatch)
+                assert cta.waited == cta.released == len(range(item.begin + cta.turn, item.end, config.turns))
+                if not fits:
+                    assert cta.made[0][0] == item.begin and cta.made[-1][1] == item.end
+                    assert cta.met == len(cta.made) + 1
+                units.append(cta.waited)
+                for i in range(cta.tokens // 2):
+                    feature = 64 * subject.first_tile(group) + 16 * row_warp + machine.ROW + 8 * (i // 2 % 2)
+                    token = 8 * (i // 4) + 2 * machine.COLUMN + i % 2
+                    there = token < rows
+                    np.add.at(total, (token[there], feature[there]), found[i][there])
+    checked = [feature for feature in range(config.block_rows) if feature // 16 % 4 in (0, 3)]
+    np.testing.assert_allclose(total[:, checked], exact[:, checked], rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+    assert sum(units) == K // 128 * 2 * config.block_tiles
+
+
+def test_only_what_can_be_resident_is_taken():
+    config = CONFIGS[1]
+    for change in (
+        {"bits": 8},
+        {"zero_point": True},
+        {"group_size": 64},
+        {"tokens": 32},
+        {"turns": 3},
+        {"cluster": 1},
+        {"boxes": 200},
+        {"num_stages": 1},
+        {"digits": False},
+    ):
+        assert replace(config, **change).can_implement(), change
+    assert config.can_implement() is None
