@@ -54,17 +54,18 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     shape = SimpleNamespace(m=rows, k=k)
     memory = SimpleNamespace(x_address=X, x_scales=X_SCALES)
     tokens = -(-rows // MMA_TOKENS) * MMA_TOKENS
+    first_row = rows // 3
     bits = int(subject.octet_bits(np.full(1, end - begin, np.int32))[0])
     assert resident_rows.STEP_GROUPS << bits >= end - begin
     for step in range(rows << bits):
         words = Registers(resident_rows.STEP_WORDS, Uint32)
-        subject.load(0, shape, begin, bits, step, LANES, rows << bits, words)
-        row, unit = subject.place(bits, step, LANES)
+        subject.load(0, shape, begin, bits, step, LANES, rows << bits, first_row, words)
+        row, unit = subject.place(bits, step, LANES, first_row, rows)
         scale, digits = subject.split(list(words))
         # Lanes without a unit store behind the last one, in which nobody is interested; the kernel's do not.
         subject.store(memory, tokens, Int32(row), Int32(unit), LANES, digits)
         for lane in range(0, 32, resident_rows.GROUP_LANES):
-            at = X_SCALES // 4 + unit[lane] * tokens + row
+            at = X_SCALES // 4 + int(unit[lane]) * tokens + int(row)
             gpu.shared_memory.view(np.uint32)[at] = np.asarray(scale)[lane]
     return gpu
 

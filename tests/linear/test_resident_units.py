@@ -25,7 +25,7 @@ from tests.attention import warp as machine
 from tests.linear.digits import digits_of
 from tests.linear.warpgroup import WarpgroupWarp, put_box
 
-STAGES, K = 5, 1152
+STAGES, K = 8, 1152
 X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
 CONFIGS = [
     ResidentConfig(

@@ -93,12 +93,14 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel
+    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel, FastDigitConfig, FastDigitKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
     check_config(config)
     counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
     kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
+    if isinstance(config, FastDigitConfig):
+        kernel = FastDigitKernel(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 

@@ -127,10 +127,14 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         else:
             cute.arch.sync_threads()
         if const_expr(config.part_slots > 0):
-            cute.arch.cluster_arrive()
+            self.arrive()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
         if const_expr(config.sharing > 1):
             self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
+
+    def arrive(self):
+        """Says that this CTA's barriers are there."""
+        cute.arch.cluster_arrive()
 
     def meet_cluster(self):
         """Waits for all threads of the cluster."""

@@ -110,8 +110,9 @@ class ResidentConfig(WgmmaConfig):
             return f"{self.turns} warpgroups that take units in turn push their parts, in a cluster"
         if self.warpgroups % self.turns:
             return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
-        if not max(2, self.turns) <= self.num_stages:
-            return f"num_stages {self.num_stages} is not at least 2 and as many as turns"
+        if self.num_stages < 2 * self.turns or self.num_stages % self.turns:
+            # A warpgroup that left out a use of a stage would take it for the next by its parity; and one has two at once.
+            return f"num_stages {self.num_stages} is no multiple of {self.turns} turns, or less than two for each"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
         return None

@@ -50,15 +50,18 @@ class ResidentRows:
         tokens: rows of the operand, a multiple of eight. Visible to MMAs after a barrier of all warps that make them.
         """
         octet_bits = self.octet_bits(end - begin)
+        # All CTAs want the same of x at the same time: each begins with another row.
+        cta, _, _ = cute.arch.block_idx()
+        first_row = (cta * shape.m) >> 8
         count = shape.m << octet_bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        self.load(x, shape, begin, octet_bits, warp, lane, count, coming)
+        self.load(x, shape, begin, octet_bits, warp, lane, count, first_row, coming)
         for step in cutlass.range(warp, count, self.config.math_warps, unroll=1):
             for i in cutlass.range_constexpr(STEP_WORDS):
                 words[i] = coming[i]
-            self.load(x, shape, begin, octet_bits, step + self.config.math_warps, lane, count, coming)
-            row, unit = self.place(octet_bits, step, lane)
+            self.load(x, shape, begin, octet_bits, step + self.config.math_warps, lane, count, first_row, coming)
+            row, unit = self.place(octet_bits, step, lane, first_row, shape.m)
             scale, digits = self.split([words[i] for i in range(STEP_WORDS)])
             if begin + unit < end:
                 self.store(memory, tokens, row, unit, lane, digits)
@@ -71,19 +74,21 @@ class ResidentRows:
         most = max(self.config.boxes // STEP_GROUPS - 1, 1).bit_length()
         return sum((cutlass.select_(units > STEP_GROUPS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
-    def place(self, octet_bits, step, lane) -> tuple[Any, Any]:
+    def place(self, octet_bits, step, lane, first_row, rows) -> tuple[Any, Any]:
         """(row, unit of those there are) of a lane in a step of a warp."""
         row = step >> octet_bits
-        return row, (step - (row << octet_bits)) * STEP_GROUPS + lane // GROUP_LANES
+        unit = (step - (row << octet_bits)) * STEP_GROUPS + lane // GROUP_LANES
+        row = row + first_row
+        return cutlass.select_(row >= rows, row - rows, row), unit
 
     def block(self, lane, number: int):
         """A lane's ``number``-th block of 128 inputs; neighbouring groups' lanes store to different banks."""
         first = lane % GROUP_LANES
         return first + ((lane // GROUP_LANES + number) & 1) * GROUP_LANES
 
-    def load(self, x, shape, begin, octet_bits, step, lane, count, words) -> None:
+    def load(self, x, shape, begin, octet_bits, step, lane, count, first_row, words) -> None:
         """Asks for a lane's inputs of a step, packed pairs; zeros behind the end of a row and of all steps."""
-        row, unit = self.place(octet_bits, step, lane)
+        row, unit = self.place(octet_bits, step, lane, first_row, shape.m)
         row_pieces = shape.k // (PIECE_BYTES // 2)
         first = (begin + unit) * GROUP_PIECES
         start = x + (Int64(row) * row_pieces + first) * PIECE_BYTES
