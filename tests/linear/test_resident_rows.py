@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,29 +11,21 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma import digit_rows, resident_rows
-from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS
+from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
 from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES
 from layouts import banks
-from tests.attention.warp import LANES, Int32, Registers, Uint32, Warp, elements, from_halves, halves
+from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
 from tests.linear.digits import GROUP, digits_of
 from tests.linear.warpgroup import put_box
 
-X, X_SCALES, SPARE = 1 << 10, 1 << 18, 1 << 16
+X, X_SCALES = 1 << 10, 1 << 18
 CONFIG = ResidentConfig(4, "bf16", 128, tokens=16, row_parts=2, unit_k=128, warpgroups=4, digits=True)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Numbers:
     """Stands for `cute_kernels.device.numbers`."""
-
-    def __init__(self, memory: np.ndarray):
-        self.words = memory.view(np.uint32)
-
-    def load_global_if(self, condition, address, offset: int, num_words: int = 4):
-        inside, places = np.asarray(condition) != 0, np.asarray(address, np.int64) + offset
-        assert not (places[inside] % 16).any() and (places[inside] >= 0).all()
-        assert (places[inside] + 4 * num_words <= 4 * self.words.size).all(), "access out of bounds"
-        return [Uint32(np.where(inside, self.words[np.where(inside, places // 4 + i, 0)], 0)) for i in range(num_words)]
 
     def greater_magnitude(self, a, b, *, dtype: str):
         kind = "bf16" if dtype == "bf16" else "f16"
@@ -49,24 +40,32 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     rows, k = x.shape
     gpu = Warp(np.full(1 << 19, 0xAA, np.uint8), np.zeros(0, np.uint8))
     gpu.install(monkeypatch, digit_rows, resident_rows)
-    monkeypatch.setattr(resident_rows, "numbers", Numbers(x.contiguous().view(torch.int16).numpy().reshape(-1)))
+    monkeypatch.setattr(resident_rows, "numbers", Numbers())
     subject = resident_rows.ResidentRows(config)
-    shape = SimpleNamespace(m=rows, k=k)
-    memory = SimpleNamespace(x_address=X, x_scales=X_SCALES)
-    tokens = -(-rows // MMA_TOKENS) * MMA_TOKENS
-    first_row = rows // 3
-    bits = int(subject.octet_bits(np.full(1, end - begin, np.int32))[0])
-    assert resident_rows.STEP_GROUPS << bits >= end - begin
-    for step in range(rows << bits):
-        words = Registers(resident_rows.STEP_WORDS, Uint32)
-        subject.load(0, shape, begin, bits, step, LANES, rows << bits, first_row, words)
-        row, unit = subject.place(bits, step, LANES, first_row, rows)
-        scale, digits = subject.split(list(words))
+    parts = -(-rows // MMA_TOKENS)
+    tokens, count = parts * MMA_TOKENS, end - begin
+    padded = torch.zeros(tokens, end * GROUP, dtype=x.dtype)
+    padded[:rows, : min(k, end * GROUP)] = x[:, : end * GROUP]
+    for box in range(UNIT_BOXES * count):  # what TMA brings: zeros where x has nothing
+        for part in range(parts):
+            inputs = slice(begin * GROUP + box * BOX_K, begin * GROUP + (box + 1) * BOX_K)
+            some = padded[part * MMA_TOKENS : (part + 1) * MMA_TOKENS, inputs].contiguous().view(torch.int16).numpy()
+            put_box(gpu.shared_memory, X + (box * parts + part) * 2 * BOX_K * MMA_TOKENS, some.view(np.uint16))
+    bits = int(subject.step_bits(np.full(1, count, np.int32))[0])
+    assert resident_rows.STEP_UNITS << bits >= count
+    done: set[tuple[int, int]] = set()
+    for step in range(-(-rows // resident_rows.STEP_ROWS) << bits):
+        row, unit = subject.place(bits, step, LANES)
+        start = Int32(X + (unit * 2 * tokens + row) * resident_rows.ROW_BYTES)
+        scale, digits = subject.split(subject.load(start, tokens, Int32(row), LANES))
         # Lanes without a unit store behind the last one, in which nobody is interested; the kernel's do not.
-        subject.store(memory, tokens, Int32(row), Int32(unit), LANES, digits)
+        subject.store(start, tokens, Int32(row), LANES, digits)
         for lane in range(0, 32, resident_rows.GROUP_LANES):
-            at = X_SCALES // 4 + int(unit[lane]) * tokens + int(row)
+            at = X_SCALES // 4 + int(unit[lane]) * tokens + int(row[lane])
             gpu.shared_memory.view(np.uint32)[at] = np.asarray(scale)[lane]
+            assert (int(row[lane]), int(unit[lane])) not in done
+            done.add((int(row[lane]), int(unit[lane])))
+    assert {(row, unit) for row in range(rows) for unit in range(count)} <= done
     return gpu
 
 
@@ -79,27 +78,29 @@ def test_digits_lie_as_boxes_of_digits_would(dtype: str, rows: int, k: int, begi
     generator = torch.Generator().manual_seed(rows + k)
     x = (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 8).to(DTYPES[dtype])
     x[0, : k // 2] = 0
-    found = made(replace(CONFIG, dtype=dtype), x, begin, end, monkeypatch)
+    found = made(replace(CONFIG, dtype=dtype), x, begin, end, monkeypatch).shared_memory
     digits, scales = digits_of(x)
     parts = -(-rows // MMA_TOKENS)
-    wanted = found.shared_memory.copy()
+    zeros = np.zeros((parts * MMA_TOKENS - rows, *digits.shape[1:]), np.int8)
+    digits = np.concatenate([digits, zeros])
+    wanted = np.zeros(1 << 19, np.uint8)
     for unit in range(begin, end):
         at = X + (unit - begin) * parts * GROUP_BOX_BYTES
         for digit in range(2):
             for part in range(parts):
                 some = digits[part * MMA_TOKENS : (part + 1) * MMA_TOKENS, unit, digit].copy().view(np.uint16)
-                place = at + (digit * parts + part) * 2 * BOX_K * MMA_TOKENS
-                put_box(wanted, place, some)
+                put_box(wanted, at + (digit * parts + part) * 2 * BOX_K * MMA_TOKENS, some)
         first = X_SCALES + (unit - begin) * parts * MMA_TOKENS * 4
-        wanted[first : first + 4 * rows] = scales[unit].view(np.uint8)
-    assert np.array_equal(found.shared_memory, wanted)
-    assert GROUP == 128
+        assert np.array_equal(found[first : first + 4 * rows], scales[unit].view(np.uint8))
+    size = (end - begin) * parts * GROUP_BOX_BYTES
+    assert np.array_equal(found[X : X + size], wanted[X : X + size])
+    assert GROUP == DIGIT_GROUP
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_digits_are_stored_without_conflicts(rows: int, monkeypatch):
     found = made(CONFIG, torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch)
-    assert len(found.accesses) == rows * 4 * 4
+    assert len(found.accesses) == -(-rows // 2) * 8 * 8
     for access in found.accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 

@@ -69,6 +69,7 @@ class Cta:
         self.shared = np.full(1 << 20, 0x7F, np.uint8)
         self.waited, self.released, self.met = 0, 0, 0
         self.made: list[tuple[int, int]] = []
+        self.asked: tuple[int, int, int, int] | None = None
 
     def wait(self, barrier: int, phase: int) -> None:
         """A warp waits for the units whose turn it is."""
@@ -88,11 +89,20 @@ class Cta:
         for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
             self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
 
-    def make_units(self, place: Any, memory: Any, begin: int, end: int, tokens: int) -> None:
+    def bring_units(self, place: Any, first: int, begin: int, end: int, tokens: int) -> None:
+        """What is asked for is what is made next, in that place."""
+        assert begin < end and tokens == self.tokens and self.asked is None
+        x, x_scales = X + first * 2 * tokens * 128, X_SCALES + first * 4 * tokens
+        self.shared[x : x + (end - begin) * 2 * tokens * 128] = 0x7F
+        self.asked = x, x_scales, begin, end
+
+    def make_units(self, place: Any, memory: Any, count: int, x_phase: int, tokens: int) -> None:
         """Puts digits where a box would lie, within what there is room for."""
-        assert begin < end and tokens == self.tokens
+        assert self.asked is not None and x_phase == len(self.made) % 2
+        x, x_scales, begin, end = self.asked
+        assert (x, x_scales, count) == (memory.x_address, memory.x_scales, end - begin)
+        self.asked = None
         self.made.append((begin, end))
-        x, x_scales = memory.x_address, memory.x_scales
         parts = tokens // MMA_TOKENS
         assert x + (end - begin) * parts * GROUP_BOX_BYTES <= X + self.config.boxes * GROUP_BOX_BYTES
         assert x_scales + (end - begin) * parts * BOX_SCALE_BYTES <= X_SCALES + self.config.x_scale_bytes
@@ -129,11 +139,13 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
         monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))
     monkeypatch.setattr(resident_units, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes}))
     subject.release, subject.make_units, subject.meet = cta.release, cta.make_units, cta.meet  # type: ignore
+    subject.bring_units = cta.bring_units  # type: ignore
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
     first, end = (item.begin, item.end) if config.cluster > 1 else (0, K // 128)
     fits = (end - first) * cta.tokens // MMA_TOKENS <= config.boxes
     if fits:
-        cta.make_units(None, memory, first, end, cta.tokens)
+        cta.bring_units(None, 0, first, end, cta.tokens)
+        cta.make_units(None, memory, end - first, 0, cta.tokens)
     shape = SimpleNamespace(m=len(x), x=0, fits=int(fits))
     place = subject.lane_places(shape, warp, machine.LANES)
     sums = machine.Registers(config.thread_sums, machine.Float32)

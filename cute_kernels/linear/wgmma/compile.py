@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import FastDigitConfig, ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
@@ -93,7 +93,7 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel, FastDigitConfig, FastDigitKernel
+    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel, FastDigitKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
     check_config(config)

@@ -11,7 +11,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.tiles import DigitShape
-from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
 
 
@@ -51,15 +50,6 @@ class DigitWgmmaKernel(WgmmaKernel):
         shape = DigitShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
-
-
-@dataclass(frozen=True)
-class FastDigitConfig(WgmmaConfig):
-    """An experiment."""
-
-    @property
-    def name(self) -> str:
-        return super().name + "_fast"
 
 
 class FastDigitKernel(DigitWgmmaKernel):

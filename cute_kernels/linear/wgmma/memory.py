@@ -28,6 +28,7 @@ class Memory:
     x_scales: Any
     parts: Any  # of K of a cluster's tiles, and their barriers
     part_barriers: Any
+    x_barrier: Any  # behind all others, if there is one
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
@@ -68,6 +69,7 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
         x_scales=x_scales,
         parts=parts,
         part_barriers=full + 2 * stages,
+        x_barrier=full + (2 * stages + config.part_slots),
     )
 
 

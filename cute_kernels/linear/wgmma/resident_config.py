@@ -57,6 +57,10 @@ class ResidentConfig(WgmmaConfig):
         return self.math_warps // self.turns
 
     @property
+    def num_barriers(self) -> int:
+        return super().num_barriers + 1  # of x
+
+    @property
     def x_stage_bytes(self) -> int:
         return 0
 
@@ -111,8 +115,17 @@ class ResidentConfig(WgmmaConfig):
         if self.warpgroups % self.turns:
             return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
         if self.num_stages < 2 * self.turns or self.num_stages % self.turns:
-            # A warpgroup that left out a use of a stage would take it for the next by its parity; and one has two at once.
+            # By its parity a use of a stage would be taken for the one before the last; and a warpgroup has two at once.
             return f"num_stages {self.num_stages} is no multiple of {self.turns} turns, or less than two for each"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
         return None
+
+
+@dataclass(frozen=True)
+class FastDigitConfig(WgmmaConfig):
+    """An experiment."""
+
+    @property
+    def name(self) -> str:
+        return super().name + "_fast"

@@ -24,7 +24,7 @@ from cute_kernels.linear.config import SCALE_BYTES
 from cute_kernels.linear.wgmma.config import MMA_TOKENS, WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_rows import ResidentRows
+from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES, ResidentRows
 from cute_kernels.linear.wgmma.resident_units import ResidentLane, ResidentUnits
 from cute_kernels.linear.wgmma.tiles import Item, Shape
 from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
@@ -40,7 +40,6 @@ class ResidentShape(Shape):
     """Sizes of a launch of one tile of rows of x."""
 
     split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
-    x: Any  # address
     fits: Any  # whether there is room for digits of all of x that a CTA needs
 
 
@@ -109,15 +108,16 @@ class ResidentKernel(WgmmaKernel):
         """
         sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
         reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-        shape = ResidentShape(*sizes, split_reciprocal=reciprocal, x=ptx.address(x), fits=Int32(1))
-        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
+        shape = ResidentShape(*sizes, split_reciprocal=reciprocal, fits=Int32(1))
+        operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
+        copy_x, x_view = self.box_copy(x)
+        self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
     def x_layout(self):
-        return self.boxes_layout(MMA_TOKENS, 2 * self.config.boxes)
+        return self.boxes_layout(MMA_TOKENS, UNIT_BOXES * self.config.boxes)
 
     @cute.kernel
-    def kernel(self, operands, shape):  # type: ignore[override]
+    def kernel(self, operands, shape, copy_x, x_view):  # type: ignore[override]
         config = self.config
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
@@ -125,6 +125,7 @@ class ResidentKernel(WgmmaKernel):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
+        self.boxes = self.rows.boxes(memory, copy_x, x_view)
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
@@ -137,7 +138,7 @@ class ResidentKernel(WgmmaKernel):
         else:
             if const_expr(config.part_slots > 0):
                 self.arrive()
-            fits = self.make_digits(operands, shape, memory, items, warp, lane)
+            fits = self.make_digits(shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
         if const_expr(config.stays):
@@ -204,7 +205,7 @@ class ResidentKernel(WgmmaKernel):
             )
 
     @cute.jit
-    def make_digits(self, operands, shape, memory, items, warp, lane):
+    def make_digits(self, shape, memory, items, warp, lane):
         """Digits of all that the CTA needs of x, a part of K where it has one item, if there is room.
 
         Returns whether there is.
@@ -215,13 +216,28 @@ class ResidentKernel(WgmmaKernel):
             begin, end = item.begin, item.end
         parts = self.parts_of(shape, item)
         fits = cutlass.select_((end - begin) * parts <= self.config.boxes, Int32(1), Int32(0))
+        if warp == 0:
+            if lane == 0:
+                cute.arch.mbarrier_init(memory.x_barrier, self.config.math_warps)
+                cute.arch.mbarrier_init_fence()
+        self.meet()
         if fits != 0:
-            self.rows.make(operands.x, shape, memory, begin, end, parts * MMA_TOKENS, warp, lane)
+            self.rows.bring(self.boxes, Int32(0), begin, end, parts, warp)
+            cute.arch.mbarrier_wait(memory.x_barrier, 0)
+            tokens = parts * MMA_TOKENS
+            self.rows.make(memory.x_address, memory.x_scales, end - begin, shape.m, tokens, warp, lane)
         return fits
 
-    def make_units(self, place: ResidentLane, memory, begin, end, tokens: int):
-        """Digits of some units."""
-        self.rows.make(place.x, place.shape, memory, begin, end, Int32(tokens), place.warp, place.lane)
+    def bring_units(self, place: ResidentLane, first, begin, end, tokens: int):
+        """Asks for x of some units, as the ``first`` of those there is room for."""
+        parts = tokens // MMA_TOKENS
+        self.rows.bring(self.boxes, first * (UNIT_BOXES * parts), begin, end, Int32(parts), place.warp)
+
+    def make_units(self, place: ResidentLane, memory, count, x_phase, tokens: int):
+        """Digits of some units, once x has come."""
+        cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
+        x, scales = memory.x_address, memory.x_scales
+        self.rows.make(x, scales, count, place.rows, Int32(tokens), place.warp, place.lane)
 
     def meet(self):
         """Waits for all multiplying warps."""
@@ -236,9 +252,7 @@ class ResidentKernel(WgmmaKernel):
         place = super().lane_places(shape, warp, lane)
         values = {field.name: getattr(place, field.name) for field in fields(place)}
         group = warp // WARPGROUP_WARPS
-        return ResidentLane(
-            **values, turn=self.turn(group), x=shape.x, shape=shape, warp=warp, lane=lane, fits=shape.fits
-        )
+        return ResidentLane(**values, turn=self.turn(group), rows=shape.m, warp=warp, lane=lane, fits=shape.fits)
 
     def turn(self, group):
         """Whose turn is a warpgroup's."""

@@ -1,8 +1,9 @@
 """Digits of rows of x, made by the warps that multiply them, where the MMAs read them.
 
-What :mod:`.digit_rows` leaves in memory, bit for bit, each CTA makes of what it needs of x, before the first weights
-have come. Four lanes take 128 inputs of a row, two blocks of 16 each, so that no digit changes lanes and all of a
-block's high digits are one vector, as are its low ones. Magnitudes are compared in packed pairs.
+What :mod:`.digit_rows` leaves in memory, bit for bit, each CTA makes of what it needs of x. TMA brings x into the
+place of its digits, boxes of 64 inputs of eight rows: 128 inputs of a row are two rows of 128 bytes, and so are their
+high and their low digits. Four lanes take 128 inputs of a row, two blocks of 16 each, so that no digit changes lanes
+and all of a block's high digits are one vector, as are its low ones. Magnitudes are compared in packed pairs.
 
 A unit's digits are one operand of `wgmma.multiply_bytes`: rows of 128 bytes, first the high digits of all tokens, then
 the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzling has them.
@@ -10,30 +11,43 @@ the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzlin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
-from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig
-from cute_kernels.linear.wgmma.digit_rows import MAGIC, PIECE_BYTES, DigitRowsKernel
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig
+from cute_kernels.linear.wgmma.digit_rows import MAGIC, DigitRowsKernel
+from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
 from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
+STEP_ROWS = 2  # of a warp at a time,
+STEP_UNITS = WARP_THREADS // GROUP_LANES // STEP_ROWS  # of so many groups
 BLOCK = 16  # inputs whose digits are a piece of 16 bytes
 LANE_BLOCKS = DIGIT_GROUP // BLOCK // GROUP_LANES
-STEP_GROUPS = WARP_THREADS // GROUP_LANES
 BLOCK_PIECES = 2  # of 16 bytes of x
-GROUP_PIECES = DIGIT_GROUP // BLOCK * BLOCK_PIECES
-STEP_WORDS = 4 * BLOCK_PIECES * LANE_BLOCKS
-ROW_BYTES = DIGIT_GROUP  # of digits
+PIECE_BYTES = 16
+UNIT_BOXES = DIGIT_GROUP // BOX_K  # of eight rows
+ROW_BYTES = DIGIT_GROUP  # of digits; and of x, of half of a group
 MAGNITUDES = 0x7FFF7FFF
 # Added before the digits are taken apart, so that the upper one is rounded; the lower one's first bit is turned by it.
 HALF = 128
 SIGNS = 0x80808080
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What brings boxes of x: the copy, where they come from and go to, the barrier that counts their bytes."""
+
+    copy: Any
+    source: Any  # [box, eight rows, 64 inputs]
+    target: Any  # [box, 0, place]
+    barrier: Any
 
 
 class ResidentRows:
@@ -43,64 +57,80 @@ class ResidentRows:
         self.config = config
         self.digit_rows = DigitRowsKernel(DigitRowsConfig(config.dtype))
 
+    def boxes(self, memory, copy_x, x_view) -> Boxes:
+        """Boxes of x, and where they may go."""
+        shape = (MMA_TOKENS, BOX_K)
+        targets = cute.group_modes(cute.local_tile(memory.x, shape, (None, 0, None)), 0, 2)
+        places = cute.group_modes(cute.local_tile(x_view, shape, (None, None)), 0, 2)
+        target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
+        return Boxes(copy_x, source, target, memory.x_barrier)
+
     @cute.jit
-    def make(self, x: Int64, shape, memory, begin, end, tokens, warp, lane):
-        """Digits and scales of units [begin, end) of every row.
+    def bring(self, boxes: Boxes, first_place, begin, end, parts, warp):
+        """Asks for x of units [begin, end), of so many parts of eight rows, into places from ``first_place`` on.
+
+        Each of the multiplying warps asks for its share, and counts on the barrier.
+        """
+        count, warps = end - begin, self.config.math_warps
+        own = (count - warp + (warps - 1)) // warps
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(boxes.barrier, own * parts * GROUP_BOX_BYTES)
+        # All CTAs want the same of x at the same time: each begins with another unit.
+        cta, _, _ = cute.arch.block_idx()
+        shift = (cta * count) >> 8
+        for number in cutlass.range(warp, count, warps, unroll=1):
+            unit = number + shift
+            unit = cutlass.select_(unit >= count, unit - count, unit)
+            for half in cutlass.range_constexpr(UNIT_BOXES):
+                for part in cutlass.range_constexpr(self.config.row_parts):
+                    if part < parts:
+                        place = first_place + (unit * UNIT_BOXES + half) * parts + part
+                        source = boxes.source[None, part, (begin + unit) * UNIT_BOXES + half]
+                        cute.copy(boxes.copy, source, boxes.target[(None, 0, place)], tma_bar_ptr=boxes.barrier)
+
+    @cute.jit
+    def make(self, x_address, x_scales, count, rows, tokens, warp, lane):
+        """Digits and scales of so many units of the rows there are, in the place of x, which has come.
 
         tokens: rows of the operand, a multiple of eight. Visible to MMAs after a barrier of all warps that make them.
         """
-        octet_bits = self.octet_bits(end - begin)
-        # All CTAs want the same of x at the same time: each begins with another row.
-        cta, _, _ = cute.arch.block_idx()
-        first_row = (cta * shape.m) >> 8
-        count = shape.m << octet_bits
-        words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
-        self.load(x, shape, begin, octet_bits, warp, lane, count, first_row, coming)
-        for step in cutlass.range(warp, count, self.config.math_warps, unroll=1):
-            for i in cutlass.range_constexpr(STEP_WORDS):
-                words[i] = coming[i]
-            self.load(x, shape, begin, octet_bits, step + self.config.math_warps, lane, count, first_row, coming)
-            row, unit = self.place(octet_bits, step, lane, first_row, shape.m)
-            scale, digits = self.split([words[i] for i in range(STEP_WORDS)])
-            if begin + unit < end:
-                self.store(memory, tokens, row, unit, lane, digits)
+        bits = self.step_bits(count)
+        steps = ((rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
+        for step in cutlass.range(warp, steps, self.config.math_warps, unroll=1):
+            row, unit = self.place(bits, step, lane)
+            start = x_address + (unit * 2 * tokens + row) * ROW_BYTES
+            scale, digits = self.split(self.load(start, tokens, row, lane))
+            cute.arch.sync_warp()  # until all lanes have their inputs
+            if unit < count:
+                self.store(start, tokens, row, lane, digits)
                 if lane % GROUP_LANES == 0:
-                    ptx.store_shared(memory.x_scales + (unit * tokens + row) * 4, 0, [scale])
+                    ptx.store_shared(x_scales + (unit * tokens + row) * 4, 0, [scale])
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def octet_bits(self, units) -> Any:
+    def step_bits(self, units) -> Any:
         """log2 of the steps of a row of so many units, rounded up: a division would take as long as a step."""
-        most = max(self.config.boxes // STEP_GROUPS - 1, 1).bit_length()
-        return sum((cutlass.select_(units > STEP_GROUPS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
+        most = max(self.config.boxes // STEP_UNITS - 1, 1).bit_length()
+        return sum((cutlass.select_(units > STEP_UNITS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))
 
-    def place(self, octet_bits, step, lane, first_row, rows) -> tuple[Any, Any]:
-        """(row, unit of those there are) of a lane in a step of a warp."""
-        row = step >> octet_bits
-        unit = (step - (row << octet_bits)) * STEP_GROUPS + lane // GROUP_LANES
-        row = row + first_row
-        return cutlass.select_(row >= rows, row - rows, row), unit
+    def place(self, bits, step, lane) -> tuple[Any, Any]:
+        """(row, unit) of a lane in a step of a warp. Two rows at a time, whose pieces are in different banks."""
+        pair, group = step >> bits, lane // GROUP_LANES
+        row = pair * STEP_ROWS + group % STEP_ROWS
+        return row, (step - (pair << bits)) * STEP_UNITS + group // STEP_ROWS
 
-    def block(self, lane, number: int):
-        """A lane's ``number``-th block of 128 inputs; neighbouring groups' lanes store to different banks."""
-        first = lane % GROUP_LANES
-        return first + ((lane // GROUP_LANES + number) & 1) * GROUP_LANES
+    def half(self, lane, number: int):
+        """Which half of a group a lane's ``number``-th block is in; neighbouring groups' lanes take different ones."""
+        return (lane // GROUP_LANES + number) & 1
 
-    def load(self, x, shape, begin, octet_bits, step, lane, count, first_row, words) -> None:
-        """Asks for a lane's inputs of a step, packed pairs; zeros behind the end of a row and of all steps."""
-        row, unit = self.place(octet_bits, step, lane, first_row, shape.m)
-        row_pieces = shape.k // (PIECE_BYTES // 2)
-        first = (begin + unit) * GROUP_PIECES
-        start = x + (Int64(row) * row_pieces + first) * PIECE_BYTES
-        there = cutlass.select_(step < count, row_pieces - first, Int32(0))
+    def load(self, start, tokens, row, lane) -> list[Any]:
+        """A lane's inputs of a step, packed pairs, block by block."""
+        words = []
         for number in range(LANE_BLOCKS):
-            block = self.block(lane, number)
-            for half in range(BLOCK_PIECES):
-                piece = block * BLOCK_PIECES + half
-                inside = cutlass.select_(piece < there, Int32(1), Int32(0))
-                loaded = numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4)
-                for i in range(4):
-                    words[(number * BLOCK_PIECES + half) * 4 + i] = loaded[i]
+            line = start + self.half(lane, number) * tokens * ROW_BYTES
+            for i in range(BLOCK_PIECES):
+                piece = (lane % GROUP_LANES * BLOCK_PIECES + i) ^ (row & (MMA_TOKENS - 1))
+                words += ptx.load_shared_vector(line + piece * PIECE_BYTES, 0, 4)
+        return words
 
     def split(self, words) -> tuple[Any, list[list[Any]]]:
         """(bits of what a code's byte times a digit counts, [block] words of its high digits, then of its low ones)."""
@@ -125,11 +155,10 @@ class ResidentRows:
         low = [ptx.prmt(pairs[i], pairs[i + 1], Uint32(0x5410)) ^ Uint32(SIGNS) for i in range(0, 8, 2)]
         return high + low
 
-    def store(self, memory, tokens, row, unit, lane, digits) -> None:
+    def store(self, start, tokens, row, lane, digits) -> None:
         """Puts a lane's digits of a row's unit where MMAs read them."""
-        start = memory.x_address + (unit * 2 * tokens + row) * ROW_BYTES
         for number, words in enumerate(digits):
-            piece = self.block(lane, number) ^ (row & (MMA_TOKENS - 1))
-            address = start + piece * 16
+            block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
+            address = start + (block ^ (row & (MMA_TOKENS - 1))) * PIECE_BYTES
             ptx.store_shared(address, 0, words[:4])
             ptx.store_shared(address + tokens * ROW_BYTES, 0, words[4:])

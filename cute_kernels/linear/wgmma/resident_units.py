@@ -30,8 +30,7 @@ class ResidentLane(Lane):
     """A thread's places in a stage, whose turn is its warpgroup's, and what it makes digits of."""
 
     turn: Any
-    x: Any  # address
-    shape: Any
+    rows: Any  # how many there are
     warp: Any
     lane: Any
     fits: Any  # whether all of x that the CTA needs is made at once, before the first item
@@ -45,12 +44,12 @@ class ResidentUnits(AheadUnits):
 
     @cute.jit
     def multiply(self, sums, memory, item, place, ring, teller, tokens: int):
-        """As `WgmmaKernel.multiply_units`.
+        """As `WgmmaKernel.multiply_units`; the last of ``ring`` is the parity of what of x comes next.
 
         Where there is no room for all of x, one half of the room has a chunk of K, and the next is made in the other:
         the copying warp goes on meanwhile, and multiplying catches up. The chunk before the first is empty.
         """
-        stage, phase, last = ring
+        stage, phase, x_phase = ring
         half = self.config.boxes * MMA_TOKENS // tokens // 2
         size = cutlass.select_(place.fits != 0, item.end - item.begin, Int32(half))
         count = (item.end - item.begin + half - 1) // half
@@ -59,46 +58,45 @@ class ResidentUnits(AheadUnits):
         for chunk in cutlass.range(cutlass.select_(place.fits != 0, Int32(0), Int32(-1)), count, 1, unroll=1):
             begin = item.begin + chunk * size
             following, end = begin + size, cutlass.min(begin + size, item.end)
+            following_end, buffer = cutlass.min(following + half, item.end), ((chunk + 1) & 1) * half
             if following < item.end:
-                there = self.at(memory, ((chunk + 1) & 1) * half, tokens)
-                self.kernel.make_units(place, there, following, cutlass.min(following + half, item.end), tokens)
+                self.kernel.bring_units(place, buffer, following, following_end, tokens)
             if chunk >= 0:
                 start = cutlass.select_(place.fits != 0, resident, begin - (chunk & 1) * half)
                 part = replace(item, begin=begin, end=end)
-                stage, phase, last = self.multiply_chunk(
-                    sums, memory, part, start, place, (stage, phase, last), teller, tokens
-                )
+                stage, phase = self.multiply_chunk(sums, memory, part, start, place, stage, phase, teller, tokens)
+            if following < item.end:
+                there = self.at(memory, buffer, tokens)
+                self.kernel.make_units(place, there, following_end - following, x_phase, tokens)
+                x_phase = x_phase ^ 1
             if place.fits == 0:
                 self.kernel.meet()
-        return stage, phase, last
+        return stage, phase, x_phase
 
     @cute.jit
-    def multiply_chunk(self, sums, memory, item, start, place, ring, teller, tokens: int):
+    def multiply_chunk(self, sums, memory, item, start, place, stage, phase, teller, tokens: int):
         """As `multiply`, of units whose digits are there, those of ``start`` first."""
         if const_expr(self.config.ahead):
-            stage, phase, last = self.multiply_ahead(sums, memory, item, start, place, ring, teller, tokens)
+            stage, phase = self.multiply_ahead(sums, memory, item, start, place, stage, phase, teller, tokens)
         else:
-            stage, phase, last = self.multiply_each(sums, memory, item, start, place, ring, teller, tokens)
-        return stage, phase, last
+            stage, phase = self.multiply_each(sums, memory, item, start, place, stage, phase, teller, tokens)
+        return stage, phase
 
     @cute.jit
-    def multiply_each(self, sums, memory, item, start, place, ring, teller, tokens: int):
+    def multiply_each(self, sums, memory, item, start, place, stage, phase, teller, tokens: int):
         """As `DigitUnits.multiply`."""
-        stage, phase, last = ring
         x_place = self.x_scale_place(item)
         for unit in cutlass.range(item.begin + place.turn, item.end, self.config.turns, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
             self.multiply_unit(sums, self.at(memory, unit - start, tokens), stage, place, x_place, tokens)
             cute.arch.sync_warp()
             self.kernel.release(memory, stage, teller)
-            last = stage
             stage, phase = self.advance(stage, phase)
-        return stage, phase, last
+        return stage, phase
 
     @cute.jit
-    def multiply_ahead(self, sums, memory, item, start, place, ring, teller, tokens: int):
+    def multiply_ahead(self, sums, memory, item, start, place, stage, phase, teller, tokens: int):
         """As `AheadUnits.multiply`; there may be no unit for a turn."""
-        stage, phase, last = ring
         x_place = self.x_scale_place(item)
         between = self.nothing_yet(tokens)
         turns = self.config.turns
@@ -118,7 +116,7 @@ class ResidentUnits(AheadUnits):
             cute.arch.sync_warp()
             self.kernel.release(memory, last, teller)
         self.add_kept(sums, between)
-        return stage, phase, last
+        return stage, phase
 
     def at(self, memory, index, tokens: int):
         """Memory as units read it, of the ``index``-th resident one."""
