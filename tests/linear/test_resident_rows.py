@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
 from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES
 from layouts import banks
-from tests.attention.warp import LANES, Int32, Warp, elements, from_halves, halves
+from tests.attention.warp import LANES, Int32, Uint32, Warp, elements, from_halves, halves
 from tests.linear.digits import GROUP, digits_of
 from tests.linear.warpgroup import put_box
 
@@ -26,6 +27,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Numbers:
     """Stands for `cute_kernels.device.numbers`."""
+
+    def __init__(self, memory: np.ndarray):
+        self.words = memory.view(np.uint32)
+
+    def load_global_if(self, condition, address, offset: int, num_words: int = 4):
+        inside, places = np.asarray(condition) != 0, np.asarray(address, np.int64) + offset
+        assert not (places[inside] % 16).any() and (places[inside] >= 0).all()
+        assert (places[inside] + 4 * num_words <= 4 * self.words.size).all(), "access out of bounds"
+        return [Uint32(np.where(inside, self.words[np.where(inside, places // 4 + i, 0)], 0)) for i in range(num_words)]
 
     def greater_magnitude(self, a, b, *, dtype: str):
         kind = "bf16" if dtype == "bf16" else "f16"
@@ -40,13 +50,13 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     rows, k = x.shape
     gpu = Warp(np.full(1 << 19, 0xAA, np.uint8), np.zeros(0, np.uint8))
     gpu.install(monkeypatch, digit_rows, resident_rows)
-    monkeypatch.setattr(resident_rows, "numbers", Numbers())
+    monkeypatch.setattr(resident_rows, "numbers", Numbers(x.contiguous().view(torch.int16).numpy().reshape(-1)))
     subject = resident_rows.ResidentRows(config)
     parts = -(-rows // MMA_TOKENS)
     tokens, count = parts * MMA_TOKENS, end - begin
     padded = torch.zeros(tokens, end * GROUP, dtype=x.dtype)
     padded[:rows, : min(k, end * GROUP)] = x[:, : end * GROUP]
-    for box in range(UNIT_BOXES * count):  # what TMA brings: zeros where x has nothing
+    for box in range(UNIT_BOXES * count * (not config.loads)):  # what TMA brings: zeros where x has nothing
         for part in range(parts):
             inputs = slice(begin * GROUP + box * BOX_K, begin * GROUP + (box + 1) * BOX_K)
             some = padded[part * MMA_TOKENS : (part + 1) * MMA_TOKENS, inputs].contiguous().view(torch.int16).numpy()
@@ -54,10 +64,16 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     bits = int(subject.step_bits(np.full(1, count, np.int32))[0])
     assert resident_rows.STEP_UNITS << bits >= count
     done: set[tuple[int, int]] = set()
-    for step in range(-(-rows // resident_rows.STEP_ROWS) << bits):
+    source = SimpleNamespace(address=0, rows=rows, row_pieces=k // 8)
+    steps = -(-rows // resident_rows.STEP_ROWS) << bits
+    for step in range(steps):
         row, unit = subject.place(bits, step, LANES)
         start = Int32(X + (unit * 2 * tokens + row) * resident_rows.ROW_BYTES)
-        scale, digits = subject.split(subject.load(start, tokens, Int32(row), LANES))
+        if config.loads:
+            words = subject.load_global(source, begin, bits, steps, step, LANES)  # type: ignore
+        else:
+            words = subject.load(start, tokens, Int32(row), LANES)
+        scale, digits = subject.split(words)
         # Lanes without a unit store behind the last one, in which nobody is interested; the kernel's do not.
         subject.store(start, tokens, Int32(row), LANES, digits)
         for lane in range(0, 32, resident_rows.GROUP_LANES):
@@ -70,15 +86,18 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize(
     ("rows", "k", "begin", "end"),
     [(1, 4096, 0, 32), (16, 4096, 16, 32), (5, 1000, 0, 8), (9, 1192, 3, 10), (16, 640, 2, 5), (8, 3072, 8, 24)],
 )
-def test_digits_lie_as_boxes_of_digits_would(dtype: str, rows: int, k: int, begin: int, end: int, monkeypatch):
+def test_digits_lie_as_boxes_of_digits_would(
+    dtype: str, loads: bool, rows: int, k: int, begin: int, end: int, monkeypatch
+):
     generator = torch.Generator().manual_seed(rows + k)
     x = (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 8).to(DTYPES[dtype])
     x[0, : k // 2] = 0
-    found = made(replace(CONFIG, dtype=dtype), x, begin, end, monkeypatch).shared_memory
+    found = made(replace(CONFIG, dtype=dtype, loads=loads), x, begin, end, monkeypatch).shared_memory
     digits, scales = digits_of(x)
     parts = -(-rows // MMA_TOKENS)
     zeros = np.zeros((parts * MMA_TOKENS - rows, *digits.shape[1:]), np.int8)
@@ -92,15 +111,18 @@ def test_digits_lie_as_boxes_of_digits_would(dtype: str, rows: int, k: int, begi
                 put_box(wanted, at + (digit * parts + part) * 2 * BOX_K * MMA_TOKENS, some)
         first = X_SCALES + (unit - begin) * parts * MMA_TOKENS * 4
         assert np.array_equal(found[first : first + 4 * rows], scales[unit].view(np.uint8))
-    size = (end - begin) * parts * GROUP_BOX_BYTES
-    assert np.array_equal(found[X : X + size], wanted[X : X + size])
+        for part in range(2 * parts):  # what lies in missing rows is nobody's
+            first = at + part * 2 * BOX_K * MMA_TOKENS
+            size = 2 * BOX_K * min(MMA_TOKENS, rows - part % parts * MMA_TOKENS)
+            assert np.array_equal(found[first : first + size], wanted[first : first + size])
     assert GROUP == DIGIT_GROUP
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_digits_are_stored_without_conflicts(rows: int, monkeypatch):
-    found = made(CONFIG, torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch)
-    assert len(found.accesses) == -(-rows // 2) * 8 * 8
+@pytest.mark.parametrize("loads", [False, True])
+def test_digits_are_stored_without_conflicts(loads: bool, rows: int, monkeypatch):
+    found = made(replace(CONFIG, loads=loads), torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch)
+    assert len(found.accesses) == -(-rows // 2) * 8 * (4 if loads else 8)
     for access in found.accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 

@@ -96,11 +96,11 @@ class Cta:
         self.shared[x : x + (end - begin) * 2 * tokens * 128] = 0x7F
         self.asked = x, x_scales, begin, end
 
-    def make_units(self, place: Any, memory: Any, count: int, x_phase: int, tokens: int) -> None:
+    def make_units(self, place: Any, memory: Any, first: int, stop: int, x_phase: int, tokens: int) -> None:
         """Puts digits where a box would lie, within what there is room for."""
         assert self.asked is not None and x_phase == len(self.made) % 2
         x, x_scales, begin, end = self.asked
-        assert (x, x_scales, count) == (memory.x_address, memory.x_scales, end - begin)
+        assert (x, x_scales, first, stop) == (memory.x_address, memory.x_scales, begin, end)
         self.asked = None
         self.made.append((begin, end))
         parts = tokens // MMA_TOKENS
@@ -145,7 +145,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     fits = (end - first) * cta.tokens // MMA_TOKENS <= config.boxes
     if fits:
         cta.bring_units(None, 0, first, end, cta.tokens)
-        cta.make_units(None, memory, end - first, 0, cta.tokens)
+        cta.make_units(None, memory, first, end, 0, cta.tokens)
     shape = SimpleNamespace(m=len(x), x=0, fits=int(fits))
     place = subject.lane_places(shape, warp, machine.LANES)
     sums = machine.Registers(config.thread_sums, machine.Float32)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import FastDigitConfig, ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
-    "memory", "reading", "synchronous", "tiles",
+    "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "few_rows",
+    "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
 RESIDENT_MODULES = ("digit_rows", "resident_config", "resident_kernel", "resident_rows", "resident_units")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
@@ -93,14 +93,12 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel, FastDigitKernel
+    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 
     check_config(config)
     counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
     kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
-    if isinstance(config, FastDigitConfig):
-        kernel = FastDigitKernel(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 

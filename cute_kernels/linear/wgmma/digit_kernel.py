@@ -9,12 +9,19 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.linear.wgmma.kernel import WgmmaKernel
-from cute_kernels.linear.wgmma.tiles import DigitShape
-from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
+from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
+from cute_kernels.linear.work import Operands
 
 
-class DigitWgmmaKernel(WgmmaKernel):
+@dataclass(frozen=True)
+class DigitRowsShape(FewRowsShape):
+    """Sizes of a launch whose x comes in digits, and where its scales are: fp32 [units, x_scale_pitch]."""
+
+    x_scales: Any
+    x_scale_pitch: Any
+
+
+class DigitWgmmaKernel(FewRowsKernel):
     """One compiled variant; its configuration says ``digits``."""
 
     use_pdl = True
@@ -47,64 +54,11 @@ class DigitWgmmaKernel(WgmmaKernel):
         """
         copy_x, x_view = self.box_copy(x)
         sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
-        shape = DigitShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
+        shape = DigitRowsShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
         self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
-
-
-class FastDigitKernel(DigitWgmmaKernel):
-    """An experiment: no divisions and no fence of the device before the first copy."""
-
-    @cute.jit
-    def __call__(  # type: ignore[override]
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        x_scales: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        units: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        x_scale_pitch: Int32,
-        stream,
-    ):
-        copy_x, x_view = self.box_copy(x)
-        sizes = WgmmaKernel.sizes(self, x, n, num_tiles, units, whole, splits, activation, out_kind)
-        reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-        shape = FastShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch, split_reciprocal=reciprocal)
-        operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
-        self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
-
-    def arrive(self):
-        cute.arch.cluster_arrive_relaxed()
-
-    def items_of(self, shape, cta, num_ctas):
-        from cute_kernels.linear.wgmma.resident_kernel import ResidentItems
-
-        blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)
-        return ResidentItems(
-            shape=shape,
-            first=cta,
-            stride=num_ctas,
-            count=shape.whole + (blocks - shape.whole) * shape.splits,
-            cluster=self.config.cluster,
-        )
 
     @cute.jit
     def copy_activations(self, shape, memory, items, copy_x, x_view):
-        cpasync.prefetch_descriptor(copy_x)
-        WgmmaKernel.copy_activations(self, shape, memory, items, copy_x, x_view)
-
-
-@dataclass(frozen=True)
-class FastShape(DigitShape):
-    split_reciprocal: Any
+        cpasync.prefetch_descriptor(copy_x)  # before waiting for what it describes
+        FewRowsKernel.copy_activations(self, shape, memory, items, copy_x, x_view)

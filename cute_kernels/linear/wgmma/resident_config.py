@@ -29,12 +29,13 @@ class ResidentConfig(WgmmaConfig):
     Attributes:
         turns: warpgroups that take the units of one tile in turn; each has a part of K, that one CTA adds up.
         boxes: of both digits of 128 inputs of eight rows of x that there is room for.
+        loads: whether multiplying warps load the rows there are; if not, x comes in boxes of eight rows by TMA, which
+            takes long to fill in rows that x does not have.
     """
 
     turns: int = 1
     boxes: int = 64
-    released: bool = False  # an experiment: what is written before a cluster's CTAs meet is seen behind it
-    stays: bool = False  # an experiment: all of a CTA stays until its cluster has done
+    loads: bool = False
 
     @property
     def block_tiles(self) -> int:
@@ -82,8 +83,7 @@ class ResidentConfig(WgmmaConfig):
     @property
     def name(self) -> str:
         turns = f"t{self.turns}" if self.turns > 1 else ""
-        x = ("_released" if self.released else "") + ("_stays" if self.stays else "")
-        return f"{super().name}_resident{self.boxes}{turns}{x}"
+        return f"{super().name}_resident{self.boxes}{turns}{'loads' if self.loads else ''}"
 
     def can_implement(self) -> str | None:
         choices = {
@@ -115,17 +115,8 @@ class ResidentConfig(WgmmaConfig):
         if self.warpgroups % self.turns:
             return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
         if self.num_stages < 2 * self.turns or self.num_stages % self.turns:
-            # By its parity a use of a stage would be taken for the one before the last; and a warpgroup has two at once.
+            # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
             return f"num_stages {self.num_stages} is no multiple of {self.turns} turns, or less than two for each"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
         return None
-
-
-@dataclass(frozen=True)
-class FastDigitConfig(WgmmaConfig):
-    """An experiment."""
-
-    @property
-    def name(self) -> str:
-        return super().name + "_fast"

@@ -22,12 +22,11 @@ from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES
 from cute_kernels.linear.wgmma.config import MMA_TOKENS, WARPGROUP_WARPS
-from cute_kernels.linear.wgmma.kernel import WgmmaKernel
+from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES, ResidentRows
 from cute_kernels.linear.wgmma.resident_units import ResidentLane, ResidentUnits
-from cute_kernels.linear.wgmma.tiles import Item, Shape
-from cute_kernels.linear.work import RECIPROCAL_BITS, Operands
+from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES
 
@@ -36,43 +35,13 @@ START_BARRIER = 15  # of the CTA, before the first stage is waited for
 
 
 @dataclass(frozen=True)
-class ResidentShape(Shape):
-    """Sizes of a launch of one tile of rows of x."""
+class ResidentShape(FewRowsShape):
+    """Sizes of a launch whose CTAs make digits of x."""
 
-    split_reciprocal: Any  # 2**RECIPROCAL_BITS over splits, rounded up
-    fits: Any  # whether there is room for digits of all of x that a CTA needs
-
-
-@dataclass(frozen=True)
-class ResidentItems:
-    """As `tiles.Items`, of one tile of rows of x; without divisions, which would stand before the first copy."""
-
-    shape: ResidentShape
-    first: Any
-    stride: Any
-    count: Any
-    cluster: int
-
-    def item(self, index) -> Item:
-        shape = self.shape
-        if self.cluster > 1:
-            number, cut = index // self.cluster, True
-            split, splits = index - number * self.cluster, Int32(self.cluster)
-            block = number
-        else:
-            cut, place = index >= shape.whole, cutlass.max(index - shape.whole, 0)
-            number = Int32((Int64(place) * shape.split_reciprocal) >> RECIPROCAL_BITS)
-            split = cutlass.select_(cut, place - number * shape.splits, Int32(0))
-            splits = cutlass.select_(cut, shape.splits, Int32(1))
-            block = cutlass.select_(cut, shape.whole + number, index)
-        begin = split * shape.split_units
-        end = cutlass.min(begin + shape.split_units, shape.units)
-        if self.cluster == 1:
-            end = cutlass.select_(cut, end, shape.units)
-        return Item(block=block, token_tile=Int32(0), begin=begin, end=end, split=split, splits=splits, number=number)
+    fits: Any  # whether there is room for those of all of x that a CTA needs
 
 
-class ResidentKernel(WgmmaKernel):
+class ResidentKernel(FewRowsKernel):
     """One compiled variant; :class:`.resident_config.ResidentConfig` says which."""
 
     config: ResidentConfig
@@ -107,9 +76,8 @@ class ResidentKernel(WgmmaKernel):
         and a unit for each turn in every part of K.
         """
         sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
-        reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-        shape = ResidentShape(*sizes, split_reciprocal=reciprocal, fits=Int32(1))
-        operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
+        shape = ResidentShape(*sizes, fits=Int32(1))
+        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         copy_x, x_view = self.box_copy(x)
         self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
@@ -125,7 +93,7 @@ class ResidentKernel(WgmmaKernel):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
-        self.boxes = self.rows.boxes(memory, copy_x, x_view)
+        self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
@@ -141,27 +109,6 @@ class ResidentKernel(WgmmaKernel):
             fits = self.make_digits(shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
-        if const_expr(config.stays):
-            if warp == config.math_warps:
-                cute.arch.cluster_wait()
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    def arrive(self):
-        if const_expr(self.config.released):
-            cute.arch.cluster_arrive()
-        else:
-            cute.arch.cluster_arrive_relaxed()
-
-    def items_of(self, shape, cta, num_ctas) -> ResidentItems:  # type: ignore[override]
-        blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)
-        return ResidentItems(
-            shape=shape,
-            first=cta,
-            stride=num_ctas,
-            count=shape.whole + (blocks - shape.whole) * shape.splits,
-            cluster=self.config.cluster,
-        )
 
     @cute.jit
     def copy_weights(self, operands, shape, memory, items):
@@ -216,28 +163,30 @@ class ResidentKernel(WgmmaKernel):
             begin, end = item.begin, item.end
         parts = self.parts_of(shape, item)
         fits = cutlass.select_((end - begin) * parts <= self.config.boxes, Int32(1), Int32(0))
-        if warp == 0:
-            if lane == 0:
-                cute.arch.mbarrier_init(memory.x_barrier, self.config.math_warps)
-                cute.arch.mbarrier_init_fence()
-        self.meet()
+        if const_expr(not self.config.loads):
+            if warp == 0:
+                if lane == 0:
+                    cute.arch.mbarrier_init(memory.x_barrier, self.config.math_warps)
+                    cute.arch.mbarrier_init_fence()
+            self.meet()
         if fits != 0:
-            self.rows.bring(self.boxes, Int32(0), begin, end, parts, warp)
-            cute.arch.mbarrier_wait(memory.x_barrier, 0)
-            tokens = parts * MMA_TOKENS
-            self.rows.make(memory.x_address, memory.x_scales, end - begin, shape.m, tokens, warp, lane)
+            if const_expr(not self.config.loads):
+                self.rows.bring(self.source, Int32(0), begin, end, parts, warp)
+                cute.arch.mbarrier_wait(memory.x_barrier, 0)
+            self.rows.make(self.source, memory, begin, end, parts * MMA_TOKENS, warp, lane)
         return fits
 
     def bring_units(self, place: ResidentLane, first, begin, end, tokens: int):
         """Asks for x of some units, as the ``first`` of those there is room for."""
-        parts = tokens // MMA_TOKENS
-        self.rows.bring(self.boxes, first * (UNIT_BOXES * parts), begin, end, Int32(parts), place.warp)
+        if const_expr(not self.config.loads):
+            parts = tokens // MMA_TOKENS
+            self.rows.bring(self.source, first * (UNIT_BOXES * parts), begin, end, Int32(parts), place.warp)
 
-    def make_units(self, place: ResidentLane, memory, count, x_phase, tokens: int):
+    def make_units(self, place: ResidentLane, memory, begin, end, x_phase, tokens: int):
         """Digits of some units, once x has come."""
-        cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
-        x, scales = memory.x_address, memory.x_scales
-        self.rows.make(x, scales, count, place.rows, Int32(tokens), place.warp, place.lane)
+        if const_expr(not self.config.loads):
+            cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
+        self.rows.make(self.source, memory, begin, end, Int32(tokens), place.warp, place.lane)
 
     def meet(self):
         """Waits for all multiplying warps."""
@@ -252,7 +201,7 @@ class ResidentKernel(WgmmaKernel):
         place = super().lane_places(shape, warp, lane)
         values = {field.name: getattr(place, field.name) for field in fields(place)}
         group = warp // WARPGROUP_WARPS
-        return ResidentLane(**values, turn=self.turn(group), rows=shape.m, warp=warp, lane=lane, fits=shape.fits)
+        return ResidentLane(**values, turn=self.turn(group), warp=warp, lane=lane, fits=shape.fits)
 
     def turn(self, group):
         """Whose turn is a warpgroup's."""

@@ -2,8 +2,9 @@
 
 What :mod:`.digit_rows` leaves in memory, bit for bit, each CTA makes of what it needs of x. TMA brings x into the
 place of its digits, boxes of 64 inputs of eight rows: 128 inputs of a row are two rows of 128 bytes, and so are their
-high and their low digits. Four lanes take 128 inputs of a row, two blocks of 16 each, so that no digit changes lanes
-and all of a block's high digits are one vector, as are its low ones. Magnitudes are compared in packed pairs.
+high and their low digits. Of a few rows warps load x themselves, as missing rows would take TMA long to fill in. Four
+lanes take 128 inputs of a row, two blocks of 16 each, so that no digit changes lanes and all of a block's high digits
+are one vector, as are its low ones. Magnitudes are compared in packed pairs.
 
 A unit's digits are one operand of `wgmma.multiply_bytes`: rows of 128 bytes, first the high digits of all tokens, then
 the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzling has them.
@@ -16,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
@@ -32,6 +33,9 @@ BLOCK = 16  # inputs whose digits are a piece of 16 bytes
 LANE_BLOCKS = DIGIT_GROUP // BLOCK // GROUP_LANES
 BLOCK_PIECES = 2  # of 16 bytes of x
 PIECE_BYTES = 16
+PIECE_INPUTS = PIECE_BYTES // 2
+GROUP_PIECES = DIGIT_GROUP // PIECE_INPUTS
+STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
 UNIT_BOXES = DIGIT_GROUP // BOX_K  # of eight rows
 ROW_BYTES = DIGIT_GROUP  # of digits; and of x, of half of a group
 MAGNITUDES = 0x7FFF7FFF
@@ -41,13 +45,16 @@ SIGNS = 0x80808080
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """What brings boxes of x: the copy, where they come from and go to, the barrier that counts their bytes."""
+class Source:
+    """x, and what brings boxes of it."""
 
+    address: Any
+    rows: Any
+    row_pieces: Any  # of 16 bytes
     copy: Any
-    source: Any  # [box, eight rows, 64 inputs]
-    target: Any  # [box, 0, place]
-    barrier: Any
+    boxes: Any  # [box, eight rows, 64 inputs]
+    places: Any  # [box, 0, place]
+    barrier: Any  # that counts their bytes
 
 
 class ResidentRows:
@@ -57,16 +64,17 @@ class ResidentRows:
         self.config = config
         self.digit_rows = DigitRowsKernel(DigitRowsConfig(config.dtype))
 
-    def boxes(self, memory, copy_x, x_view) -> Boxes:
-        """Boxes of x, and where they may go."""
-        shape = (MMA_TOKENS, BOX_K)
-        targets = cute.group_modes(cute.local_tile(memory.x, shape, (None, 0, None)), 0, 2)
-        places = cute.group_modes(cute.local_tile(x_view, shape, (None, None)), 0, 2)
-        target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), targets, places)
-        return Boxes(copy_x, source, target, memory.x_barrier)
+    def source(self, operands, shape, memory, copy_x, x_view) -> Source:
+        """x of a launch."""
+        box = (MMA_TOKENS, BOX_K)
+        places = cute.group_modes(cute.local_tile(memory.x, box, (None, 0, None)), 0, 2)
+        boxes = cute.group_modes(cute.local_tile(x_view, box, (None, None)), 0, 2)
+        target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), places, boxes)
+        row_pieces = shape.k // PIECE_INPUTS
+        return Source(operands.x, shape.m, row_pieces, copy_x, source, target, memory.x_barrier)
 
     @cute.jit
-    def bring(self, boxes: Boxes, first_place, begin, end, parts, warp):
+    def bring(self, x: Source, first_place, begin, end, parts, warp):
         """Asks for x of units [begin, end), of so many parts of eight rows, into places from ``first_place`` on.
 
         Each of the multiplying warps asks for its share, and counts on the barrier.
@@ -74,7 +82,7 @@ class ResidentRows:
         count, warps = end - begin, self.config.math_warps
         own = (count - warp + (warps - 1)) // warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(boxes.barrier, own * parts * GROUP_BOX_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * parts * GROUP_BOX_BYTES)
         # All CTAs want the same of x at the same time: each begins with another unit.
         cta, _, _ = cute.arch.block_idx()
         shift = (cta * count) >> 8
@@ -85,27 +93,58 @@ class ResidentRows:
                 for part in cutlass.range_constexpr(self.config.row_parts):
                     if part < parts:
                         place = first_place + (unit * UNIT_BOXES + half) * parts + part
-                        source = boxes.source[None, part, (begin + unit) * UNIT_BOXES + half]
-                        cute.copy(boxes.copy, source, boxes.target[(None, 0, place)], tma_bar_ptr=boxes.barrier)
+                        box = x.boxes[None, part, (begin + unit) * UNIT_BOXES + half]
+                        cute.copy(x.copy, box, x.places[(None, 0, place)], tma_bar_ptr=x.barrier)
 
     @cute.jit
-    def make(self, x_address, x_scales, count, rows, tokens, warp, lane):
-        """Digits and scales of so many units of the rows there are, in the place of x, which has come.
+    def make(self, x: Source, memory, begin, end, tokens, warp, lane):
+        """Digits and scales of units [begin, end), in the place of x, where it has come, or of x that is loaded.
 
         tokens: rows of the operand, a multiple of eight. Visible to MMAs after a barrier of all warps that make them.
         """
-        bits = self.step_bits(count)
-        steps = ((rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
+        bits = self.step_bits(end - begin)
+        steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
+        words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)
+        if const_expr(self.config.loads):
+            self.keep(coming, self.load_global(x, begin, bits, steps, warp, lane))
         for step in cutlass.range(warp, steps, self.config.math_warps, unroll=1):
             row, unit = self.place(bits, step, lane)
-            start = x_address + (unit * 2 * tokens + row) * ROW_BYTES
-            scale, digits = self.split(self.load(start, tokens, row, lane))
+            start = memory.x_address + (unit * 2 * tokens + row) * ROW_BYTES
+            if const_expr(self.config.loads):
+                self.keep(words, [coming[i] for i in range(STEP_WORDS)])
+                following = step + self.config.math_warps
+                self.keep(coming, self.load_global(x, begin, bits, steps, following, lane))
+            else:
+                self.keep(words, self.load(start, tokens, row, lane))
+            scale, digits = self.split([words[i] for i in range(STEP_WORDS)])
             cute.arch.sync_warp()  # until all lanes have their inputs
-            if unit < count:
+            if begin + unit < end:
                 self.store(start, tokens, row, lane, digits)
                 if lane % GROUP_LANES == 0:
-                    ptx.store_shared(x_scales + (unit * tokens + row) * 4, 0, [scale])
+                    ptx.store_shared(memory.x_scales + (unit * tokens + row) * 4, 0, [scale])
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    @staticmethod
+    def keep(registers, values) -> None:
+        """Puts values into a tensor of registers."""
+        for i, value in enumerate(values):
+            registers[i] = value
+
+    def load_global(self, x: Source, begin, bits, steps, step, lane) -> list[Any]:
+        """As :meth:`load`, of x in memory; zeros behind its rows, the ends of rows and all steps."""
+        row, unit = self.place(bits, step, lane)
+        first = (begin + unit) * GROUP_PIECES
+        start = x.address + (Int64(row) * x.row_pieces + first) * PIECE_BYTES
+        there = cutlass.select_((step < steps) & (row < x.rows), x.row_pieces - first, Int32(0))
+        words = []
+        for number in range(LANE_BLOCKS):
+            block = lane % GROUP_LANES + self.half(lane, number) * GROUP_LANES
+            for i in range(BLOCK_PIECES):
+                piece = block * BLOCK_PIECES + i
+                inside = cutlass.select_(piece < there, Int32(1), Int32(0))
+                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4)
+        return words
 
     def step_bits(self, units) -> Any:
         """log2 of the steps of a row of so many units, rounded up: a division would take as long as a step."""

@@ -30,7 +30,6 @@ class ResidentLane(Lane):
     """A thread's places in a stage, whose turn is its warpgroup's, and what it makes digits of."""
 
     turn: Any
-    rows: Any  # how many there are
     warp: Any
     lane: Any
     fits: Any  # whether all of x that the CTA needs is made at once, before the first item
@@ -67,7 +66,7 @@ class ResidentUnits(AheadUnits):
                 stage, phase = self.multiply_chunk(sums, memory, part, start, place, stage, phase, teller, tokens)
             if following < item.end:
                 there = self.at(memory, buffer, tokens)
-                self.kernel.make_units(place, there, following_end - following, x_phase, tokens)
+                self.kernel.make_units(place, there, following, following_end, x_phase, tokens)
                 x_phase = x_phase ^ 1
             if place.fits == 0:
                 self.kernel.meet()

@@ -29,14 +29,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class DigitShape(Shape):
-    """Sizes of a launch whose x comes in digits, and where its scales are: fp32 [units, x_scale_pitch]."""
-
-    x_scales: Any
-    x_scale_pitch: Any
-
-
-@dataclass(frozen=True)
 class Item:
     """A tile of the output, or a part of K of one; run-time integers."""
 
