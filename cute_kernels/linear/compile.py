@@ -69,8 +69,8 @@ def digit_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """What makes digits of x for a configuration that takes them."""
     from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 
-    in_digits = getattr(config, "digits", False) and not isinstance(config, ResidentConfig)
-    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if in_digits else []
+    makes_digits = getattr(config, "makes_digits_before", False)
+    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if makes_digits else []
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

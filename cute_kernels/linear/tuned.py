@@ -95,14 +95,18 @@ def modelled(problem: Problem) -> Schedule | TileSchedule:
     """What is taken if no table says otherwise.
 
     Few rows are the memory-bound kernel's, unless tiles in digits, the only ones whose model is fitted for so few, are
-    expected to be faster by more than what their second launch costs the host.
+    expected to be faster; by more than what their second launch costs the host, if they have one.
     """
     if problem.m > FEW_ROWS or problem.batch_invariant:
         return many.make_tile_schedule(problem)
     schedule = few.make_schedule(problem)
-    most_us = (few.estimate_us(problem, schedule) + few.LAUNCH_US) * (1 - TWO_LAUNCHES)
+    few_us = few.estimate_us(problem, schedule) + few.LAUNCH_US
     in_digits = [tiles for tiles in many.tile_schedules(problem) if tiles.config.digits]
-    in_time = [tiles for tiles in in_digits if many.estimate_us(problem, tiles) < most_us]
+    in_time = [
+        tiles
+        for tiles in in_digits
+        if many.estimate_us(problem, tiles) < few_us * (1 - (TWO_LAUNCHES if tiles.config.makes_digits_before else 0))
+    ]
     return min(in_time, key=lambda tiles: many.estimate_us(problem, tiles), default=schedule)
 
 

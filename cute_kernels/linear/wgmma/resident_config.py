@@ -38,6 +38,10 @@ class ResidentConfig(WgmmaConfig):
     loads: bool = False
 
     @property
+    def makes_digits_before(self) -> bool:
+        return False
+
+    @property
     def block_tiles(self) -> int:
         return self.m_tiles * self.warpgroups // self.turns
 

@@ -16,10 +16,17 @@ from typing import Any
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_schedule import (
+    MOST_RESIDENT_ROWS,
+    resident_configs,
+    resident_start_clocks,
+)
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
+SM_BYTES_PER_CLOCK = 23  # that an SM takes in at most
 DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
@@ -38,8 +45,8 @@ PUSH_CLOCKS = 400  # the same of parts that are pushed
 # scales of its sums: per k16 step of a tile, tensor cores included, and for each unit.
 DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS, DIGIT_UNIT_CLOCKS = 10.8, 0.566, 110
 DIGIT_ROW_SHARE = 0.1  # of a row's bytes that take as long as the memory's
-DIGIT_START_CLOCKS = 5800  # of the launch that makes digits, and of the way out of the last item, while no other is
-DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 500, 55  # as `COMBINE_CLOCKS`
+DIGIT_START_CLOCKS = 5200  # of the launch that makes digits, and of the way out of the last item, while no other is
+DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 1300, 55  # as `COMBINE_CLOCKS`
 MAX_SPLITS = 16
 MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
@@ -190,7 +197,10 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     config, resident = schedule.config, schedule.num_ctas // schedule.config.sharing
     unit = unit_clocks(problem, schedule)
     if config.digits:
-        return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
+        start = DIGIT_START_CLOCKS
+        if isinstance(config, ResidentConfig):
+            start = resident_start_clocks(problem, config, schedule.split_units, schedule.units)
+        return (START_CLOCKS + start + digit_clocks(schedule, unit)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
     part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
     if config.pushes:
@@ -209,7 +219,7 @@ def digit_clocks(schedule: TileSchedule, unit: float) -> float:
     """Clocks of a launch whose x comes in digits, beyond the start: an item's results take none while the next one's
     weights are on their way."""
     config, resident = schedule.config, schedule.num_ctas
-    clocks = DIGIT_START_CLOCKS + -(-schedule.whole // resident) * schedule.units * unit
+    clocks = -(-schedule.whole // resident) * schedule.units * unit
     part = schedule.split_units * unit  # parts that are pushed take no longer than a way out
     if schedule.splits > 1 and not config.pushes:
         part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
@@ -221,10 +231,13 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     config = schedule.config
     fragments = config.block_tiles * config.unit_steps
     if config.digits:
+        rate = min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
+        if isinstance(config, ResidentConfig):
+            return config.weight_stage_bytes / rate
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
         decoding = DIGIT_UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
         stage_bytes = config.weight_stage_bytes + DIGIT_ROW_SHARE * tokens * config.x_stage_bytes / config.tokens
-        return max(decoding, stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK)
+        return max(decoding, stage_bytes / rate)
     decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
     if config.scales_codes:
         decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
@@ -263,7 +276,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             configs.append(config)
             if tokens == SHARED_TOKENS and cluster == 1:
                 configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
-    return configs + push_configs(problem) + digit_configs(problem)
+    return configs + push_configs(problem) + digit_configs(problem) + resident_configs(problem)
 
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -331,6 +344,8 @@ def shipped_configs() -> list[WgmmaConfig]:
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
     for form, (tokens, *_) in product(PUSH_FORMATS, PUSH_SHAPES):
         configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
+    for dtype, m in product(("bf16", "fp16"), (1, MOST_RESIDENT_ROWS)):
+        configs |= dict.fromkeys(resident_configs(Problem(m, 8192, 8192, 8192, 4, dtype, 128)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)

@@ -1,0 +1,82 @@
+"""Configurations whose CTAs make digits of x themselves, and what launches of them take. Plain Python, no GPU.
+
+One launch instead of two, and nothing of x in the ring; so they are the fastest up to eight rows. Beyond, making all
+digits in every CTA takes longer than a launch that makes them once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.sm90 import MAX_SHARED_BYTES
+
+MOST_RESIDENT_ROWS = MMA_TOKENS
+MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
+# (warpgroups, turns, cluster, ahead), each with a tile of 64 features: what was the fastest somewhere.
+RESIDENT_SHAPES = ((2, 1, 2, True), (2, 2, 2, True), (4, 1, 1, False))
+RESIDENT_BOXES = 32
+RESIDENT_TILE = 16  # rows, of which half are multiplied if there are no more
+MOST_STAGES = 16
+SPARE_BYTES = 2048  # of shared memory, for alignment
+# An H200's, fitted to measured times (tests/linear/measured.py).
+RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until digits are made, and the way out of the last item
+LOAD_CLOCKS = 9  # of a row's 128 inputs that warps load
+FILL_CLOCKS = 16  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
+CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its rows are loaded or not
+
+
+def resident_configs(problem: Problem) -> list[ResidentConfig]:
+    """Configurations for few rows in digits; rows would depend on how many there are."""
+    if problem.batch_invariant or problem.m > MOST_RESIDENT_ROWS:
+        return []
+    configs = (
+        with_stages(
+            ResidentConfig(
+                bits=problem.bits,
+                dtype=problem.dtype,
+                group_size=problem.group_size,
+                zero_point=problem.zero_point,
+                tokens=RESIDENT_TILE,
+                row_parts=RESIDENT_TILE // MMA_TOKENS,
+                warpgroups=warpgroups,
+                unit_k=DIGIT_GROUP,
+                splits_k=True,
+                cluster=cluster,
+                pushes=cluster > 1,
+                digits=True,
+                ahead=ahead,
+                turns=turns,
+                boxes=RESIDENT_BOXES,
+                loads=loads,
+            )
+        )
+        for loads in ((True, False) if problem.m <= MOST_LOADED_ROWS else (False,))
+        for warpgroups, turns, cluster, ahead in RESIDENT_SHAPES
+    )
+    return [config for config in configs if config.can_implement() is None]
+
+
+def with_stages(config: ResidentConfig) -> ResidentConfig:
+    """``config`` with as many stages as there is room for, the same number for each turn."""
+    least = replace(config, num_stages=2 * config.turns)
+    room = (MAX_SHARED_BYTES - SPARE_BYTES - least.smem_bytes) // (least.stage_bytes + 16)
+    stages = min(MOST_STAGES, least.num_stages + max(room, 0))
+    return replace(config, num_stages=stages // config.turns * config.turns)
+
+
+def resident_start_clocks(problem: Problem, config: ResidentConfig, split_units: int, units: int) -> float:
+    """Clocks of a launch beyond any other's start that do not go into the stream of weights.
+
+    split_units: of a part of K, what a CTA of a cluster needs of x; units: of all of K, which others need.
+    """
+    made = split_units if config.cluster > 1 else units
+    first, chunks = made, 0.0
+    if made > config.boxes:  # of eight rows each
+        made, first = split_units, config.boxes // 2
+        chunks = CHUNK_CLOCKS[config.loads] * made / first
+    missing = MMA_TOKENS - problem.m
+    rows = LOAD_CLOCKS * problem.m * made if config.loads else FILL_CLOCKS * missing * first
+    return RESIDENT_START_CLOCKS + rows + chunks
