@@ -18,9 +18,9 @@ from layouts.weights.hopper import TILE_N
 
 EXPERTS_PER_LANE = 16  # of the warp that counts entries
 MAX_EXPERTS = EXPERTS_PER_LANE * WARP_THREADS
-TABLE_ENTRIES = 63  # of a CTA, in shared memory
+TABLE_ENTRIES = 64  # of a CTA, in shared memory
 TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
-TABLE_BYTES = (TABLE_ENTRIES + 1) * TABLE_ENTRY_BYTES  # the first word: how many entries the launch has
+TABLE_BYTES = TABLE_ENTRIES * TABLE_ENTRY_BYTES
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
 CAPACITIES = (8, 16, 32)  # rows of an entry
 

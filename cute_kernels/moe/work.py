@@ -91,25 +91,29 @@ class GroupedSegment:
 class GroupedWork(Work):
     """A CTA's part of the units of all entries.
 
-    table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry: the first of them.
+    table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry, end_entry: the
+    first of them, and what is behind the last.
     """
 
     shape: Any  # GroupedShape
     table: Any
     own_entry: Any
+    end_entry: Any
 
     @staticmethod
     def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
         """``shape`` is cut already."""
         work = Work.of(shape, group, slice_index)
         values = {field.name: getattr(work, field.name) for field in fields(Work)}
-        return GroupedWork(**values, table=table, own_entry=shape.entry_of(work.first_block))
+        own_entry = shape.entry_of(work.first_block)
+        end_entry = shape.entry_of(work.first_block + work.num_segments - 1) + 1
+        return GroupedWork(**values, table=table, own_entry=own_entry, end_entry=end_entry)
 
     def segment(self, index) -> GroupedSegment:
         flat = super().segment(index)
         entry = self.shape.entry_of(flat.block)
         own = entry - self.own_entry
-        words = ptx.load_shared_vector(self.table + (own + 1) * TABLE_ENTRY_BYTES, 0, 4)
+        words = ptx.load_shared_vector(self.table + own * TABLE_ENTRY_BYTES, 0, 4)
         expert, first_row, rows = (Int32(word) for word in words[:3])
         block = flat.block - entry * self.shape.num_blocks
         return GroupedSegment(block, flat.begin, flat.end, flat.last, flat.block, own, expert, first_row, rows)

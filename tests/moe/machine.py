@@ -216,6 +216,7 @@ class Machine:
             fma=lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
             exp2=lambda x: np.float32(2.0 ** float(x)),
             reciprocal=lambda x: np.float32(1.0 / float(x)),
+            warp_sum=lambda x: sum(self.exchanged(x)),
             LOG2_E=1.4426950408889634,
         )
 

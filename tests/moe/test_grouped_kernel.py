@@ -88,7 +88,7 @@ def weights(shared: np.ndarray, stage: int, tile: int, unit: int, config: Linear
 
 
 def make_kernel(machine: Machine, config: LinearConfig) -> Any:
-    kind = unwrapped(moe_kernel.GroupedKernel, "make_table", "copy_activations", "source_row")
+    kind = unwrapped(moe_kernel.GroupedKernel, "sum_warps", "list_entries", "copy_activations", "source_row")
     base = linear_kernel.LinearKernel
     for name in ("take_roles", "clear_tail", "copy_weights"):
         setattr(kind, name, getattr(base, name).__wrapped__)
