@@ -55,6 +55,7 @@ class GroupedKernel(LinearKernel):
         first_entry: Int32,
         max_entries: Int32,
         max_parts: Int32,
+        slack: Int32,
         activation: Int32,
         out_kind: Int32,
         stream,
@@ -64,6 +65,7 @@ class GroupedKernel(LinearKernel):
         x: [.., k], k a multiple of 8. Addresses as in :class:`.work.GroupedOperands`, codes uint8 [experts, num_tiles,
         units * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
         Entries first_entry to first_entry + max_entries are computed, as far as there are. units: padded K / unit_k.
+        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
         """
         config = self.config
         k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
@@ -91,6 +93,8 @@ class GroupedKernel(LinearKernel):
             x_slots=x_slots,
             first_entry=first_entry,
             max_entries=max_entries,
+            slack=slack,
+            grain=Int32(1),
         )
         operands = GroupedOperands(
             ptx.address(x), codes, scales, zeros, bias, Int64(0), out, workspace, offsets, rows

@@ -156,7 +156,7 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
         device_index=device_index,
         num_words=schedule.workspace_words,
         launches=tuple(
-            (*sizes, number * schedule.max_entries, schedule.max_entries, schedule.max_parts)
+            (*sizes, number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack)
             for number in range(schedule.num_launches)
         ),
     )

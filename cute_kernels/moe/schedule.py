@@ -1,7 +1,7 @@
 """How a grouped product is laid out, decided by upper bounds alone: which rows go where is known on the device only.
 
 The cut of a launch with so many entries (:mod:`.work`) is that of a dense product whose blocks are those of all
-entries, so :class:`cute_kernels.linear.schedule.Schedule` describes it, and what is proved for that one holds.
+entries, so what is proved for :class:`cute_kernels.linear.schedule.Schedule` holds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.linear.config import X_PAD, LinearConfig
-from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, Schedule, candidate_configs, in_flight
+from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, candidate_configs, in_flight
 from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
@@ -23,6 +23,8 @@ TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
 TABLE_BYTES = TABLE_ENTRIES * TABLE_ENTRY_BYTES
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
 CAPACITIES = (8, 16, 32)  # rows of an entry
+# What partial results cost is as long as an SM takes for so many bytes of codes: within them blocks stay whole.
+SLACK_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class GroupedSchedule:
         x_slots: sets of activations that a CTA has room for, 1 or 2.
         max_entries: that one launch computes at most.
         num_launches: that all entries there may be take.
+        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
     """
 
     config: LinearConfig
@@ -84,6 +87,7 @@ class GroupedSchedule:
     x_slots: int = 1
     max_entries: int = 1
     num_launches: int = 1
+    slack: int = -1
 
     @property
     def num_blocks(self) -> int:
@@ -106,11 +110,14 @@ class GroupedSchedule:
         parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts
         return parts * self.config.max_tokens * self.config.block_rows
 
-    def cut(self, entries: int) -> Schedule:
-        """The cut of a launch that finds so many entries, at least 1: a dense one. Groups beyond its have no part."""
-        num_tiles = entries * self.num_blocks * self.config.n_tiles
-        groups = min(self.num_groups, entries * self.num_blocks * self.slice_units)
-        return Schedule(self.config, num_tiles, self.units, self.num_slices, groups)
+    def group_units(self, entries: int) -> list[int]:
+        """Units of each group of a launch that finds so many entries."""
+        blocks = entries * self.num_blocks
+        units = blocks * self.slice_units
+        is_whole = -(-blocks // self.num_groups) * self.slice_units - units // self.num_groups <= self.slack
+        count, grain = (blocks, self.slice_units) if is_whole else (units, 1)
+        base, rest = divmod(count, self.num_groups)
+        return [grain * (base + (group < rest)) for group in range(self.num_groups)]
 
 
 @lru_cache(maxsize=4096)
@@ -154,7 +161,8 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
                 continue  # the last slice would be empty
             slot_bytes = capacity * (2 * slice_units * config.unit_k + X_PAD)
             if slot_bytes <= config.x_bytes:
-                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1)
+                slack = SLACK_BYTES // (config.n_tiles * config.unit_bytes) if num_slices == 1 else -1
+                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1, slack=slack)
                 slots = 2 if 2 * slot_bytes <= config.x_bytes and may_take_turns(schedule) else 1
                 yield with_launches(replace(schedule, x_slots=slots), problem)
 

@@ -42,7 +42,7 @@ class GroupedOperands:
 @dataclass(frozen=True)
 class GroupedShape(Shape):
     """Sizes of a launch; run-time integers. ``m`` is the rows that an entry may have; ``base`` and ``rest`` are 0
-    until :meth:`cut`."""
+    until :meth:`cut`, and count ``grain`` units each."""
 
     num_blocks: Any  # of an expert
     block_reciprocal: Any  # 2**RECIPROCAL_BITS over num_blocks, rounded up
@@ -52,6 +52,8 @@ class GroupedShape(Shape):
     x_slots: Any  # sets of activations that shared memory holds, 1 or 2
     first_entry: Any  # that this launch computes,
     max_entries: Any  # and how many of those that there are
+    slack: Any  # units that a group may have beyond its share so that blocks stay whole
+    grain: Any  # 1, or the units of a block where blocks stay whole
 
     @property
     def base_divisor(self):
@@ -61,11 +63,27 @@ class GroupedShape(Shape):
         """The entry of a block, counted over all entries of the launch."""
         return Int32((Int64(block) * self.block_reciprocal) >> RECIPROCAL_BITS)
 
+    def run_of(self, group):
+        first, count = super().run_of(group)
+        return first * self.grain, count * self.grain
+
     def cut(self, num_entries) -> GroupedShape:
-        """With the units of ``num_entries`` entries dealt out: groups without any if there are too few."""
-        total = num_entries * self.num_blocks * self.slice_units
-        base = Int32((Int64(total) * self.group_reciprocal) >> RECIPROCAL_BITS)
-        return replace(self, base=base, rest=total - base * self.num_groups)
+        """With the units of ``num_entries`` entries dealt out: groups without any if there are too few.
+
+        Blocks stay whole, and leave no partial results, where no group has more than ``slack`` units more by that.
+        """
+        blocks = num_entries * self.num_blocks
+        units = blocks * self.slice_units
+        each, blocks_each = self.share(units), self.share(blocks)
+        more = cutlass.select_(blocks > blocks_each * self.num_groups, Int32(1), Int32(0))
+        whole = (blocks_each + more) * self.slice_units - each <= self.slack
+        base = cutlass.select_(whole, blocks_each, each)
+        rest = cutlass.select_(whole, blocks, units) - base * self.num_groups
+        return replace(self, base=base, rest=rest, grain=cutlass.select_(whole, self.slice_units, Int32(1)))
+
+    def share(self, count):
+        """How many of ``count`` things every group has at least."""
+        return Int32((Int64(count) * self.group_reciprocal) >> RECIPROCAL_BITS)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def launch(
         moe_kernel.GroupedKernel.__call__.__wrapped__(
             kernel, given, *addresses, n, schedule.num_tiles, schedule.units, schedule.num_slices,
             schedule.num_groups, len(weight), schedule.x_slots, number * schedule.max_entries, schedule.max_entries,
-            schedule.max_parts, ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+            schedule.max_parts, schedule.slack, ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
         )  # fmt: skip
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
     assert torch.all(words == EMPTY), "partial results are left"
@@ -174,6 +174,12 @@ CASES = {
     "slices of K": ((3, 9, 1), 130, 320, 4, {"num_slices": 2, "n_tiles": 2}),
     "slices of K, of which the last is short": ((1, 2, 1, 1, 1), 70, 320, 6, {"num_slices": 3, "num_buffers": 1}),
     "more experts than lanes": (tuple(i % 3 == 0 for i in range(40)), 64, 64, 3, {}),
+    "more experts than a thread each": (tuple(i % 100 == 99 for i in range(300)), 64, 64, 2, {}),
+    "whole blocks": ((3, 0, 1, 17), 160, 192, 5, {"slack": 2}),
+    "whole blocks, not the same number for all": ((3, 1, 8), 250, 128, 8, {"slack": 1}),
+    "blocks that would be whole but for a unit": ((3, 1, 8), 250, 128, 8, {"slack": 0}),
+    "fewer whole blocks than groups": ((1, 0, 1), 64, 320, 3, {"slack": 2}),
+    "whole blocks of slices of K": ((3, 1), 130, 320, 4, {"num_slices": 2, "slack": 3}),
 }
 
 
@@ -202,7 +208,7 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
 
 
 def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, counts, schedule) -> None:
-    """Every entry's codes are copied once, and every group copies as much as the others, but for a unit."""
+    """Every entry's codes are copied once, and every group copies its share, but for a unit or as much slack."""
     config, of_expert = schedule.config, weight.codes[0].numel()
     copied, own = Counter(), Counter()
     for block, source, size in machine.copies:
@@ -216,7 +222,9 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
         assert times <= {entries, 2 * entries} and entries in times  # the last tile of an odd number may come twice
     each = [sum(size for block, size in own.items() if block[1] == group) for group in range(schedule.num_groups)]
     if schedule.num_slices == 1 and schedule.num_launches == 1:
-        assert max(each) - min(each) <= config.n_tiles * config.unit_bytes
+        entries = sum(-(-count // config.max_tokens) for count in counts)
+        assert each == [config.n_tiles * config.unit_bytes * units for units in schedule.group_units(entries)]
+        assert max(each) - sum(each) / len(each) <= config.n_tiles * config.unit_bytes * max(1, schedule.slack + 1)
 
 
 def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
