@@ -51,6 +51,7 @@ class GroupedKernel(LinearKernel):
         num_slices: Int32,
         num_groups: Int32,
         num_experts: Int32,
+        entry_shift: Int32,
         x_slots: Int32,
         first_entry: Int32,
         max_entries: Int32,
@@ -64,7 +65,8 @@ class GroupedKernel(LinearKernel):
 
         x: [.., k], k a multiple of 8. Addresses as in :class:`.work.GroupedOperands`, codes uint8 [experts, num_tiles,
         units * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
-        Entries first_entry to first_entry + max_entries are computed, as far as there are. units: padded K / unit_k.
+        Entries, of up to 1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
+        are. units: padded K / unit_k.
         slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
         """
         config = self.config
@@ -72,7 +74,7 @@ class GroupedKernel(LinearKernel):
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_units = cute.ceil_div(units, num_slices)
         shape = GroupedShape(
-            m=Int32(config.max_tokens),
+            m=Int32(1) << entry_shift,
             n=n,
             k=k,
             num_tiles=num_tiles,
@@ -90,6 +92,7 @@ class GroupedKernel(LinearKernel):
             num_groups=num_groups,
             group_reciprocal=self.reciprocal(num_groups),
             num_experts=num_experts,
+            entry_shift=entry_shift,
             x_slots=x_slots,
             first_entry=first_entry,
             max_entries=max_entries,
@@ -129,7 +132,7 @@ class GroupedKernel(LinearKernel):
             # What is beyond K does not depend on how entries are dealt out.
             work = GroupedWork.of_entries(shape, group, slice_index, memory.table)
             self.clear_tail(memory, work, thread)
-        count, before = self.count_entries(ends, lane)
+        count, before = self.count_entries(shape, ends, lane)
         if lane == WARP_THREADS - 1:
             ptx.store_shared(memory.staging + warp * 4, 0, [Uint32(before + count)])  # which nobody else needs yet
         cute.arch.sync_threads()
@@ -153,11 +156,11 @@ class GroupedKernel(LinearKernel):
         addresses = [operands.offsets + Int64(place) * 4 for place in places]
         return [Int32(ptx.load_global_words(address, 0, 1, constant=False)[0]) for address in addresses]
 
-    def count_entries(self, ends, lane) -> tuple[Any, Any]:
+    def count_entries(self, shape, ends, lane) -> tuple[Any, Any]:
         """Entries of a thread's experts, and of those of the lanes before it."""
         count = Int32(0)
         for begin, end in pairwise(ends):
-            count = count + self.entries_of(end - begin)
+            count = count + shape.entries_of(end - begin)
         before = count
         for step in range(5):
             other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
@@ -176,12 +179,12 @@ class GroupedKernel(LinearKernel):
     @cute.jit
     def list_entries(self, work, ends, thread, entry):
         """Writes those of a thread's entries that the CTA takes part in to its table; entry: number of the first."""
-        most = self.config.max_tokens
+        most = work.shape.m
         end = work.end_entry - work.own_entry
         entry = entry - work.own_entry  # among the CTA's
         for i in cutlass.range_constexpr(self.thread_experts):
             rows = ends[i + 1] - ends[i]
-            entries = self.entries_of(rows)
+            entries = work.shape.entries_of(rows)
             first, stop = cutlass.max(-entry, 0), cutlass.min(end - entry, entries)
             for j in cutlass.range(first, stop, unroll=1):  # pyright: ignore[reportCallIssue]
                 done = j * most
@@ -189,10 +192,6 @@ class GroupedKernel(LinearKernel):
                 address = work.table + (entry + j) * TABLE_ENTRY_BYTES
                 ptx.store_shared(address, 0, [Uint32(value) for value in values])
             entry = entry + entries
-
-    def entries_of(self, rows):
-        """Entries of an expert with so many rows."""
-        return (rows + (self.config.max_tokens - 1)) >> (self.config.max_tokens.bit_length() - 1)
 
     @cute.jit
     def copy_activations(self, operands, memory, work, lane):

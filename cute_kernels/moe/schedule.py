@@ -22,7 +22,8 @@ TABLE_ENTRIES = 64  # of a CTA, in shared memory
 TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
 TABLE_BYTES = TABLE_ENTRIES * TABLE_ENTRY_BYTES
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
-CAPACITIES = (8, 16, 32)  # rows of an entry
+CAPACITIES = (8, 16, 32)  # rows of an entry, at most
+MOST_DEVIATIONS = 8  # beyond the mean, of an expert's rows: with room for routing that is far from even
 # What partial results cost is as long as an SM takes for so many bytes of codes: within them blocks stay whole.
 SLACK_BYTES = 32 * 1024
 
@@ -68,11 +69,12 @@ class GroupedSchedule:
     """How the launches of one product are laid out: ``num_groups`` groups of ``num_slices`` CTAs each.
 
     Attributes:
-        config: the compiled variant; its ``max_tokens`` are the rows that an entry may have.
+        config: the compiled variant; its ``max_tokens`` are the rows that an entry may have at most.
         num_tiles: tiles of 64 output features of an expert.
         units: of the padded K.
         num_slices: parts of K, one for each CTA of a group.
         num_groups: parts of all blocks' units.
+        entry_rows: rows that an entry may have, a power of two: what a set of activations has room for.
         x_slots: sets of activations that a CTA has room for, 1 or 2.
         max_entries: that one launch computes at most.
         num_launches: that all entries there may be take.
@@ -84,6 +86,7 @@ class GroupedSchedule:
     units: int
     num_slices: int
     num_groups: int
+    entry_rows: int
     x_slots: int = 1
     max_entries: int = 1
     num_launches: int = 1
@@ -108,7 +111,7 @@ class GroupedSchedule:
     def workspace_words(self) -> int:
         """fp32 words of partial results: a part for each CTA; with slices parts for every block."""
         parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts
-        return parts * self.config.max_tokens * self.config.block_rows
+        return parts * self.entry_rows * self.config.block_rows
 
     def group_units(self, entries: int) -> list[int]:
         """Units of each group of a launch that finds so many entries."""
@@ -148,8 +151,19 @@ def usual_rows(problem: GroupedProblem) -> float:
     return min(problem.places, mean + 2 * math.sqrt(mean))
 
 
+def most_rows(problem: GroupedProblem) -> int:
+    """Rows that hardly any expert has more of, if rows fall to them at random, as a power of two.
+
+    Where those are fewer than the columns of an MMA, activations leave the room of the others to a longer ring.
+    """
+    mean = problem.places / problem.num_experts
+    rows = math.ceil(min(problem.places, mean + MOST_DEVIATIONS * math.sqrt(mean)))
+    return 1 << (rows - 1).bit_length()
+
+
 def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedule]:
     """All ways that are possible."""
+    rows = min(capacity, most_rows(problem))
     for candidate in candidate_configs(problem.dense(capacity)):
         config = with_table(candidate)
         if in_flight(config) < IN_FLIGHT_BYTES:
@@ -159,10 +173,10 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
             slice_units = -(-units // num_slices)
             if -(-units // slice_units) != num_slices:
                 continue  # the last slice would be empty
-            slot_bytes = capacity * (2 * slice_units * config.unit_k + X_PAD)
+            slot_bytes = rows * (2 * slice_units * config.unit_k + X_PAD)
             if slot_bytes <= config.x_bytes:
                 slack = SLACK_BYTES // (config.n_tiles * config.unit_bytes) if num_slices == 1 else -1
-                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1, slack=slack)
+                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1, rows, slack=slack)
                 slots = 2 if 2 * slot_bytes <= config.x_bytes and may_take_turns(schedule) else 1
                 yield with_launches(replace(schedule, x_slots=slots), problem)
 
@@ -187,7 +201,7 @@ def may_take_turns(schedule: GroupedSchedule) -> bool:
 
 def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:
     """With as many groups as there are SMs for, and as many launches as entries want."""
-    bound = problem.max_entries(schedule.config.max_tokens)
+    bound = problem.max_entries(schedule.entry_rows)
     block_units = schedule.num_blocks * schedule.slice_units
     schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_units))
     # A run of 1 / num_groups of all units touches at most 2 entries more than its share.

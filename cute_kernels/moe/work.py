@@ -49,6 +49,7 @@ class GroupedShape(Shape):
     num_groups: Any
     group_reciprocal: Any
     num_experts: Any
+    entry_shift: Any  # of 1, the rows that an entry may have
     x_slots: Any  # sets of activations that shared memory holds, 1 or 2
     first_entry: Any  # that this launch computes,
     max_entries: Any  # and how many of those that there are
@@ -58,6 +59,10 @@ class GroupedShape(Shape):
     @property
     def base_divisor(self):
         return cutlass.max(self.base, 1)
+
+    def entries_of(self, rows):
+        """Entries of an expert with so many rows."""
+        return (rows + (self.m - 1)) >> self.entry_shift
 
     def entry_of(self, block):
         """The entry of a block, counted over all entries of the launch."""

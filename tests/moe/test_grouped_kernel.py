@@ -146,8 +146,9 @@ def launch(
     for number in range(schedule.num_launches):
         moe_kernel.GroupedKernel.__call__.__wrapped__(
             kernel, given, *addresses, n, schedule.num_tiles, schedule.units, schedule.num_slices,
-            schedule.num_groups, len(weight), schedule.x_slots, number * schedule.max_entries, schedule.max_entries,
-            schedule.max_parts, schedule.slack, ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+            schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
+            number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack,
+            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
         )  # fmt: skip
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
     assert torch.all(words == EMPTY), "partial results are left"
@@ -160,7 +161,7 @@ def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
     places, experts = fields.pop("places"), fields.pop("experts")
     problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, 4, "bf16", 64, num_sms=num_sms)
     units = problem.k_pad // config.unit_k
-    base = GroupedSchedule(config, -(-n // 64), units, fields.pop("num_slices", 1), 1, **fields)
+    base = GroupedSchedule(config, -(-n // 64), units, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields)
     return with_launches(base, problem)
 
 
@@ -179,6 +180,8 @@ CASES = {
     "whole blocks, not the same number for all": ((3, 1, 8), 250, 128, 8, {"slack": 1}),
     "blocks that would be whole but for a unit": ((3, 1, 8), 250, 128, 8, {"slack": 0}),
     "fewer whole blocks than groups": ((1, 0, 1), 64, 320, 3, {"slack": 2}),
+    "entries of up to two rows": ((3, 0, 1, 5, 0, 8), 160, 192, 3, {"entry_rows": 2, "x_slots": 2, "num_buffers": 2}),
+    "entries of one row": ((0, 2, 1), 66, 192, 4, {"entry_rows": 1}),
     "whole blocks of slices of K": ((3, 1), 130, 320, 4, {"num_slices": 2, "slack": 3}),
 }
 
@@ -218,11 +221,11 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
     tiles = of_expert // 2048
     for expert, count in enumerate(counts):
         times = {copied[tile] for tile in range(expert * tiles, (expert + 1) * tiles)}
-        entries = -(-count // config.max_tokens)
+        entries = -(-count // schedule.entry_rows)
         assert times <= {entries, 2 * entries} and entries in times  # the last tile of an odd number may come twice
     each = [sum(size for block, size in own.items() if block[1] == group) for group in range(schedule.num_groups)]
     if schedule.num_slices == 1 and schedule.num_launches == 1:
-        entries = sum(-(-count // config.max_tokens) for count in counts)
+        entries = sum(-(-count // schedule.entry_rows) for count in counts)
         assert each == [config.n_tiles * config.unit_bytes * units for units in schedule.group_units(entries)]
         assert max(each) - sum(each) / len(each) <= config.n_tiles * config.unit_bytes * max(1, schedule.slack + 1)
 
@@ -254,4 +257,4 @@ def test_every_product_has_a_schedule(places, experts, n, k):
     schedule = make_schedule(GroupedProblem(places, experts, n, k, k, 4, "bf16", 128))
     assert schedule.num_launches * schedule.max_entries >= GroupedProblem(
         places, experts, n, k, k, 4, "bf16", 128
-    ).max_entries(schedule.config.max_tokens)
+    ).max_entries(schedule.entry_rows)
