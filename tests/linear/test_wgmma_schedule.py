@@ -236,3 +236,27 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
                 assert parts.setdefault((item.block, item.token_tile), item.number) == item.number
     assert sorted(parts.values()) == list(range(schedule.num_tiles_cut if splits > 1 else 0))
     assert (done == 1).all()
+
+
+@pytest.mark.parametrize("n, k, tokens, cluster", [(700, 2048, 16, 2), (4096, 4096, 16, 3), (64, 384, 32, 3)])
+def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tokens, cluster, monkeypatch):
+    pytest.importorskip("cutlass")
+    from cute_kernels.linear.wgmma import tiles
+
+    monkeypatch.setattr(tiles, "cutlass", SimpleNamespace(min=min))
+    monkeypatch.setattr(tiles, "Int32", int)
+    config = WgmmaConfig(
+        4, "bf16", 128, tokens=tokens, row_parts=2, unit_k=128, splits_k=True, cluster=cluster, pushes=True
+    )
+    schedule = schedule_of(problem(tokens, n, k), config, cluster)
+    assert schedule is not None and schedule_of(problem(tokens + 1, n, k), config, cluster) is None
+    names = ("whole", "splits", "split_units", "units")
+    shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names})
+    done = np.zeros((schedule.blocks, schedule.units), int)
+    for cta in range(schedule.num_ctas):
+        items = tiles.Items(shape, cta, 0, 0, schedule.blocks, 1, 1, cluster=cluster)  # pyright: ignore[reportArgumentType]
+        item = items.item(cta)
+        assert item.begin < item.end and (item.split, item.splits) == (cta % cluster, cluster)
+        assert (item.block, item.token_tile) == (cta // cluster, 0)
+        done[item.block, item.begin : item.end] += 1
+    assert (done == 1).all()

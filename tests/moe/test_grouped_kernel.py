@@ -161,7 +161,9 @@ def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
     places, experts = fields.pop("places"), fields.pop("experts")
     problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, 4, "bf16", 64, num_sms=num_sms)
     units = problem.k_pad // config.unit_k
-    base = GroupedSchedule(config, -(-n // 64), units, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields)
+    base = GroupedSchedule(
+        config, -(-n // 64), units, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields
+    )
     return with_launches(base, problem)
 
 

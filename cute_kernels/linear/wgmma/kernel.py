@@ -127,7 +127,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         else:
             cute.arch.sync_threads()
         if const_expr(config.part_slots > 0):
-            cute.arch.cluster_arrive()
+            # Others are to see nothing but barriers, which have a fence of their own: one of all memory takes longer.
+            cute.arch.cluster_arrive_relaxed()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
         if const_expr(config.sharing > 1):
             self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
@@ -172,6 +173,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
             sharing=config.sharing,
             rank=rank,
+            cluster=config.cluster if config.pushes else 1,
         )
 
     # -- products -----------------------------------------------------------------------------------------------------

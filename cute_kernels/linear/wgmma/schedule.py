@@ -180,8 +180,10 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
-    """A cluster for each tile; None if they do not all run at once."""
+    """A cluster for each tile; None if they do not all run at once, or rows of x that are pushed are not one tile."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
+    if config.pushes and schedule.token_tiles > 1:
+        return None
     return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
 
 
