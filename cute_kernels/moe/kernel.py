@@ -22,9 +22,8 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.kernel import LinearKernel
-from cute_kernels.linear.work import RECIPROCAL_BITS
 from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
-from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork
+from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork, reciprocal
 from cute_kernels.sm90 import WARP_THREADS
 
 
@@ -80,7 +79,7 @@ class GroupedKernel(LinearKernel):
             num_tiles=num_tiles,
             units=units,
             slice_units=slice_units,
-            slice_reciprocal=self.reciprocal(slice_units),
+            slice_reciprocal=reciprocal(slice_units),
             num_slices=num_slices,
             base=Int32(0),
             rest=Int32(0),
@@ -88,9 +87,10 @@ class GroupedKernel(LinearKernel):
             activation=activation,
             out_kind=out_kind,
             num_blocks=num_blocks,
-            block_reciprocal=self.reciprocal(num_blocks),
+            entry_units=num_blocks * slice_units,
+            block_reciprocal=reciprocal(num_blocks),
             num_groups=num_groups,
-            group_reciprocal=self.reciprocal(num_groups),
+            group_reciprocal=reciprocal(num_groups),
             num_experts=num_experts,
             entry_shift=entry_shift,
             x_slots=x_slots,
@@ -109,10 +109,6 @@ class GroupedKernel(LinearKernel):
             use_pdl=config.use_pdl,
             stream=stream,
         )
-
-    def reciprocal(self, divisor):
-        """2**RECIPROCAL_BITS over a divisor, rounded up: see `RECIPROCAL_BITS`."""
-        return ((Int64(1) << RECIPROCAL_BITS) + divisor - 1) // divisor
 
     @cute.kernel
     def kernel(self, operands, shape):

@@ -21,6 +21,7 @@ MAX_EXPERTS = EXPERTS_PER_LANE * WARP_THREADS
 TABLE_ENTRIES = 64  # of a CTA, in shared memory
 TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
 TABLE_BYTES = TABLE_ENTRIES * TABLE_ENTRY_BYTES
+MOST_DIVIDED = 2**31 - 1  # a count times what it is divided by
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
 CAPACITIES = (8, 16, 32)  # rows of an entry, at most
 MOST_DEVIATIONS = 8  # beyond the mean, of an expert's rows: with room for routing that is far from even
@@ -199,13 +200,19 @@ def may_take_turns(schedule: GroupedSchedule) -> bool:
     return chunks >= schedule.config.num_stages
 
 
+def most_entries(schedule: GroupedSchedule) -> int:
+    """Entries of a launch whose units and blocks are counted in numbers that `cute_kernels.moe.work.quotient` takes."""
+    divisor = max(schedule.num_groups, schedule.slice_units)
+    return (MOST_DIVIDED - divisor**2) // (schedule.num_blocks * max(schedule.slice_units * divisor, schedule.num_blocks))
+
+
 def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:
     """With as many groups as there are SMs for, and as many launches as entries want."""
     bound = problem.max_entries(schedule.entry_rows)
     block_units = schedule.num_blocks * schedule.slice_units
     schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_units))
     # A run of 1 / num_groups of all units touches at most 2 entries more than its share.
-    entries = min(bound, (TABLE_ENTRIES - 3) * schedule.num_groups)
+    entries = min(bound, (TABLE_ENTRIES - 3) * schedule.num_groups, most_entries(schedule))
     if schedule.num_slices > 1:
         of_entry = replace(schedule, max_entries=1).workspace_words
         entries = min(entries, max(1, MAX_WORKSPACE_WORDS // of_entry))

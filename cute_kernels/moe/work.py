@@ -12,15 +12,28 @@ place of the CTA's number in the workspace, however many blocks there are; the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
-from cute_kernels.device import ptx
-from cute_kernels.linear.work import RECIPROCAL_BITS, Shape, Work
+from cute_kernels.device import numbers, ptx
+from cute_kernels.linear.work import Shape, Work
 from cute_kernels.moe.schedule import TABLE_ENTRY_BYTES
+
+
+def reciprocal(divisor):
+    """What `quotient` divides by ``divisor`` with: 2**31 over it, rounded up."""
+    return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
+
+
+def quotient(count, of):
+    """A division in two instructions, of a count of at least 0 whose product with the divisor is below 2**31.
+
+    Each CTA divides on the way to its first weights: 64 bits would be seven instructions, a division itself thirty.
+    """
+    return Int32(numbers.multiply_high_u32(Uint32(2 * count), of))
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,8 @@ class GroupedShape(Shape):
     until :meth:`cut`, and count ``grain`` units each."""
 
     num_blocks: Any  # of an expert
-    block_reciprocal: Any  # 2**RECIPROCAL_BITS over num_blocks, rounded up
+    entry_units: Any  # of all blocks of an entry, in a slice
+    block_reciprocal: Any  # as `reciprocal`, of num_blocks; slice_reciprocal is another
     num_groups: Any
     group_reciprocal: Any
     num_experts: Any
@@ -64,9 +78,12 @@ class GroupedShape(Shape):
         """Entries of an expert with so many rows."""
         return (rows + (self.m - 1)) >> self.entry_shift
 
+    def block_of(self, unit):
+        return quotient(unit, self.slice_reciprocal)
+
     def entry_of(self, block):
         """The entry of a block, counted over all entries of the launch."""
-        return Int32((Int64(block) * self.block_reciprocal) >> RECIPROCAL_BITS)
+        return quotient(block, self.block_reciprocal)
 
     def run_of(self, group):
         first, count = super().run_of(group)
@@ -78,17 +95,13 @@ class GroupedShape(Shape):
         Blocks stay whole, and leave no partial results, where no group has more than ``slack`` units more by that.
         """
         blocks = num_entries * self.num_blocks
-        units = blocks * self.slice_units
-        each, blocks_each = self.share(units), self.share(blocks)
+        units = num_entries * self.entry_units
+        each, blocks_each = quotient(units, self.group_reciprocal), quotient(blocks, self.group_reciprocal)
         more = cutlass.select_(blocks > blocks_each * self.num_groups, Int32(1), Int32(0))
         whole = (blocks_each + more) * self.slice_units - each <= self.slack
         base = cutlass.select_(whole, blocks_each, each)
         rest = cutlass.select_(whole, blocks, units) - base * self.num_groups
         return replace(self, base=base, rest=rest, grain=cutlass.select_(whole, self.slice_units, Int32(1)))
-
-    def share(self, count):
-        """How many of ``count`` things every group has at least."""
-        return Int32((Int64(count) * self.group_reciprocal) >> RECIPROCAL_BITS)
 
 
 @dataclass(frozen=True)
@@ -126,11 +139,22 @@ class GroupedWork(Work):
     @staticmethod
     def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
         """``shape`` is cut already."""
-        work = Work.of(shape, group, slice_index)
-        values = {field.name: getattr(work, field.name) for field in fields(Work)}
-        own_entry = shape.entry_of(work.first_block)
-        end_entry = shape.entry_of(work.first_block + work.num_segments - 1) + 1
-        return GroupedWork(**values, table=table, own_entry=own_entry, end_entry=end_entry)
+        first, count = shape.run_of(group)
+        first_block = shape.block_of(first)
+        end_block = shape.block_of(first + count + (shape.slice_units - 1))
+        return GroupedWork(
+            shape=shape,
+            group=group,
+            slice_index=slice_index,
+            first=first,
+            count=count,
+            first_block=first_block,
+            num_segments=cutlass.select_(count > 0, end_block - first_block, Int32(0)),
+            own_units=cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units),
+            table=table,
+            own_entry=shape.entry_of(first_block),
+            end_entry=shape.entry_of(end_block + (shape.num_blocks - 1)),
+        )
 
     def segment(self, index) -> GroupedSegment:
         flat = super().segment(index)

@@ -229,7 +229,9 @@ class Machine:
             content = (int(value) % 256**size).to_bytes(size, "little")
             self.memory[address + offset : address + offset + size] = np.frombuffer(content, np.uint8)
 
-        return SimpleNamespace(load_global_part=load, store_global_part=store)
+        return SimpleNamespace(
+            load_global_part=load, store_global_part=store, multiply_high_u32=lambda a, b: Word(int(a) * int(b) >> 32)
+        )
 
     def cute(self) -> SimpleNamespace:
         def shuffle_up(value: int, offset: int, mask_and_clamp: int = 0) -> int:
