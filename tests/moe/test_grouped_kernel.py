@@ -24,7 +24,14 @@ from cute_kernels.linear.plan import ACTIVATIONS
 from cute_kernels.moe import kernel as moe_kernel
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule, make_schedule, with_launches
+from cute_kernels.moe.schedule import (
+    MOST_DIVIDED,
+    GroupedProblem,
+    GroupedSchedule,
+    make_schedule,
+    schedules,
+    with_launches,
+)
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
 from layouts.weights import hopper
@@ -260,3 +267,21 @@ def test_every_product_has_a_schedule(places, experts, n, k):
     assert schedule.num_launches * schedule.max_entries >= GroupedProblem(
         places, experts, n, k, k, 4, "bf16", 128
     ).max_entries(schedule.entry_rows)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 12, 14, 32, 56, 66, 131, 132, 224, 448, 4097, 46340])
+def test_quotients_are_exact(divisor, monkeypatch):
+    Machine().install(monkeypatch, moe_work)
+    of, most = moe_work.reciprocal(divisor), MOST_DIVIDED // divisor
+    counts = {0, 1, most} | {i * divisor + j for i in (1, 2, 7, most // divisor) for j in (-1, 0, 1)}
+    for count in filter(range(most + 1).__contains__, counts):
+        assert moe_work.quotient(count, of) == count // divisor
+
+
+@pytest.mark.parametrize("places, experts, n, k", [(8, 256, 4096, 7168), (65536, 8, 28672, 4096), (200000, 2, 8192, 64)])
+def test_launches_count_no_further_than_quotients_hold(places, experts, n, k):
+    for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), 4, "bf16", 128), 8):
+        units = schedule.max_entries * schedule.num_blocks * schedule.slice_units + schedule.slice_units
+        assert units * max(schedule.num_groups, schedule.slice_units) <= MOST_DIVIDED
+        assert (schedule.max_entries + 1) * schedule.num_blocks * schedule.num_blocks <= MOST_DIVIDED
+        assert schedule.num_launches * schedule.max_entries >= places // 8 and schedule.max_entries >= 1
