@@ -170,7 +170,9 @@ class GroupedWork(Work):
         return self.shape.m * self.shape.x_slots
 
     def x_start(self, segment, slot_bytes):
-        return (segment.entry & (self.shape.x_slots - 1)) * slot_bytes
+        # Kept in a register: ptxas has the loop of products read each operand just before its use where it may compute
+        # this again, which takes 1 to 2 % more of a long stream.
+        return ptx.pinned(Int32((segment.entry & (self.shape.x_slots - 1)) * slot_bytes))
 
     def tile(self, segment, index: int, n_tiles: int):
         return segment.expert * self.shape.num_tiles + super().tile(segment, index, n_tiles)
