@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_kernels.arguments import check_flag, check_tensors
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
-from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight, check_scales
+from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight, check_scales, padded_shape
 
 _TENSORS = ("codes", "scales", "zeros")
 _FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
+
+
+class ExpertsForm(NamedTuple):
+    """What `PackedExperts` are but for what they hold: group_size 0 for one scale per row, device_index -1 on a CPU."""
+
+    num_experts: int
+    n: int
+    k: int
+    k_pad: int
+    bits: int
+    group_size: int
+    has_zeros: bool
+    dtype: torch.dtype
+    device_index: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,11 +90,11 @@ class PackedExperts:
         return self.codes.device
 
     @cached_property
-    def form(self) -> tuple[Hashable, ...]:
+    def form(self) -> ExpertsForm:
         """All that a plan for these weights relies on but where they are."""
-        zeros = self.zeros is not None
-        sizes = len(self), self.shape, self.codes.shape[2], self.bits, self.group_size or 0
-        return *sizes, zeros, self.dtype, self.codes.get_device()
+        k_pad = padded_shape(self.shape, self.group_size)[1]
+        sizes = len(self), *self.shape, k_pad, self.bits, self.group_size or 0
+        return ExpertsForm(*sizes, self.zeros is not None, self.dtype, self.codes.get_device())
 
     @property
     def out_features(self) -> int:

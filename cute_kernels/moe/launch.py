@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.experts import ExpertsForm, PackedExperts
 from cute_kernels.linear.launch import _address, _aligned
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
 from cute_kernels.moe.plan import combine_function, gather_function, plan_of, routing_function
@@ -27,11 +27,6 @@ class Weights:
     n: int
     k: int
 
-    @staticmethod
-    def of(weight: PackedExperts) -> Weights:
-        n, k = weight.shape
-        return Weights(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group_size or 0, n, k)
-
     @property
     def num_experts(self) -> int:
         return self.codes.shape[0]
@@ -40,6 +35,12 @@ class Weights:
     def k_pad(self) -> int:
         """K as packed."""
         return self.codes.shape[2] * tile_k(self.bits)
+
+    @property
+    def form(self) -> ExpertsForm:
+        """As of `PackedExperts`."""
+        sizes = self.num_experts, self.n, self.k, self.k_pad, self.bits, self.group_size
+        return ExpertsForm(*sizes, self.zeros is not None, self.scales.dtype, self.codes.get_device())
 
 
 def addresses_of(weight: Weights | PackedExperts) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.reference import out_features
 from cute_kernels.moe import checks
 from cute_kernels.moe.launch import Routing, Weights, launch_grouped
-from cute_kernels.moe.layer import MoePlan, launch_moe, make_moe_plan
+from cute_kernels.moe.layer import MoePlan, moe_plan_of
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.runtime.plans import identity, keep
 
@@ -75,10 +75,33 @@ def apply_moe(
 
     A plan is kept for calls that differ from one that has been checked in the contents of memory alone.
     """
-    key = _key_of(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out)
-    plan = _plans.get(key) if key is not None else None
-    if plan is not None:
-        return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
+    key = None
+    if is_direct(x, gate_up, down, topk_ids, topk_weights, out):
+        try:
+            key = (
+                x.shape,
+                x.dtype,
+                x.layout,
+                x.get_device(),
+                gate_up.form,
+                down.form,
+                topk_ids.shape,
+                topk_ids.dtype,
+                topk_ids.layout,
+                topk_ids.get_device(),
+                topk_weights.shape,
+                topk_weights.dtype,
+                topk_weights.layout,
+                topk_weights.get_device(),
+                activation,
+                out_dtype,
+                None if out is None else identity(out),
+            )
+            plan = _plans.get(key)
+        except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say so
+            key = plan = None
+        if plan is not None:
+            return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
     checks.check_experts("gate_up", gate_up)
     checks.check_experts("down", down)
     checks.check_pair(gate_up, down)
@@ -101,8 +124,9 @@ def apply_moe(
     numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
     if key is not None and topk_ids.numel():
         with torch.cuda.device(x.device):
-            plan = keep(_plans, key, make_moe_plan(x, Weights.of(gate_up), Weights.of(down), topk_ids, out_dtype))
-        return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
+            made = moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+            plan = keep(_plans, key, made)
+        return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
     if not dispatch:
         work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
         return work(*tensors, *numbers, out_dtype, out)
@@ -114,40 +138,13 @@ _plans: dict[tuple[Any, ...], MoePlan] = {}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _key_of(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out) -> tuple[Any, ...] | None:
-    """All that the checks of a call look at; None where it is not one of plain CUDA tensors in eager mode."""
-    if is_compiling() or not all(type(tensor) in _PLAIN for tensor in (x, topk_ids, topk_weights)):
-        return None
-    if not x.is_cuda or type(gate_up) is not PackedExperts or type(down) is not PackedExperts:
-        return None
-    if type(gate_up.codes) is not torch.Tensor or not (out is None or type(out) is torch.Tensor):
-        return None
-    target = None if out is None else identity(out)
-    ids, shares = identity(topk_ids), identity(topk_weights)
-    return identity(x), gate_up.form, down.form, ids, shares, activation, out_dtype, target
-
-
-def _run(
-    plan: MoePlan,
-    x: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    index = x.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
-    if out is None:
-        out = torch.empty((x.shape[0], down.shape[0]), dtype=plan.out_dtype, device=x.device)
-    x = x.detach() if x.requires_grad else x
-    if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous() or topk_weights.requires_grad:
-        topk_weights = topk_weights.detach().float().contiguous()
-    ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
-    plan.run(x if x.is_contiguous() else x.contiguous(), gate_up, down, ids, topk_weights, out)
-    return out
+def is_direct(x: Any, gate_up: Any, down: Any, topk_ids: Any, topk_weights: Any, out: Any) -> bool:
+    """Whether kernels may be launched without the operator: in eager mode, on plain tensors on a GPU."""
+    if is_compiling() or type(gate_up) is not PackedExperts or type(down) is not PackedExperts:
+        return False
+    if type(x) not in _PLAIN or type(topk_ids) not in _PLAIN or type(topk_weights) not in _PLAIN or not x.is_cuda:
+        return False
+    return type(gate_up.codes) is torch.Tensor and (out is None or type(out) is torch.Tensor)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -207,14 +204,13 @@ def _moe_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
 ) -> torch.Tensor:  # fmt: skip
-    if out is None:
-        out = x.new_empty((x.shape[0], down_n), dtype=out_dtype)
     if topk_ids.numel() == 0:
-        return out.zero_()
+        return x.new_zeros((x.shape[0], down_n), dtype=out_dtype) if out is None else out.zero_()
+    gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
+    down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
     with torch.cuda.device(x.device):
-        gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
-        down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
-        return launch_moe(x, gate_up, down, topk_ids, topk_weights, out)
+        plan = moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+        return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
 
 
 def _moe_on_meta(
