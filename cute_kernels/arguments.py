@@ -27,8 +27,9 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: got a tensor in layout {tensor.layout}, want an ordinary (strided) one")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested tensor" if tensor.is_nested else f"tensor in layout {tensor.layout}"
+            raise TypeError(f"{name}: got a {kind}, want an ordinary (strided) one")
 
 
 def check_floating(**tensors: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,7 +11,14 @@ import torch
 
 from cute_kernels.arguments import check_flag, check_tensors
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
-from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight, check_scales, padded_shape
+from cute_kernels.linear.weight import (
+    FORMAT_VERSION,
+    PackedWeight,
+    check_scales,
+    check_zeros,
+    has_values,
+    padded_shape,
+)
 
 _TENSORS = ("codes", "scales", "zeros")
 _FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
@@ -41,6 +48,7 @@ class PackedExperts:
     Args:
         codes, scales, zeros: as in `PackedWeight` with a dimension E in front; zeros is None if all are symmetric.
         bits, group_size, shape: as in `PackedWeight`; shape is (N, K) of one expert.
+        check_values: as in `PackedWeight`.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
@@ -52,8 +60,9 @@ class PackedExperts:
     bits: int
     group_size: int | None
     shape: tuple[int, int]
+    check_values: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check_values: bool) -> None:
         check_tensors(codes=self.codes, scales=self.scales)
         if self.codes.dim() != 4 or self.codes.shape[0] < 1:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
@@ -66,15 +75,20 @@ class PackedExperts:
         for name, tensor in self._tensors().items():
             if not tensor.is_contiguous():
                 raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
-        self[0]  # which checks all else
+        self[0]  # which checks all else but numbers
+        check_flag("check_values", check_values)
+        if check_values and has_values(self.codes):
+            check_scales("scales", self.scales)
+            check_zeros("zeros", self.zeros, self.bits)
 
     def __len__(self) -> int:
         return self.codes.shape[0]
 
     def __getitem__(self, expert: int) -> PackedWeight:
         """An expert's weight, in the same memory."""
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return PackedWeight(self.codes[expert], self.scales[expert], zeros, self.bits, self.group_size, self.shape)
+        tensors: dict[str, Any] = {name: tensor[expert] for name, tensor in self._tensors().items()}
+        form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
+        return PackedWeight(**{"zeros": None} | tensors, **form, check_values=False)
 
     def __iter__(self) -> Iterator[PackedWeight]:
         return (self[expert] for expert in range(len(self)))
@@ -126,7 +140,7 @@ class PackedExperts:
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedExperts:
         """The weights on another device; themselves if they are there."""
         moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
-        return replace(self, **moved)
+        return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
         """A rank's output features of every expert; see `PackedWeight.shard_n`."""
@@ -167,7 +181,6 @@ class PackedExperts:
         weights = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
         if len(weights) != experts:
             raise ValueError(f"codes: got {len(weights)} experts, want {experts}, what format says")
-        check_scales("scales", weights.scales)
         return weights
 
 
@@ -252,7 +265,8 @@ def _filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> P
         codes[i], scales[i] = weight.codes, weight.scales
         if zero_points is not None and weight.zeros is not None:
             zero_points[i] = weight.zeros
-    return PackedExperts(codes, scales, zero_points, first.bits, first.group_size, first.shape)
+    form: dict[str, Any] = {"bits": first.bits, "group_size": first.group_size, "shape": first.shape}
+    return PackedExperts(codes, scales, zero_points, **form, check_values=False)
 
 
 def _check_alike(index: int, weight: Any, first: PackedWeight) -> None:

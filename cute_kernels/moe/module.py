@@ -47,7 +47,8 @@ class QuantizedExperts(nn.Module):
         weight = self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
             tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
-            weight = PackedExperts(**tensors, bits=self.bits, group_size=self.group_size, shape=self.shape)
+            form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
+            weight = PackedExperts(**tensors, **form, check_values=False)
             self._weight = weight  # kept, since to make and check it takes longer than to launch
         return weight
 

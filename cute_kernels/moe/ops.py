@@ -166,7 +166,7 @@ _library.define(
 def _grouped_on_cpu(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
 ) -> torch.Tensor:
-    weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k))
+    weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
     result = grouped_linear_reference(x, weight, expert_offsets, **options)
     return result if out is None else out.copy_(result)
@@ -194,8 +194,9 @@ def _moe_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
 ) -> torch.Tensor:  # fmt: skip
-    gate_up = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k))
-    down = PackedExperts(down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k))
+    shapes = ((codes, scales, zeros, bits, group_size or None, (n, k)),
+              (down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k)))  # fmt: skip
+    gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
     result = fused_moe_reference(x, gate_up, down, topk_ids, topk_weights, out_dtype=out_dtype)
     return result if out is None else out.copy_(result)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,6 +188,22 @@ def test_stacked_experts_must_be_alike():
     with pytest.raises(ValueError, match="weights: got none"):
         stack_experts([])
     assert isinstance(stack_experts([one])[0], PackedWeight)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scales", 2.0**27, r"scales: got a scale of 1\.342.*, want bf16 scales below 2\*\*27"),
+        ("zeros", 16, "zeros: got the zero point 16, want 4-bit codes 0 to 15"),
+    ],
+)
+def test_numbers_that_kernels_cannot_take_are_refused_in_any_expert(name, value, message):
+    weights, _ = experts(3, 64, 64, zero_point=True)
+    spoilt = getattr(weights, name).clone()
+    spoilt[2, 0, 1, 63] = value
+    with pytest.raises(ValueError, match=f"^{message}"):
+        replace(weights, **{name: spoilt})
+    assert len(replace(weights, **{name: spoilt}, check_values=False)) == 3
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------
