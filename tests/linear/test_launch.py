@@ -15,6 +15,7 @@ import torch
 from cute_kernels.linear import PackedWeight, checks, launch, linear, ops, plan
 from cute_kernels.runtime import native
 from tests.linear.cases import known
+from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -45,8 +46,8 @@ CALLS: dict[str, Any] = {
     "three rows of three dimensions": lambda: {"x": rows(1, 3), "weight": weight()},
     "many rows": lambda: {"x": rows(20), "weight": weight()},
     "no rows": lambda: {"x": rows(0), "weight": weight()},
-    "rows with gaps": lambda: {"x": torch.ones(3, 2 * K, dtype=BF16)[:, :K], "weight": weight()},
-    "rows off 16 bytes": lambda: {"x": torch.ones(3 * K + 1, dtype=BF16)[1:].view(3, K), "weight": weight()},
+    "rows with gaps": lambda: {"x": apart(rows(3)), "weight": weight()},
+    "rows off 16 bytes": lambda: {"x": offset(rows(3), 2), "weight": weight()},
     "short rows": lambda: {"x": torch.ones(3, 250, dtype=BF16), "weight": weight(k=250)},
     "sparse rows": lambda: {"x": rows(3).to_sparse(), "weight": weight()},
     "nested rows": lambda: {"x": torch.nested.nested_tensor([rows(3), rows(2)]), "weight": weight()},

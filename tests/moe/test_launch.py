@@ -19,6 +19,7 @@ from cute_kernels.moe.layer import Scratch
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import native
+from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-ins are made with nvidia-cutlass-dsl")
 
@@ -61,8 +62,8 @@ CALLS: dict[str, Any] = {
     "no tokens": lambda: call(0),
     "fp16": lambda: call(dtype=FP16),
     "x of fp16 for bf16": lambda: but(x=torch.ones(3, HIDDEN, dtype=FP16)),
-    "x with gaps": lambda: but(x=torch.ones(3, 2 * HIDDEN, dtype=BF16)[:, :HIDDEN]),
-    "x off 16 bytes": lambda: but(x=torch.ones(3 * HIDDEN + 1, dtype=BF16)[1:].view(3, HIDDEN)),
+    "x with gaps": lambda: but(x=apart(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x off 16 bytes": lambda: but(x=offset(torch.ones(3, HIDDEN, dtype=BF16), 2)),
     "x, a parameter": lambda: but(x=torch.nn.Parameter(torch.ones(3, HIDDEN, dtype=BF16))),
     "x, sparse": lambda: but(x=sparse(torch.ones(3, HIDDEN, dtype=BF16))),
     "x in a list": lambda: but(x=[1.0]),
