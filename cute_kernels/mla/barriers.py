@@ -8,7 +8,7 @@ from cute_kernels.mla.config import MULTIPLYING_THREADS, MlaConfig
 from cute_kernels.sm90 import WARP_THREADS
 
 # Named barriers: of the multiplying warps, and of the gathering ones with the warp that makes barriers. One of all
-# threads would do, but three kinds of warps come to it at three places, and synccheck wants it at one.
+# threads would do, but those that wait would do so at two places of the program, and synccheck wants them at one.
 MADE, MADE_FOR_GATHERING = 1, 8
 
 
@@ -19,8 +19,8 @@ def announce_barriers(config: MlaConfig) -> None:
 
 
 def await_barriers(config: MlaConfig, gathers: bool) -> None:
-    """Waits until the barriers are there, in both CTAs of a pair. Every thread does so once; those that gather, behind
-    their first loads."""
+    """Waits until the barriers are there, in both CTAs of a pair. Every thread that uses them does so once; those that
+    gather, behind their first loads. Warps of a kind do so at one place of the program."""
     cute.arch.sync_warp()
     if config.crossover:
         cute.arch.cluster_wait()
@@ -31,4 +31,5 @@ def await_barriers(config: MlaConfig, gathers: bool) -> None:
 
 
 def _gathering_threads(config: MlaConfig) -> int:
-    return (config.gather_warps + 1) * WARP_THREADS
+    warps = 1 if config.boxes else config.gather_warps
+    return (warps + 1) * WARP_THREADS

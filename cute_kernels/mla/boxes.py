@@ -74,7 +74,7 @@ class Boxes:
         """Fills a tile for every block of the CTA's shares."""
         if warp == 0:
             self.fill(items, source, memory, lane)
-        else:
+        elif const_expr(self.config.crossover):
             await_barriers(self.config, gathers=True)
 
     @cute.jit

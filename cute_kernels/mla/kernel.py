@@ -208,13 +208,18 @@ class MlaKernel:
             self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
             if const_expr(self.config.together):
                 self.gatherer.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
-        elif warp >= WARPGROUP_WARPS:
+        else:
+            self.multiply(items, results, memory, softmax_scale, warp, lane)
+
+    @cute.jit
+    def multiply(self, items, results, memory, softmax_scale, warp, lane):
+        """What multiplying warps do."""
+        await_barriers(self.config, gathers=False)
+        if warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            await_barriers(self.config, gathers=False)
             self.multiplier.second(items, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
-            await_barriers(self.config, gathers=False)
             self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
