@@ -12,8 +12,9 @@ from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
+from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import BLOCK_TOKENS, FLAG_BYTES, GROUP_TOKENS, NUM_STAGES
-from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, Dequantizing, await_barriers, leads
+from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, Dequantizing, leads
 from cute_kernels.mla.items import Cursor
 
 LEFT, RIGHT = 0, 1  # parts of a tile
@@ -121,7 +122,7 @@ class CrossingInParts(Crossing):
         token, words, scales = self.first_token(cursor, source, memory, first_row, place, lane)
         self.load_token(words, scales, token, place)
         held = token.valid
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             following = self.entries.token(source, memory, number + 1, first_row, place.row)

@@ -18,6 +18,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
+from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
@@ -34,7 +35,6 @@ from cute_kernels.mla.queries import QueryLoader
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
-BARRIERS_MADE = 1  # named barrier of all threads
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,6 @@ def write_flags(memory, stage, group, valid, lane):
     flags = cute.arch.vote_ballot_sync(valid != 0)
     if lane == 0:
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
-
-
-def await_barriers(config: MlaConfig) -> None:
-    """Waits until the barriers of shared memory are there, in both CTAs of a pair. Every thread does so once; those
-    that gather, behind their first loads."""
-    cute.arch.sync_warp()
-    if config.crossover:
-        cute.arch.cluster_wait()
-    else:
-        # By a number: tools take `__syncthreads` at several places of a program for an error.
-        cute.arch.barrier(barrier_id=BARRIERS_MADE, number_of_threads=config.num_threads)
 
 
 def leads(warp, lane) -> Int32:
@@ -105,7 +94,7 @@ class Dequantizing:
         self.load_scales(scales, token)
         held = token.valid
         self.entries.prefetch_first(source, memory, first_row, lane)
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
@@ -276,7 +265,7 @@ class Copying:
         for group in cutlass.range_constexpr(groups):
             row = place.row + group * GROUP_TOKENS
             entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             mark = self.locator.marked(self.locator.mark(cursor.work, cursor.block))
