@@ -63,8 +63,8 @@ class PackedWeight:
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
         scales: bf16 or fp16 [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Their dtype is
             that of the activations. bf16 ones are below 2**27.
-        zeros: uint8 [N_pad / 64, G, 64], codes of the weight's bits, or None for a symmetric weight, whose zero is code
-            8 or 128.
+        zeros: uint8 [N_pad / 64, G, 64], 0 to 16 of 4-bit codes, or None for a symmetric weight, whose zero is code 8
+            or 128.
         bits: 4 or 8.
         group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row.
         shape: (N, K), without padding.
@@ -397,10 +397,14 @@ def _range_of(numbers: torch.Tensor) -> list[float]:
 
 
 def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
-    """Raises ValueError unless zero points, uint8, are codes of so many bits; waits for a GPU."""
-    top = (1 << bits) - 1
+    """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
+
+    Any byte comes off 8-bit codes. Of 4-bit ones up to 16 do: four bits further up, as the second row of a fragment has
+    them, more are no subnormal bf16 number (`linear.decode.SubnormalDecoder`). Checkpoints have no more.
+    """
+    top = 1 << bits
     if zeros is not None and bits < 8 and int(zeros.max()) > top:
-        raise ValueError(f"{name}: got the zero point {int(zeros.max())}, want {bits}-bit codes 0 to {top}")
+        raise ValueError(f"{name}: got the zero point {int(zeros.max())}, want 0 to {top} for {bits}-bit codes")
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:

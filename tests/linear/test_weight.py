@@ -228,7 +228,10 @@ BAD_VALUES = {
         {"scales": torch.tensor([2.0**28, torch.nan]).to(BF16).repeat(64).view(1, 2, 64)},
         r"scales: got a scale of 2.68435e.08, want bf16 scales below 2\*\*27 = 134217728",
     ),
-    "no code": ({"zeros": torch.full((1, 2, 64), 16).byte()}, "zeros: got the zero point 16, want 4-bit codes 0 to 15"),
+    "zero points": (
+        {"zeros": torch.full((1, 2, 64), 17).byte()},
+        "zeros: got the zero point 17, want 0 to 16 for 4-bit",
+    ),
     "no permutation": ({"perm": torch.zeros(64).int()}, "perm: got indices that are missing or repeated"),
     "inputs there are not": ({"perm": torch.arange(1, 65).int()}, "perm: got indices that are missing or repeated"),
 }
@@ -253,9 +256,16 @@ def test_scales_that_kernels_can_take(dtype, value):
     assert replace(packed, scales=torch.full_like(packed.scales, value)).dtype == dtype
 
 
-def test_every_zero_point_of_8_bits_is_a_code():
-    packed = known(64, 64, 8, zero_point=True).pack()
-    replace(packed, zeros=torch.full_like(packed.scales, 255, dtype=torch.uint8))
+@pytest.mark.parametrize(("bits", "zero"), [(4, 16), (8, 255)])
+def test_zero_points_that_kernels_can_take(bits, zero):
+    packed = known(64, 64, bits, zero_point=True).pack()
+    replace(packed, zeros=torch.full_like(packed.scales, zero, dtype=torch.uint8))
+
+
+def test_the_greatest_zero_point_is_what_the_decoder_has_room_for():
+    """Four bits further up it is a bf16 number in units of the smallest one, and the next is not."""
+    bits = torch.tensor([16 << 4, 17 << 4], dtype=torch.int16)
+    assert (bits.view(BF16).double() * 2.0**133).tolist() == [16 << 4, 18 << 4]
 
 
 @pytest.mark.parametrize("wrong", [1, None, "no"])

@@ -194,7 +194,7 @@ def test_stacked_experts_must_be_alike():
     ("name", "value", "message"),
     [
         ("scales", 2.0**27, r"scales: got a scale of 1\.342.*, want bf16 scales below 2\*\*27"),
-        ("zeros", 16, "zeros: got the zero point 16, want 4-bit codes 0 to 15"),
+        ("zeros", 17, "zeros: got the zero point 17, want 0 to 16 for 4-bit codes"),
     ],
 )
 def test_numbers_that_kernels_cannot_take_are_refused_in_any_expert(name, value, message):
