@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.arguments import check_flag, check_tensors, device_of
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.weight import (
     FORMAT_VERSION,
@@ -85,7 +85,11 @@ class PackedExperts:
         return self.codes.shape[0]
 
     def __getitem__(self, expert: int) -> PackedWeight:
-        """An expert's weight, in the same memory."""
+        """An expert's weight, in the same memory; IndexError if there is no such one, TypeError for no int."""
+        if not isinstance(expert, int) or isinstance(expert, bool):
+            raise TypeError(f"expert: got {expert!r}, want an int")
+        if not -len(self) <= expert < len(self):
+            raise IndexError(f"expert: got {expert}, want {-len(self)} to {len(self) - 1}")
         tensors: dict[str, Any] = {name: tensor[expert] for name, tensor in self._tensors().items()}
         form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
         return PackedWeight(**{"zeros": None} | tensors, **form, check_values=False)
@@ -138,8 +142,9 @@ class PackedExperts:
         return torch.stack([weight.dequantize(dtype) for weight in self])
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedExperts:
-        """The weights on another device; themselves if they are there."""
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
+        """The weights on another device; themselves if they are there. Errors as `PackedWeight.to`."""
+        where = device_of(device) or self.device
+        moved: dict[str, Any] = {k: v.to(where, non_blocking=non_blocking) for k, v in self._tensors().items()}
         return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:

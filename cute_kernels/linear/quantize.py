@@ -67,8 +67,8 @@ def quantize_weight(
         raise TypeError(f"w: got dtype {w.dtype}, want a floating one")
     if w.is_meta:
         raise ValueError("w: got a tensor without data (meta), want one on a CPU or CUDA device")
-    if w.dim() != 2:
-        raise ValueError(f"w: got shape {list(w.shape)}, want [N, K]")
+    if w.dim() != 2 or not w.numel():
+        raise ValueError(f"w: got shape {list(w.shape)}, want [N, K] with N and K at least 1")
     shape = (w.shape[0], w.shape[1])
     check_options(bits, group_size, zero_point, dtype)
     check_format(bits, group_size, shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, is_one_of
+from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, device_of, is_one_of
 from layouts.transform import unpack
 from layouts.weights import hopper
 
@@ -258,8 +258,13 @@ class PackedWeight:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedWeight:
-        """The weight on another device; itself if it is there."""
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
+        """The weight on another device; itself if it is there.
+
+        Raises:
+            TypeError, ValueError: there is no such device.
+        """
+        where = device_of(device) or self.device
+        moved: dict[str, Any] = {k: v.to(where, non_blocking=non_blocking) for k, v in self._tensors().items()}
         return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedWeight:

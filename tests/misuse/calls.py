@@ -292,6 +292,16 @@ def dequantized_weight() -> Call:
 
 
 @case
+def moved_weight() -> Call:
+    return packed().to, {"device": "cpu"}
+
+
+@case
+def moved_experts() -> Call:
+    return experts().to, {"device": "cpu"}
+
+
+@case
 def packed_weight() -> Call:
     weight = packed(zero_point=True)
     tensors = {name: getattr(weight, name) for name in ("codes", "scales", "zeros")}

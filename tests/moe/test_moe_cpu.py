@@ -175,6 +175,17 @@ def test_layer_arguments_that_do_not_fit_are_refused_by_name(changes, message):
         fused_moe(**(given | changes))
 
 
+def test_an_expert_that_there_is_not():
+    weights = experts(2, 64, 64)[0]
+    assert torch.equal(weights[-1].codes, weights[1].codes)
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"^expert: got {index}, want -2 to 1"):
+            weights[index]
+    for wrong in ("a", 1.0, True, slice(0, 1)):
+        with pytest.raises(TypeError, match="^expert: got .*, want an int"):
+            weights[wrong]  # type: ignore[index]
+
+
 def test_stacked_experts_must_be_alike():
     one: Any = known(64, 64).pack()
     cases: list[tuple[Any, str]] = [
