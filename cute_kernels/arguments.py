@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -58,7 +58,7 @@ def check_positive(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless ``value`` is a positive finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want a number")
-    if not 0 < value < math.inf:
+    if not 0 < value <= sys.float_info.max:  # an int may be beyond all floats, too
         raise ValueError(f"{name}: got {value}, want a positive finite number")
 
 

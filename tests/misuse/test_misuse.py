@@ -119,3 +119,9 @@ def test_a_device_that_is_not_here(count, there, monkeypatch):
 def test_a_number_that_counts_nothing(bounds, value, said):
     with pytest.raises(ValueError, match=f"^{said}$"):
         arguments.check_count("count", value, *bounds)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 10**400])
+def test_a_number_that_is_no_positive_finite_one(value):
+    with pytest.raises(ValueError, match=f"^number: got {value}, want a positive finite number$"):
+        arguments.check_positive("number", value)
