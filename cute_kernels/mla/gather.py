@@ -10,6 +10,8 @@ way, also while it waits for a free tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import cutlass
@@ -26,7 +28,7 @@ from cute_kernels.mla.config import (
     NUM_STAGES,
     MlaConfig,
 )
-from cute_kernels.mla.dequant import Dequantizer
+from cute_kernels.mla.dequant import Dequantizer, Factors
 from cute_kernels.mla.entries import Entries
 from cute_kernels.mla.items import Cursor
 from cute_kernels.mla.locate import Token, make_locator
@@ -81,7 +83,7 @@ class Dequantizing:
         self.scale_words = self.layout.scale_bytes // 4
         self.entries = Entries.of(config)
         self.loader = QueryLoader(config)
-        self.dequantizer = Dequantizer(config.scales, exponents=self.layout.is_split)
+        self.dequantizer = Dequantizer(config.scales, self.scale_words, exponents=self.layout.is_split)
 
     @cute.jit
     def run(self, items, source, memory, warp, lane):
@@ -146,6 +148,10 @@ class Dequantizing:
         """Where the rows of a warp's group go in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
+    def here(self, tile):
+        """The address of a tile in the CTA's own memory."""
+        return tile
+
     def store(self, tile, place, offset: int, values) -> None:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
@@ -202,18 +208,19 @@ class Dequantizing:
             else:
                 if numbers.active_lanes() != 0:
                     self.write_stretch(words, factors, token, tile, place, stretch)
+        self.raise_large(factors, self.here(tile), place, range(self.layout.code_slabs))
         self.send(tile)
 
-    def factors(self, scales) -> list[Any]:
-        """What a token's codes are multiplied with, of each of its scales."""
-        return [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
+    def factors(self, scales) -> Factors:
+        """What a token's codes are multiplied with."""
+        return self.dequantizer.factors(scales, self.layout.num_scales)
 
     def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
         """Those of a lane's pieces from ``first`` on that are written in a stretch."""
         codes = self.layout.code_slabs
         for i in range(first, min(first + self.config.stretch, self.num_loads)):
             if i < codes:
-                own = factors[i // self.layout.slabs_per_scale]
+                own = factors.scales[i // self.layout.slabs_per_scale]
                 self.write_latent(words, i, own, tile, place, token)
             else:
                 self.write_rope(words, i - codes, tile, place)
@@ -233,6 +240,19 @@ class Dequantizing:
         """Stores a lane's 16 columns of a slab."""
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
+
+    @cute.jit
+    def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
+        """Multiplies what a lane has written of some slabs by the 2**120 that its token's scales were too large to
+        contain. Hardly ever is there such a token. tile: an address."""
+        if const_expr(self.dequantizer.any_scale):
+            if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):
+                for slab in slabs:
+                    for half in (place.even, place.odd):
+                        address = tile + half + slab * SLAB_BYTES
+                        products = ptx.load_shared_vector(address, 0, 4)
+                        raised = self.dequantizer.raised(products, factors, slab // self.layout.slabs_per_scale)
+                        ptx.store_shared(address, 0, raised)
 
     def write_rope(self, words, i: int, tile, place) -> None:
         """Stores a lane's i-th 8 RoPE columns as they are."""
