@@ -80,6 +80,7 @@ class Dequantizing:
         self.config = config
         self.layout = config.layout
         self.num_loads = self.layout.code_slabs + ROPE_LOADS
+        self.last_stretch = (self.num_loads - 1) // config.stretch * config.stretch  # its first piece
         self.scale_words = self.layout.scale_bytes // 4
         self.entries = Entries.of(config)
         self.loader = QueryLoader(config)
@@ -106,8 +107,10 @@ class Dequantizing:
                 self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
                 tile = self.tile(memory, link, stage, group)
                 self.write_group(words, scales, token, tile, place)
+                if const_expr(group == self.config.warp_groups - 1):
+                    self.announce_tile(memory, stage, warp, lane)
+                self.load_last(words, scales, token, place)
                 held = token.valid
-            self.announce_tile(memory, stage, warp, lane)
             self.entries.step(cursor, source, memory, number, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
@@ -173,64 +176,74 @@ class Dequantizing:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def load_piece(self, words, token: Token, place: GatherLane, i: int) -> None:
-        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns."""
+    def load_piece(self, words, token: Token, place: GatherLane, i: int, constant: bool = True) -> None:
+        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns. constant: see :meth:`load`."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
-        for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4)):
+        for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4, constant)):
             words[4 * i + j] = word
 
-    def load_scales(self, scales, token: Token) -> None:
-        """Asks for a token's scales."""
+    def load_scales(self, scales, token: Token, constant: bool = True) -> None:
+        """Asks for a token's scales. constant: see :meth:`load`."""
         offset = self.layout.scales_offset
         base = token.behind if offset is None else token.address
-        for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words)):
+        for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words, constant)):
             scales[j] = word
 
-    def load(self, condition, address, offset: int, num_words: int) -> list[Uint32]:
-        """Asks for words of the cache, zeros if condition is 0."""
-        return numbers.load_global_if(condition, address, offset, num_words, constant=self.constant)
+    def load(self, condition, address, offset: int, num_words: int, constant: bool) -> list[Uint32]:
+        """Asks for words of the cache, zeros if condition is 0. constant: whether the compiler may put that off, if it
+        ever may."""
+        return numbers.load_global_if(condition, address, offset, num_words, constant=constant and self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_group(self, words, scales, token, tile, place):
-        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place.
+        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place,
+        but for those of :meth:`load_last`.
 
         The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
         always taken keep them in their stretch.
         """
         factors = self.factors(scales)
-        self.load_scales(scales, token)
         for stretch in cutlass.range_constexpr(0, self.num_loads, self.config.stretch):
-            if const_expr(stretch + self.config.stretch >= self.num_loads):
-                self.write_stretch(words, factors, token, tile, place, stretch)
-            else:
+            if const_expr(stretch < self.last_stretch):
                 if numbers.active_lanes() != 0:
-                    self.write_stretch(words, factors, token, tile, place, stretch)
+                    self.write_stretch(words, factors, tile, place, stretch, token)
+            else:
+                self.write_stretch(words, factors, tile, place, stretch, None)
         self.raise_large(factors, self.here(tile), place, range(self.layout.code_slabs))
         self.send(tile)
+
+    def load_last(self, words, scales, token, place) -> None:
+        """Asks for the scales of ``token`` and the pieces whose place the last stretch had: behind the fence, which
+        would wait for them, and so by loads that the compiler leaves there."""
+        self.load_scales(scales, token, constant=False)
+        for i in range(self.last_stretch, self.num_loads):
+            self.load_piece(words, token, place, i, constant=False)
 
     def factors(self, scales) -> Factors:
         """What a token's codes are multiplied with."""
         return self.dequantizer.factors(scales, self.layout.num_scales)
 
-    def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
-        """Those of a lane's pieces from ``first`` on that are written in a stretch."""
+    def pieces_from(self, first: int) -> range:
+        """Those of a lane's pieces that are written in the stretch that begins with its ``first``."""
+        return range(first, min(first + self.config.stretch, self.num_loads))
+
+    def write_stretch(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
+        """Decodes and stores a stretch, and asks for the pieces of ``token`` in their place, if there is one."""
         codes = self.layout.code_slabs
-        for i in range(first, min(first + self.config.stretch, self.num_loads)):
+        for i in self.pieces_from(first):
             if i < codes:
                 own = factors.scales[i // self.layout.slabs_per_scale]
-                self.write_latent(words, i, own, tile, place, token)
+                values = self.decode([words[4 * i + j] for j in range(4)], own)
+                if token is not None:
+                    self.load_piece(words, token, place, i)
+                self.store_latent(values, i, tile, place)
             else:
                 self.write_rope(words, i - codes, tile, place)
-                self.load_piece(words, token, place, i)
-
-    def write_latent(self, words, slab: int, factors, tile, place, token: Token) -> None:
-        """Decodes 16 codes into their slab, and asks for those of ``token`` in their place."""
-        values = self.decode([words[4 * slab + j] for j in range(4)], factors)
-        self.load_piece(words, token, place, slab)
-        self.store_latent(values, slab, tile, place)
+                if token is not None:
+                    self.load_piece(words, token, place, i)
 
     def decode(self, codes: list[Any], factors) -> list[Uint32]:
         """16 codes, 4 words, times their scale: 8 words."""
