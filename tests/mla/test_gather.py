@@ -273,7 +273,7 @@ def test_every_code_times_every_scale(monkeypatch, scales, exponents):
         factors = dequantizer.factors(words, 4)
         assert scales == "power_of_2" or (factors.large[0] == 8 + 2 * (exponent >= 7)).all()
         for first in range(0, 64, 32):
-            products = dequantizer.word(Uint32(codes.view(np.uint32)[first : first + 32]), factors.scales[1])
+            products: Any = dequantizer.word(Uint32(codes.view(np.uint32)[first : first + 32]), factors.scales[1])
             if dequantizer.any_scale:
                 products = dequantizer.raised(products, factors, 1)
             found = bf16_values(np.ascontiguousarray(np.stack(products, axis=1)).view(np.uint16).reshape(32, 4))
