@@ -70,6 +70,9 @@ class Crossing(Dequantizing):
         barrier = (memory.full + self.config.part_number(stage, part)).toint() + link.distance
         return SharedTile(address, rows, link.distance, barrier)
 
+    def here(self, tile: SharedTile):
+        return tile.address
+
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
 
@@ -169,7 +172,9 @@ class CrossingInParts(Crossing):
         first_rope = self.layout.code_slabs
         for i in self.pieces[part]:
             if i < first_rope:
-                own = factors[i // self.layout.slabs_per_scale]
+                own = factors.scales[i // self.layout.slabs_per_scale]
                 self.store_latent(self.decode(codes[i], own), i, tile, place)
             else:
                 self.store_rope(codes[i], i - first_rope, tile, place)
+        slabs = [i for i in self.pieces[part] if i < first_rope]
+        self.raise_large(factors, self.here(tile), place, slabs)
