@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from cute_kernels.linear import checks as linear_checks
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.reference import out_features
 from cute_kernels.moe import checks
-from cute_kernels.moe.launch import Routing, Weights, launch_grouped
+from cute_kernels.moe.launch import GroupedLaunch, Weights, grouped_launch_of
 from cute_kernels.moe.layer import MoePlan, moe_plan_of
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.runtime.plans import identity, keep
@@ -29,7 +30,31 @@ def apply_grouped(
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `cute_kernels.moe.grouped_linear`."""
+    """See `cute_kernels.moe.grouped_linear`.
+
+    A launch is kept for calls that differ from one that has been checked in the contents of memory alone.
+    """
+    key = None
+    if is_direct(x, (weight,), (expert_offsets,), (rows, bias, out)):
+        try:
+            key = (
+                x.shape,
+                x.dtype,
+                x.layout,
+                x.get_device(),
+                weight.form,
+                identity(expert_offsets),
+                None if rows is None else identity(rows),
+                None if bias is None else identity(bias),
+                activation,
+                out_dtype,
+                None if out is None else identity(out),
+            )
+            launch = _launches.get(key)
+        except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say so
+            key = launch = None
+        if launch is not None and not arguments.DEBUG:
+            return launch.run(x, weight, expert_offsets, rows, bias, out)
     checks.check_experts("weight", weight)
     n, k = weight.shape
     checks.check_rows_of(x, k, weight.dtype, weight.device)
@@ -48,8 +73,12 @@ def apply_grouped(
     if out is not None:
         columns = out_features(n, activation)
         checks.check_tensor("out", out, (out_dtype,), (places, columns), x.device, contiguous=True)
-    if not dispatch and (x.is_cpu or arguments.DEBUG):
+    if (key is not None or not dispatch) and (x.is_cpu or arguments.DEBUG):
         checks.check_routing(expert_offsets, rows, x.shape[0])
+    if key is not None and places:
+        with torch.cuda.device(x.device):
+            launch = keep(_launches, key, _launch_of(places, rows, weight, activation, out_dtype))
+        return launch.run(x, weight, expert_offsets, rows, bias, out)
     size = weight.group_size or 0
     tensors: list[Any] = [x.detach().contiguous(), weight.codes, weight.scales, weight.zeros]
     tensors += [expert_offsets, rows, bias]
@@ -76,7 +105,7 @@ def apply_moe(
     A plan is kept for calls that differ from one that has been checked in the contents of memory alone.
     """
     key = None
-    if is_direct(x, gate_up, down, topk_ids, topk_weights, out):
+    if is_direct(x, (gate_up, down), (topk_ids, topk_weights), (out,)):
         try:
             key = (
                 x.shape,
@@ -135,16 +164,37 @@ def apply_moe(
 
 
 _plans: dict[tuple[Any, ...], MoePlan] = {}
+_launches: dict[tuple[Any, ...], GroupedLaunch] = {}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def is_direct(x: Any, gate_up: Any, down: Any, topk_ids: Any, topk_weights: Any, out: Any) -> bool:
-    """Whether kernels may be launched without the operator: in eager mode, on plain tensors on a GPU."""
-    if is_compiling() or type(gate_up) is not PackedExperts or type(down) is not PackedExperts:
+def is_direct(x: Any, weights: Iterable[Any], tensors: Iterable[Any], options: Iterable[Any]) -> bool:
+    """Whether kernels may be launched without the operator: in eager mode, on plain tensors on a GPU.
+
+    options: tensors that may be None.
+    """
+    if is_compiling() or type(x) not in _PLAIN or not x.is_cuda:
         return False
-    if type(x) not in _PLAIN or type(topk_ids) not in _PLAIN or type(topk_weights) not in _PLAIN or not x.is_cuda:
-        return False
-    return type(gate_up.codes) is torch.Tensor and (out is None or type(out) is torch.Tensor)
+    for weight in weights:
+        if type(weight) is not PackedExperts or type(weight.codes) is not torch.Tensor:
+            return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    for tensor in options:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return False
+    return True
+
+
+def _launch_of(
+    places: int,
+    rows: torch.Tensor | None,
+    weight: PackedExperts | Weights,
+    activation: str | None,
+    out_dtype: torch.dtype,
+) -> GroupedLaunch:
+    return grouped_launch_of(places, rows is not None, weight.form, activation, out_dtype)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -175,12 +225,13 @@ def _grouped_on_cpu(
 def _grouped_on_cuda(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
 ) -> torch.Tensor:
-    if out is None:
-        places = x.shape[0] if rows is None else rows.shape[0]
-        out = x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
+    places = x.shape[0] if rows is None else rows.shape[0]
+    if not places:
+        return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
+    weights = Weights(codes, scales, zeros, bits, group_size, n, k)
     with torch.cuda.device(x.device):
-        weights = Weights(codes, scales, zeros, bits, group_size, n, k)
-        return launch_grouped(x, weights, Routing(expert_offsets, rows), bias, activation, out)
+        launch = _launch_of(places, rows, weights, activation, out_dtype)
+        return launch.run(x, weights, expert_offsets, rows, bias, out)
 
 
 def _grouped_on_meta(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_kernels.linear.wgmma import digit_launch
-from cute_kernels.moe import PackedExperts, checks, fused_moe, layer, ops, plan
+from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, launch, layer, ops, plan
 from cute_kernels.moe.layer import Scratch
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -126,8 +126,9 @@ def products(request):
 def launches(monkeypatch, products):
     from tests.host_functions import standing_in
 
-    def is_direct(x: Any, gate_up: Any, down: Any, *tensors: Any) -> bool:
-        return all(type(tensor) in {*ops._PLAIN, type(None)} for tensor in (x, *tensors))
+    def is_direct(x: Any, weights: Any, tensors: Any, options: Any) -> bool:
+        plain = all(type(tensor) in {*ops._PLAIN, type(None)} for tensor in (x, *tensors, *options))
+        return plain and all(type(weight) is PackedExperts for weight in weights)
 
     def chosen(problem: Any, gpu: str) -> Any:
         if products == "modelled":
@@ -139,15 +140,17 @@ def launches(monkeypatch, products):
         return modelled(problem)
 
     monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_launches", {})
     monkeypatch.setattr(ops, "is_direct", is_direct)
     monkeypatch.setattr(ops, "_moe_on_cpu", ops._moe_on_cuda)
+    monkeypatch.setattr(ops, "_grouped_on_cpu", ops._grouped_on_cuda)
     monkeypatch.setattr(plan, "chosen", chosen)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
     launches = standing_in(monkeypatch, plan, checked)
     monkeypatch.setattr(digit_launch, "load", plan.load)
-    for module in (digit_launch, layer):
+    for module in (digit_launch, launch, layer):
         monkeypatch.setattr(module, "empty_strided", lambda *blank: torch.empty_strided(*blank[:2], dtype=blank[2]))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
     forget()
@@ -156,17 +159,18 @@ def launches(monkeypatch, products):
 
 
 def forget() -> None:
-    for cached in (layer.moe_plan_of, plan.plan_of, plan.routing_function, plan.gather_function, plan.combine_function):
+    of_plans = plan.plan_of, plan.routing_function, plan.gather_function, plan.combine_function
+    for cached in (layer.moe_plan_of, launch.grouped_launch_of, *of_plans):
         cached.cache_clear()
 
 
 def run(launches: list[Any], given: dict[str, Any]) -> Any:
     from tests.host_functions import outcome
 
-    tensors = dict(given)
-    for name in ("gate_up", "down"):
-        tensors |= {f"{name}.{part}": getattr(given[name], part) for part in ("codes", "scales", "zeros")}
-    return outcome(launches, lambda: fused_moe(**given), tensors)
+    tensors, function = dict(given), fused_moe if "down" in given else grouped_linear
+    for name in given.keys() & {"gate_up", "down", "weight"}:
+        tensors |= {f"{name}.{part}": getattr(given[name], part, None) for part in ("codes", "scales", "zeros")}
+    return outcome(launches, lambda: function(**given), tensors)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -261,3 +265,110 @@ def test_a_result_has_no_gradient(again, launches):
     for _ in range(1 + again):
         out = fused_moe(**given)
     assert out.shape == (3, HIDDEN) and out.dtype == BF16 and not out.requires_grad
+
+
+# -- one product -------------------------------------------------------------------------------------------------------
+
+OFFSETS = torch.tensor([0, 1, 1, 2, 3, 3, 3], dtype=torch.int32)
+ROWS = torch.tensor([2, 0, 1], dtype=torch.int32)
+
+
+def product(**others: Any) -> dict[str, Any]:
+    x = torch.ones(3, HIDDEN, dtype=BF16)
+    return {"x": x, "weight": experts(2 * INNER, HIDDEN), "expert_offsets": OFFSETS} | others
+
+
+PRODUCTS: dict[str, Any] = {
+    "plain": product,
+    "rows by index": lambda: product(rows=ROWS),
+    "more places than rows": lambda: product(rows=ROWS.repeat(2)),
+    "no places": lambda: product(rows=ROWS[:0], expert_offsets=torch.zeros_like(OFFSETS)),
+    "x with gaps": lambda: product(x=apart(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x off 16 bytes": lambda: product(x=offset(torch.ones(3, HIDDEN, dtype=BF16), 2)),
+    "x, a parameter": lambda: product(x=torch.nn.Parameter(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x, sparse": lambda: product(x=torch.ones(3, HIDDEN, dtype=BF16).to_sparse()),
+    "short rows": lambda: product(x=torch.ones(3, 180, dtype=BF16), weight=experts(2 * INNER, 180)),
+    "short rows by index": lambda: product(x=torch.ones(3, 180, dtype=BF16), weight=experts(64, 180), rows=ROWS),
+    "another weight": lambda: product(weight=experts(HIDDEN, INNER)),
+    "a layer's weight": lambda: product(weight="gate_up"),
+    "zero points": lambda: product(weight=experts(2 * INNER, HIDDEN, True)),
+    "offsets of fewer experts": lambda: product(expert_offsets=OFFSETS[:-1]),
+    "offsets of 64 bits": lambda: product(expert_offsets=OFFSETS.long()),
+    "offsets with gaps": lambda: product(expert_offsets=OFFSETS.repeat_interleave(2)[::2]),
+    "offsets, sparse": lambda: product(expert_offsets=OFFSETS.to_sparse()),
+    "rows of 64 bits": lambda: product(rows=ROWS.long()),
+    "rows with gaps": lambda: product(rows=ROWS.repeat_interleave(2)[::2]),
+    "bias": lambda: product(bias=torch.ones(EXPERTS, 2 * INNER, dtype=BF16)),
+    "bias of fp32": lambda: product(bias=torch.ones(EXPERTS, 2 * INNER)),
+    "bias in a list": lambda: product(bias=[1.0]),
+    "swiglu": lambda: product(activation="swiglu"),
+    "a list of activations": lambda: product(activation=["silu"]),
+    "an activation there is not": lambda: product(activation="relu"),
+    "fp32 results": lambda: product(out_dtype=torch.float32),
+    "int8 results": lambda: product(out_dtype=torch.int8),
+    "out": lambda: product(out=torch.empty(3, 2 * INNER, dtype=BF16)),
+    "out of fp32": lambda: product(out=torch.empty(3, 2 * INNER)),
+    "out of swiglu's columns": lambda: product(out=torch.empty(3, INNER, dtype=BF16)),
+}
+REFUSED_PRODUCTS = {
+    "x, sparse": "x", "another weight": "x", "a layer's weight": "weight", "offsets of fewer experts": "expert_offsets",
+    "offsets of 64 bits": "expert_offsets", "offsets with gaps": "expert_offsets", "offsets, sparse": "expert_offsets",
+    "rows of 64 bits": "rows", "rows with gaps": "rows", "bias of fp32": "bias", "bias in a list": "bias",
+    "a list of activations": "activation", "an activation there is not": "activation", "int8 results": "out_dtype",
+    "out of swiglu's columns": "out",
+}  # fmt: skip
+
+product_made = functools.cache(lambda name: PRODUCTS[name]())
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_launches_the_same_after_any_other(name, launches):
+    from tests.host_functions import assert_launched_alike_after_any_other
+
+    kept = ops._launches
+    others = PRODUCTS if name in ("plain", "out", *REFUSED_PRODUCTS) else ("plain", name)
+    want = assert_launched_alike_after_any_other(name, others, lambda other: run(launches, product_made(other)), kept)
+    assert (name in REFUSED_PRODUCTS) == isinstance(want, tuple), want
+    if name in REFUSED_PRODUCTS:
+        error, message = want
+        assert error in (TypeError, ValueError) and message.startswith(f"{REFUSED_PRODUCTS[name]}: got ")
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in REFUSED_PRODUCTS and name != "no places"])
+def test_a_repeated_product_is_not_checked_again(name, launches, monkeypatch):
+    first = run(launches, product_made(name))
+    monkeypatch.setattr(checks, "check_experts", lambda *arguments: pytest.fail("checked again"))
+    assert run(launches, product_made(name)) == first
+
+
+@pytest.mark.parametrize("products", KINDS, indirect=True)
+@pytest.mark.parametrize("name", ["plain", "rows by index", "short rows by index", "bias", "swiglu", "out of fp32"])
+def test_the_products_operator_launches_what_the_call_does(name, products, launches, monkeypatch):
+    want = run(launches, product_made(name))
+    monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
+    assert run(launches, product_made(name)) == want and want
+
+
+@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
+def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(products, launches):
+    given = product(rows=ROWS)
+    out = grouped_linear(**given)
+    assert out.shape == (3, 2 * INNER) and out.dtype == BF16 and out.is_contiguous()
+    offsets, rows = OFFSETS.data_ptr(), ROWS.data_ptr()
+    *before, last = (launch.arguments for launch in launches)
+    assert last[5] == out.data_ptr() and offsets in last[1:]
+    if products == "few rows":
+        assert not before and last[0] is given["x"] and last[8] == rows
+    elif products == "tiles":
+        ((source, *others),) = before
+        assert source is given["x"] and others == [offsets + 4 * EXPERTS, rows, last[0].data_ptr(), 3]
+    else:
+        ((source, *others),) = before
+        assert source is given["x"] and others[:3] == [offsets + 4 * EXPERTS, rows, last[0].data_ptr()]
+
+
+def test_values_are_looked_at_in_every_call_where_that_is_asked_for(launches, monkeypatch):
+    monkeypatch.setattr(ops.arguments, "DEBUG", True)
+    grouped_linear(**product())
+    with pytest.raises(ValueError, match="^expert_offsets: got .*, want them to rise from 0 to at most 3"):
+        grouped_linear(**product(expert_offsets=OFFSETS.flip(0).contiguous()))
