@@ -25,8 +25,8 @@ MOST_DIVIDED = 2**31 - 1  # a count times what it is divided by
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
 CAPACITIES = (8, 16, 32)  # rows of an entry, at most
 MOST_DEVIATIONS = 8  # beyond the mean, of an expert's rows: with room for routing that is far from even
-# What partial results cost is as long as an SM takes for so many bytes of codes: within them blocks stay whole.
-SLACK_BYTES = 32 * 1024
+# Partial results cost as long as an SM takes for so many bytes of codes: within them blocks stay whole.
+SLACK_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
                 slack = SLACK_BYTES // (config.n_tiles * config.unit_bytes) if num_slices == 1 else -1
                 schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1, rows, slack=slack)
                 slots = 2 if 2 * slot_bytes <= config.x_bytes and may_take_turns(schedule) else 1
-                yield with_launches(replace(schedule, x_slots=slots), problem)
+                if most_entries(replace(schedule, num_groups=problem.num_sms)):  # else an expert of 60 GB
+                    yield with_launches(replace(schedule, x_slots=slots), problem)
 
 
 def with_table(config: LinearConfig) -> LinearConfig:
@@ -203,7 +204,8 @@ def may_take_turns(schedule: GroupedSchedule) -> bool:
 def most_entries(schedule: GroupedSchedule) -> int:
     """Entries of a launch whose units and blocks are counted in numbers that `cute_kernels.moe.work.quotient` takes."""
     divisor = max(schedule.num_groups, schedule.slice_units)
-    return (MOST_DIVIDED - divisor**2) // (schedule.num_blocks * max(schedule.slice_units * divisor, schedule.num_blocks))
+    of_entry = schedule.num_blocks * max(schedule.slice_units * divisor, schedule.num_blocks)
+    return (MOST_DIVIDED - divisor**2) // of_entry
 
 
 def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:

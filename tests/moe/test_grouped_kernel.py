@@ -278,7 +278,9 @@ def test_quotients_are_exact(divisor, monkeypatch):
         assert moe_work.quotient(count, of) == count // divisor
 
 
-@pytest.mark.parametrize("places, experts, n, k", [(8, 256, 4096, 7168), (65536, 8, 28672, 4096), (200000, 2, 8192, 64)])
+@pytest.mark.parametrize(
+    "places, experts, n, k", [(8, 256, 4096, 7168), (65536, 8, 28672, 4096), (200000, 2, 8192, 64)]
+)
 def test_launches_count_no_further_than_quotients_hold(places, experts, n, k):
     for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), 4, "bf16", 128), 8):
         units = schedule.max_entries * schedule.num_blocks * schedule.slice_units + schedule.slice_units
