@@ -48,17 +48,6 @@ class GroupedPlan:
         """
         index = self.device_index
         workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
-        self.launch(x, addresses, workspace, routing, numbers)
-
-    def launch(
-        self,
-        x: torch.Tensor,
-        addresses: tuple[int, ...],
-        workspace: int,
-        routing: tuple[int, int],
-        numbers: tuple[int, ...],
-    ) -> None:
-        """:meth:`run` with a workspace of the caller's."""
         n, activation, out_kind = numbers
         for sizes in self.launches:
             self.function(x, *addresses, workspace, *routing, n, *sizes, activation, out_kind)
@@ -104,7 +93,7 @@ class DigitsPlan:
         n, activation, out_kind = numbers
         digits, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
         tail = *self.sizes, activation, out_kind, self.rows.pitch
-        self.function(digits, codes, scales, x_scales, bias, out, offsets, n, *tail)
+        self.function(digits, codes, scales, x_scales.data_ptr(), bias, out, offsets, n, *tail)
 
 
 ProductPlan = GroupedPlan | TilesPlan | DigitsPlan
@@ -149,14 +138,15 @@ def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, devi
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
     """The plan of a given schedule of few rows an expert."""
-    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups, num_experts, schedule.x_slots
+    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups
+    entries = num_experts, schedule.entry_rows.bit_length() - 1, schedule.x_slots
     return GroupedPlan(
         function=load(GroupedSpec(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
         num_words=schedule.workspace_words,
         launches=tuple(
-            (*sizes, number * schedule.max_entries, schedule.max_entries, schedule.max_parts)
+            (*sizes, *entries, number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack)
             for number in range(schedule.num_launches)
         ),
     )

@@ -99,7 +99,7 @@ CLUSTERS = {
     (8192, 8192, 256): ({256: 50.9}, 51.3),
 }
 
-# A run of 2026-11-22, x in digits, with the launch that makes them, medians of 21 (of 24 rows an earlier one, before the
+# A run of 2026-11-22, x in digits, with the launch that makes them, medians of 21 (of 24 rows an earlier one, before its
 # start had no divisions): N, K, M: the memory-bound kernel up to 8 rows, the fastest tile of bf16 beyond, both of that
 # earlier run, then {(tokens, features, parts of K, whether they are pushed): us}.
 DIGITS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, int, bool], float]]] = {
@@ -377,4 +377,33 @@ SCALED: Scaled = {
     (57344, 8192, 8, 256): (311.8, {(256, 128, 2, 1): 310.9, (128, 128, 1, 1): 313.2, (256, 128, 5, 1): 325.9}),
     (57344, 8192, 8, 512): (601.5, {(256, 128, 1, 1): 590.1, (256, 128, 2, 1): 601.4, (128, 128, 3, 1): 608.4}),
     (57344, 8192, 8, 1024): (1194.2, {(256, 128, 3, 1): 1168.6, (256, 128, 1, 1): 1174.7, (256, 128, 2, 1): 1186.8}),
+}
+
+# 8 bits, tiles of up to 32 rows whose clusters push their parts, a run of 2026-11-22, medians of 21: what was served
+# before, and the tile that the H200's table names: of 64 features for 4096 x 4096, of 128 for others.
+PUSHED = {
+    (4096, 4096, 1): (11.0, 9.9),
+    (4096, 4096, 2): (11.0, 10.1),
+    (4096, 4096, 4): (12.0, 10.0),
+    (4096, 4096, 8): (11.7, 9.7),
+    (4096, 4096, 12): (11.8, 9.9),
+    (4096, 4096, 16): (11.6, 9.9),
+    (4096, 4096, 24): (12.3, 10.5),
+    (4096, 4096, 32): (12.4, 10.5),
+    (8192, 8192, 1): (22.8, 21.3),
+    (8192, 8192, 2): (22.3, 21.4),
+    (8192, 8192, 4): (23.1, 21.4),
+    (8192, 8192, 8): (22.4, 21.3),
+    (8192, 8192, 12): (22.6, 21.7),
+    (8192, 8192, 16): (22.9, 21.6),
+    (8192, 8192, 24): (23.1, 22.2),
+    (8192, 8192, 32): (23.0, 22.0),
+    (8192, 28672, 1): (59.1, 57.9),
+    (8192, 28672, 2): (59.4, 58.2),
+    (8192, 28672, 4): (59.5, 58.1),
+    (8192, 28672, 8): (59.6, 57.6),
+    (8192, 28672, 12): (59.7, 58.6),
+    (8192, 28672, 16): (59.1, 58.6),
+    (8192, 28672, 24): (60.3, 58.9),
+    (8192, 28672, 32): (59.8, 59.3),
 }

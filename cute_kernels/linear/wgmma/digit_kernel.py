@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
@@ -60,5 +60,6 @@ class DigitWgmmaKernel(FewRowsKernel):
 
     @cute.jit
     def copy_activations(self, shape, memory, items, copy_x, x_view):
-        cpasync.prefetch_descriptor(copy_x)  # before waiting for what it describes
+        if const_expr(not self.config.pushes):
+            cpasync.prefetch_descriptor(copy_x)  # before waiting for what it describes
         FewRowsKernel.copy_activations(self, shape, memory, items, copy_x, x_view)

@@ -101,30 +101,30 @@ class ResidentKernel(FewRowsKernel):
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             if const_expr(config.part_slots > 0):
                 # For whoever sends parts. Barriers are all that was written, and have had their fence.
-                self.arrive()
-            self.copy_weights(operands, shape, memory, items)
+                cute.arch.cluster_arrive_relaxed()
+            self.copy_weights_by(operands, shape, memory, items, lane)
         else:
             if const_expr(config.part_slots > 0):
-                self.arrive()
+                cute.arch.cluster_arrive_relaxed()
             fits = self.make_digits(shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
 
     @cute.jit
-    def copy_weights(self, operands, shape, memory, items):
-        """Brings the codes and scales of every unit; one warp."""
+    def copy_weights_by(self, operands, shape, memory, items, lane):
+        """Brings the codes and scales of every unit; one lane."""
         config = self.config
-        stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-            item = items.item(index)
-            tiles = [self.weight_tile(shape, item, i) for i in range(config.block_tiles)]
-            codes = [operands.codes + Int64(tile) * shape.units * self.tile_bytes for tile in tiles]
-            scales = [operands.scales + Int64(tile) * shape.scale_groups * SCALE_BYTES for tile in tiles]
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                with cute.arch.elect_one():
+        if lane == 0:
+            stage, phase = Int32(0), Int32(1)
+            for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
+                item = items.item(index)
+                tiles = [self.weight_tile(shape, item, i) for i in range(config.block_tiles)]
+                codes = [operands.codes + Int64(tile) * shape.units * self.tile_bytes for tile in tiles]
+                scales = [operands.scales + Int64(tile) * shape.scale_groups * SCALE_BYTES for tile in tiles]
+                for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     self.copy_stage(memory, stage, unit, codes, scales)
-                stage, phase = advance(stage, phase, config.num_stages)
+                    stage, phase = advance(stage, phase, config.num_stages)
 
     @property
     def tile_bytes(self) -> int:
