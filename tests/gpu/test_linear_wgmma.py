@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import make_tile_plan
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.compile import DigitRowsSpec, WgmmaSpec
+from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.gpu
 SUMS = 3e-5
 DIGITS = 2e-4  # of the largest result; x in digits is off by at most 2**-15 of the largest of 128 inputs
 FORMAT_ROWS = (33, 100)
-DIGIT_ROWS = (9, 16, 17, 24)
+DIGIT_ROWS = (3, 8, 9, 16, 17, 24)
 DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
@@ -64,7 +65,7 @@ def specs() -> list[KernelSpec]:
         for m in DIGIT_ROWS:
             configs += [schedule.config for schedule in in_digits(problem(m, 1000, 2048, dtype=dtype, group=group))]
     digits: list[KernelSpec] = [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
-    return [*digits, *(WgmmaSpec(config) for config in dict.fromkeys(configs))]
+    return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
 
 
 def in_digits(case: Problem) -> list[TileSchedule]:

@@ -99,8 +99,8 @@ CLUSTERS = {
     (8192, 8192, 256): ({256: 50.9}, 51.3),
 }
 
-# A run of 2026-11-22, x in digits, with the launch that makes them, medians of 21 (of 24 rows an earlier one, before its
-# start had no divisions): N, K, M: the memory-bound kernel up to 8 rows, the fastest tile of bf16 beyond, both of that
+# A run of 2026-11-22, x in digits, with the launch that makes them, medians of 21 (of 24 rows an earlier one, when the
+# start had divisions): N, K, M: the memory-bound kernel up to 8 rows, the fastest tile of bf16 beyond, both of that
 # earlier run, then {(tokens, features, parts of K, whether they are pushed): us}.
 DIGITS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, int, bool], float]]] = {
     (8192, 8192, 1): (
