@@ -60,7 +60,7 @@ class FewRowsKernel(WgmmaKernel):
         reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
         return *super().sizes(x, n, num_tiles, units, whole, splits, activation, out_kind), reciprocal
 
-    def items_of(self, shape, cta, num_ctas) -> Any:
+    def items_of(self, shape: Any, cta, num_ctas) -> Any:
         if self.config.pushes:
             return super().items_of(shape, cta, num_ctas)
         blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)

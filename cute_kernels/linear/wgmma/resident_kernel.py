@@ -72,9 +72,7 @@ class ResidentKernel(FewRowsKernel):
         out_kind: Int32,
         stream,
     ):
-        """As :class:`WgmmaKernel`. There is room for the boxes of all units of K that a CTA has of the rows there are,
-        and a unit for each turn in every part of K.
-        """
+        """As :class:`WgmmaKernel`, of at most a tile of rows of x; zeros are not used."""
         sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
         shape = ResidentShape(*sizes, fits=Int32(1))
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
@@ -93,6 +91,7 @@ class ResidentKernel(FewRowsKernel):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
+        # Of the kernel, since no dynamic condition can carry what describes copies.
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
         if warp == config.math_warps:
             if lane == 0:
@@ -112,7 +111,7 @@ class ResidentKernel(FewRowsKernel):
 
     @cute.jit
     def copy_weights_by(self, operands, shape, memory, items, lane):
-        """Brings the codes and scales of every unit; one lane."""
+        """Brings the codes and scales of every unit, as `copy_weights`; all by one lane of the warp."""
         config = self.config
         if lane == 0:
             stage, phase = Int32(0), Int32(1)
