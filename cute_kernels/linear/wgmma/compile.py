@@ -11,7 +11,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
+    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
     "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x

@@ -21,6 +21,7 @@ SHARINGS = (1, 2)
 MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
+STORE_BUFFERS = 2  # boxes of results of a warpgroup, of which one is stored while the next is put together
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -66,6 +67,7 @@ class WgmmaConfig:
             the others' to them; for few rows. See `.cluster_parts`.
         sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
             brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
+        bulk_stores: whether results leave by TMA, where they are plain and in 16 bits. See `.box_stores`.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
@@ -89,6 +91,9 @@ class WgmmaConfig:
     cluster: int = 1
     pushes: bool = False
     sharing: int = 1
+    bulk_stores: bool = False
+    combine_batch: int = 0
+    band: int = 0
     synchronous: bool = False
     digits: bool = False
     ahead: bool = False
@@ -248,7 +253,8 @@ class WgmmaConfig:
     @property
     def staging_bytes(self) -> int:
         """Staging buffer of a warpgroup."""
-        return self.chunk_tokens * self.staging_pitch
+        size = self.chunk_tokens * self.staging_pitch
+        return -(-size // BOX_ALIGNMENT) * BOX_ALIGNMENT if self.bulk_stores else size
 
     @property
     def sum_bytes(self) -> int:
@@ -281,6 +287,9 @@ class WgmmaConfig:
         if self.cluster > 1:
             split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
         split += f"_share{self.sharing}" if self.sharing > 1 else ""
+        split += "_bulk" if self.bulk_stores else ""
+        split += f"_batch{self.combine_batch}" if self.combine_batch else ""
+        split += f"_band{self.band}" if self.band else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
@@ -325,8 +334,8 @@ class WgmmaConfig:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
         if problem := self.cluster_problem():
             return problem
-        if self.sharing > 1 and (self.splits_k or self.cluster > 1 or self.row_parts > 1):
-            return f"{self.sharing} CTAs that share activations want tiles in one part, of K and of rows"
+        if self.sharing > 1 and (self.cluster > 1 or self.row_parts > 1):
+            return f"{self.sharing} CTAs that share activations want tiles whose rows come in one part, and no parts of K"
         if self.sharing > 1 and (self.synchronous or self.digits):
             return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
+from cute_kernels.linear.wgmma.box_stores import BoxStores
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
 from cute_kernels.sm90 import EMPTY_WORD
 from layouts.weights.hopper import TILE_N
@@ -56,7 +57,8 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
-        self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
+        self.boxes = BoxStores(config)
+        self.combine_batch = min(config.combine_batch or COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
@@ -65,8 +67,11 @@ class TileEpilogue:
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
-            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
-                self.store_packed(operands, shape, store, corner, sums, first, chunk)
+            if cutlass.const_expr(self.config.bulk_stores):
+                self.boxes.store(operands, store, corner, sums, first)
+            else:
+                for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
+                    self.store_packed(operands, shape, store, corner, sums, first, chunk)
         elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
             for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):

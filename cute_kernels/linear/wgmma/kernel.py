@@ -94,6 +94,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         copy_x, x_view = self.box_copy(x)
         shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
+        if const_expr(self.config.bulk_stores):
+            operands = self.epilogue.boxes.operands(operands, shape.m, n)
         self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
     def launch_options(self, num_ctas, stream) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             count=shape.whole + (blocks * token_tiles - shape.whole) * shape.splits,
             blocks=blocks,
             token_tiles=token_tiles,
-            band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
+            band=cutlass.min(Int32(config.band or TOKEN_BAND), token_tiles),
             sharing=config.sharing,
             rank=rank,
         )
@@ -246,6 +248,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                     for i in cutlass.range_constexpr(config.m_tiles):
                         corner = self.corner(shape, item, first_tile + i)
                         self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+        if const_expr(config.bulk_stores):
+            self.epilogue.boxes.finish()
 
     def corner(self, shape, item, index, token=0) -> Corner:
         """Where the ``index``-th tile of an item's block belongs in the output, from its ``token``-th row of x on."""

@@ -130,7 +130,7 @@ class TileSchedule:
         """fp32 words of partial sums."""
         if self.config.cluster > 1:
             return 0  # they meet in shared memory
-        return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
+        return self.num_tiles_cut * self.config.sharing * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
 def efficiency(items: int, ctas: int) -> float:
@@ -168,15 +168,13 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
-    if splits > 1 and config.sharing > 1:
-        return None
+    all_teams = problem.num_sms // config.sharing
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
-        schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
+        schedule = replace(schedule, whole=schedule.num_tiles_cut // all_teams * all_teams)
         if not schedule.num_tiles_cut:
             return None
-    teams = min(problem.num_sms // config.sharing, schedule.num_items)
-    return replace(schedule, num_ctas=teams * config.sharing)
+    return replace(schedule, num_ctas=min(all_teams, schedule.num_items) * config.sharing)
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:

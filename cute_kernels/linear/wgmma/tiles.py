@@ -95,7 +95,7 @@ class Items:
             end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
-            number=number,
+            number=number if self.sharing == 1 else number * self.sharing + self.rank,
         )
 
 
