@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import ptx
@@ -71,17 +71,27 @@ class BoxStores:
         places = cute.group_modes(cute.local_tile(operands.out_view, (tokens, TILE_N), (None, None)), 0, 2)
         source, target = cpasync.tma_partition(operands.copy_out, 0, cute.make_layout(1), sources, places)
         for chunk in cutlass.range_constexpr(self.config.own_tokens // tokens):
-            buffer = chunk % STORE_BUFFERS
-            if store.row_warp == 0:
-                cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
-            self.wait(store)
-            self.stage(store, sums, first + chunk * tokens // 2, buffer * box_bytes)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.wait(store)
-            if store.row_warp == 0:
-                place = target[None, corner.token // tokens + chunk, corner.row // TILE_N]
-                cute.copy(operands.copy_out, source[None, buffer], place)
-                cute.arch.cp_async_bulk_commit_group()
+            if const_expr(self.config.cuts_rows):
+                if corner.token + chunk * tokens < corner.end:
+                    self.store_chunk(operands, store, corner, sums, first, chunk, source, target)
+            else:
+                self.store_chunk(operands, store, corner, sums, first, chunk, source, target)
+
+    @cute.jit
+    def store_chunk(self, operands, store, corner, sums, first: int, chunk: int, source, target):
+        tokens = self.config.chunk_tokens
+        box_bytes = tokens * ROW_BYTES
+        buffer = chunk % STORE_BUFFERS
+        if store.row_warp == 0:
+            cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+        self.wait(store)
+        self.stage(store, sums, first + chunk * tokens // 2, buffer * box_bytes)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.wait(store)
+        if store.row_warp == 0:
+            place = target[None, corner.token // tokens + chunk, corner.row // TILE_N]
+            cute.copy(operands.copy_out, source[None, buffer], place)
+            cute.arch.cp_async_bulk_commit_group()
 
     def finish(self):
         """Waits until the boxes have left shared memory."""

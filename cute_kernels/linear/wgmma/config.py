@@ -93,6 +93,7 @@ class WgmmaConfig:
     sharing: int = 1
     bulk_stores: bool = False
     combine_batch: int = 0
+    cuts_rows: bool = False
     band: int = 0
     synchronous: bool = False
     digits: bool = False
@@ -288,6 +289,7 @@ class WgmmaConfig:
             split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
         split += f"_share{self.sharing}" if self.sharing > 1 else ""
         split += "_bulk" if self.bulk_stores else ""
+        split += "_rows" if self.cuts_rows else ""
         split += f"_batch{self.combine_batch}" if self.combine_batch else ""
         split += f"_band{self.band}" if self.band else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
@@ -335,7 +337,9 @@ class WgmmaConfig:
         if problem := self.cluster_problem():
             return problem
         if self.sharing > 1 and (self.cluster > 1 or self.row_parts > 1):
-            return f"{self.sharing} CTAs that share activations want tiles whose rows come in one part, and no parts of K"
+            return (
+                f"{self.sharing} CTAs that share activations want tiles whose rows come in one part, and no parts of K"
+            )
         if self.sharing > 1 and (self.synchronous or self.digits):
             return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:

@@ -174,6 +174,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             band=cutlass.min(Int32(config.band or TOKEN_BAND), token_tiles),
             sharing=config.sharing,
             rank=rank,
+            cuts_rows=config.cuts_rows,
         )
 
     # -- products -----------------------------------------------------------------------------------------------------
@@ -242,9 +243,9 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
                 cute.arch.cluster_wait()  # until nobody reads this CTA's sums any more
             else:
-                if const_expr(config.splits_k):
+                if const_expr(config.splits_k and not config.cuts_rows):
                     self.epilogue.combine(operands, store, item, sums)
-                if item.split == item.splits - 1:
+                if (item.split == item.splits - 1) | const_expr(config.cuts_rows):
                     for i in cutlass.range_constexpr(config.m_tiles):
                         corner = self.corner(shape, item, first_tile + i)
                         self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)

@@ -128,9 +128,11 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
-        if self.config.cluster > 1:
+        if self.config.cluster > 1 or self.config.cuts_rows:
             return 0  # they meet in shared memory
-        return self.num_tiles_cut * self.config.sharing * (self.splits - 1) * self.config.block_rows * self.config.tokens
+        return (
+            self.num_tiles_cut * self.config.sharing * (self.splits - 1) * self.config.block_rows * self.config.tokens
+        )
 
 
 def efficiency(items: int, ctas: int) -> float:
@@ -164,6 +166,8 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations have an item together.
     """
     units = problem.k_pad // config.unit_k
+    if config.cuts_rows and splits not in (1, config.row_parts):
+        return None
     if -(-units // -(-units // splits)) != splits:
         return None
     if config.cluster > 1:

@@ -74,6 +74,7 @@ class Items:
     band: Any
     sharing: int = 1
     rank: Any = 0  # among those that share
+    cuts_rows: bool = False
 
     def item(self, index) -> Item:
         shape = self.shape
@@ -87,12 +88,14 @@ class Items:
         rest = tile - band * per_band
         width = cutlass.min(self.band, self.token_tiles - band * self.band)
         block = rest // width
-        begin = split * shape.split_units
+        begin = Int32(0) if self.cuts_rows else split * shape.split_units
         return Item(
             block=block if self.sharing == 1 else block * self.sharing + self.rank,
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
-            end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
+            end=shape.units
+            if self.cuts_rows
+            else cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
             number=number if self.sharing == 1 else number * self.sharing + self.rank,
@@ -104,4 +107,5 @@ def parts_with(config: WgmmaConfig, rows):
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_tokens.bit_length() - 1
-    return cutlass.min((rows + (config.part_tokens - 1)) >> bits, config.row_parts)
+    present = cutlass.min((rows + (config.part_tokens - 1)) >> bits, config.row_parts)
+    return cutlass.max(present, 1) if config.cuts_rows else present
