@@ -11,8 +11,8 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue", "kernel",
-    "memory", "reading", "synchronous", "tiles",
+    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "epilogue",
+    "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits

@@ -21,7 +21,8 @@ SHARINGS = (1, 2)
 MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
-STORE_BUFFERS = 2  # boxes of results of a warpgroup, of which one is stored while the next is put together
+STORE_TOKENS = 32  # rows of x of a box of results,
+STORE_BYTES = STORE_TOKENS * 2 * TILE_N  # of 64 features in 16 bits
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -256,6 +257,11 @@ class WgmmaConfig:
         """Staging buffer of a warpgroup."""
         size = self.chunk_tokens * self.staging_pitch
         return -(-size // BOX_ALIGNMENT) * BOX_ALIGNMENT if self.bulk_stores else size
+
+    @property
+    def store_buffers(self) -> int:
+        """Boxes of results of a warpgroup, of which some are stored while the next one is put together."""
+        return min(self.staging_bytes // STORE_BYTES, self.own_tokens // STORE_TOKENS)
 
     @property
     def sum_bytes(self) -> int:

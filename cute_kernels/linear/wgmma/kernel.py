@@ -151,6 +151,9 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.copy_activations(shape, memory, items, copy_x, x_view)
             if warp == config.math_warps + 1:
                 self.copy_weights(operands, shape, memory, items)
+            if const_expr(config.bulk_stores):
+                if warp == config.math_warps + 2:
+                    self.epilogue.boxes.prefetch(operands)
 
     def allocate(self) -> Memory:
         return allocate(self.config, self.x_layout(), ELEMENTS[self.config.dtype], self.table_bytes)
