@@ -17,8 +17,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import numbers, wgmma_tiles
 from cute_kernels.device.ring import advance
+from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import BLOCK_TOKENS, GROUP_TOKENS, NUM_STAGES, MlaConfig
-from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, GatherLane, await_barriers, leads
+from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, GatherLane, leads
 from cute_kernels.mla.items import Cursor
 from cute_kernels.mla.locate import PagedSource, make_locator
 from cute_kernels.mla.numbers16 import of_name
@@ -73,15 +74,15 @@ class Boxes:
         """Fills a tile for every block of the CTA's shares."""
         if warp == 0:
             self.fill(items, source, memory, lane)
-        else:
-            await_barriers(self.config)
+        elif const_expr(self.config.crossover):
+            await_barriers(self.config, gathers=True)
 
     @cute.jit
     def fill(self, items, source, memory, lane):
         cursor = Cursor.before(items, self.loader, leads(Int32(0), lane))
         cursor.advance()
         entry = self.locator.load_entry(cursor.work, source, cursor.block, Int32(0))
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             block, page = cursor.block, entry

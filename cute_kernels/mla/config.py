@@ -16,6 +16,7 @@ BLOCK_TOKENS = 64
 GROUP_TOKENS = 8  # that a gathering warp fetches at a time: rows of a swizzle atom
 WARPGROUP_WARPS = 4
 MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS  # scores and left half of the output; right half
+MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
 GATHER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2

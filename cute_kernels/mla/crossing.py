@@ -12,8 +12,9 @@ from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
+from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import BLOCK_TOKENS, FLAG_BYTES, GROUP_TOKENS, NUM_STAGES
-from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, Dequantizing, await_barriers, leads
+from cute_kernels.mla.gather import GROUP_BYTES, SLAB_BYTES, Dequantizing, leads
 from cute_kernels.mla.items import Cursor
 
 LEFT, RIGHT = 0, 1  # parts of a tile
@@ -69,6 +70,9 @@ class Crossing(Dequantizing):
         barrier = (memory.full + self.config.part_number(stage, part)).toint() + link.distance
         return SharedTile(address, rows, link.distance, barrier)
 
+    def here(self, tile: SharedTile):
+        return tile.address
+
     def store(self, tile: SharedTile, place, offset: int, values) -> None:
         ptx.store_shared(tile.address + place, offset, values)
 
@@ -121,7 +125,7 @@ class CrossingInParts(Crossing):
         token, words, scales = self.first_token(cursor, source, memory, first_row, place, lane)
         self.load_token(words, scales, token, place)
         held = token.valid
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             following = self.entries.token(source, memory, number + 1, first_row, place.row)
@@ -168,7 +172,9 @@ class CrossingInParts(Crossing):
         first_rope = self.layout.code_slabs
         for i in self.pieces[part]:
             if i < first_rope:
-                own = factors[i // self.layout.slabs_per_scale]
+                own = factors.scales[i // self.layout.slabs_per_scale]
                 self.store_latent(self.decode(codes[i], own), i, tile, place)
             else:
                 self.store_rope(codes[i], i - first_rope, tile, place)
+        slabs = [i for i in self.pieces[part] if i < first_rope]
+        self.raise_large(factors, self.here(tile), place, slabs)

@@ -1,8 +1,10 @@
 """E4M3 to bf16 by placing bits: two prmt, two shifts, two lop3 for four codes, then packed bf16 products.
 
 A code's sign goes to bit 15, its exponent and mantissa to bits 10 to 4 of a bf16: that is the code's value times
-2**-120, a bf16 subnormal where the code is an E4M3 subnormal, so that one product with 2**120 is exact for all codes.
-A byte under eight copies of its sign is a code whose sign is there already: shifted by 4, all bits are in place.
+2**-120, a bf16 subnormal where the code is an E4M3 subnormal, so that a product with 2**120 is exact for all codes.
+Scales contain it, but for those that are too large to: what was multiplied with such a scale meets 2**120 in a step of
+its own, which warps without one do not take. A byte under eight copies of its sign is a code whose sign is there
+already: shifted by 4, all bits are in place.
 (Bit placement with an exponent correction: Marlin's FP8 kernels, Frantar et al. and Neural Magic 2024.) The NaN codes
 0x7f and 0xff read as +-480.
 """
@@ -10,8 +12,11 @@ A byte under eight copies of its sign is a code whose sign is there already: shi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx
@@ -19,41 +24,80 @@ from cute_kernels.device import numbers, ptx
 PAIRS = (0x9180, 0xB3A2)  # prmt selectors: bytes 0 and 1, or 2 and 3, each as a sign-extended half
 EXPONENTS = 0x0404  # prmt selector of byte 0, twice
 PLACES = 0x87F087F0  # of the bits of two codes
-TWO_POWER_120 = 0x7B807B80  # a pair of bf16
+ONE, TWO_POWER_120 = 0x3F803F80, 0x7B807B80  # pairs of bf16
+LARGE = 2.0**7  # the least scale of fp32 that does not contain 2**120
+UNIT_EXPONENT = 120  # of it
+LOW_BITS, HIGH_BITS = 0x7F7F7F7F, 0x80808080  # of four exponents
+CARRY = (0x80 - (254 - UNIT_EXPONENT + 1 - 0x80)) * 0x01010101  # into the high bit of exponents that cannot contain it
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the codes of a token are multiplied with; run-time values.
+
+    scales: of each scale, packed pairs of bf16. large: words with a bit for each scale that does not contain 2**120.
+    """
+
+    scales: list[list[Uint32]]
+    large: list[Uint32]
 
 
 @dataclass(frozen=True)
 class Dequantizer:
     """What the four codes of a word and their scale make.
 
-    scales: as in `MlaConfig`. exponents: whether scales are stored as UE8M0, the exponents of powers of 2, four in a
-    word; else as fp32.
+    scales: as in `MlaConfig`. num_words: of a token's scales. exponents: whether they are stored as UE8M0, the
+    exponents of powers of 2, four in a word; else as fp32.
     """
 
     scales: str
+    num_words: int
     exponents: bool = False
 
-    def factors(self, words: Any, index: int) -> list[Uint32]:
-        """A token's ``index``-th scale, of its words, as packed pairs of bf16 that :meth:`word` multiplies with.
+    @property
+    def any_scale(self) -> bool:
+        """Whether there may be large ones."""
+        return self.scales != "power_of_2"
+
+    def factors(self, words: Any, count: int) -> Factors:
+        """Of the first ``count`` scales of a token, of its words.
 
         fp32 scales become a sum of two bf16, which is the scale to within 2**-17 of it. Exponents are moved to where
-        bf16 has its own: the smallest, 2**-127, then counts as 0.
+        bf16 has its own.
         """
-        if self.exponents:
-            # The byte above a zero byte, twice, is a pair of exponents one bit too far to the left.
-            selector = EXPONENTS | 0x1010 * (index % 4)
-            return [self._raised(ptx.prmt(Uint32(words[index // 4]), Uint32(0), Uint32(selector)) >> 1)]
-        scale = Uint32(words[index]).bitcast(Float32)
-        if self.scales == "power_of_2":
-            scaled = numbers.multiply(scale, Float32(2.0**120))
-            return [ptx.pack_bf16x2(scaled, scaled)]
+        of_all = self._of_exponents if self.exponents else self._of_numbers
+        return of_all([Uint32(words[i]) for i in range(self.num_words)], count)
+
+    def _of_exponents(self, words: list[Uint32], count: int) -> Factors:
+        # Four at a time: none carries into its neighbour.
+        large = [word & ((word & Uint32(LOW_BITS)) + Uint32(CARRY)) & Uint32(HIGH_BITS) for word in words]
+        contained = [
+            word + Uint32(UNIT_EXPONENT * 0x01010101) - (high >> 7) * Uint32(UNIT_EXPONENT)
+            for word, high in zip(words, large, strict=True)
+        ]
+        # The byte above a zero byte, twice, is a pair of exponents one bit too far to the left.
+        selectors = [Uint32(EXPONENTS | 0x1010 * (index % 4)) for index in range(count)]
+        pairs = [ptx.prmt(contained[i // 4], Uint32(0), selector) >> 1 for i, selector in enumerate(selectors)]
+        return Factors([[pair] for pair in pairs], large)
+
+    def _of_numbers(self, words: list[Uint32], count: int) -> Factors:
+        numbers_of = [word.bitcast(Float32) for word in words[:count]]
+        which = [ptx.absolute(scale) >= Float32(LARGE) for scale in numbers_of]
+        bits = [cutlass.select_(one, Uint32(1 << i), Uint32(0)) for i, one in enumerate(which)]
+        return Factors(
+            [self._of_number(scale, one) for scale, one in zip(numbers_of, which, strict=True)], [reduce(or_, bits)]
+        )
+
+    def _of_number(self, scale, large) -> list[Uint32]:
+        unit = Float32(2.0**UNIT_EXPONENT)
+        if self.any_scale:
+            unit = cutlass.select_(large, Float32(1.0), unit)
+        scale = numbers.multiply(scale, unit)
         high = ptx.pack_bf16x2(scale, scale)
+        if not self.any_scale:
+            return [high]
         rest = scale - ptx.bf16x2_low_to_float(high)
         return [high, ptx.pack_bf16x2(rest, rest)]
-
-    def _raised(self, factor: Uint32) -> Uint32:
-        """A pair of powers of 2 in bf16, times 2**120 if that is folded into them."""
-        return factor + Uint32(120 << 7 | 120 << 23) if self.scales == "power_of_2" else factor
 
     def word(self, codes: Uint32, factors: list[Uint32]) -> list[Uint32]:
         """Four codes times their scale: two words of two bf16, in the order of the codes."""
@@ -61,10 +105,14 @@ class Dequantizer:
 
     def _pair(self, spread: Uint32, factors: list[Uint32]) -> Uint32:
         placed = (spread << 4) & PLACES
-        if self.scales == "power_of_2":
-            return numbers.multiply_bf16x2(placed, factors[0])
-        value = numbers.multiply_bf16x2(placed, Uint32(TWO_POWER_120))
         if len(factors) == 1:
-            return numbers.multiply_bf16x2(value, factors[0])
+            return numbers.multiply_bf16x2(placed, factors[0])
         high, low = factors
-        return numbers.fma_bf16x2(value, high, numbers.multiply_bf16x2(value, low))
+        return numbers.fma_bf16x2(placed, high, numbers.multiply_bf16x2(placed, low))
+
+    def raised(self, products: list[Uint32], factors: Factors, index: int) -> list[Uint32]:
+        """Words of products with the ``index``-th scale, with 2**120 where they lack it."""
+        word, bit = (index // 4, 8 * (index % 4) + 7) if self.exponents else (0, index)
+        large = (factors.large[word] >> bit & Uint32(1)) != 0
+        power = cutlass.select_(large, Uint32(TWO_POWER_120), Uint32(ONE))
+        return [numbers.multiply_bf16x2(product, power) for product in products]

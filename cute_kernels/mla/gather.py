@@ -10,6 +10,8 @@ way, also while it waits for a free tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import cutlass
@@ -18,6 +20,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
+from cute_kernels.mla.barriers import await_barriers
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
@@ -25,7 +28,7 @@ from cute_kernels.mla.config import (
     NUM_STAGES,
     MlaConfig,
 )
-from cute_kernels.mla.dequant import Dequantizer
+from cute_kernels.mla.dequant import Dequantizer, Factors
 from cute_kernels.mla.entries import Entries
 from cute_kernels.mla.items import Cursor
 from cute_kernels.mla.locate import Token, make_locator
@@ -34,7 +37,6 @@ from cute_kernels.mla.queries import QueryLoader
 SLAB_BYTES = BLOCK_TOKENS * wgmma_tiles.ROW_BYTES
 ROPE_LOADS = 2  # of 16 bytes a lane; codes take one for every slab
 GROUP_BYTES = GROUP_TOKENS * wgmma_tiles.ROW_BYTES  # of a slab
-BARRIERS_MADE = 1  # named barrier of all threads
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,6 @@ def write_flags(memory, stage, group, valid, lane):
         ptx.store_shared(memory.flags + stage * FLAG_BYTES + group * 4, 0, [Uint32(flags) & 0xFF])
 
 
-def await_barriers(config: MlaConfig) -> None:
-    """Waits until the barriers of shared memory are there, in both CTAs of a pair. Every thread does so once; those
-    that gather, behind their first loads."""
-    cute.arch.sync_warp()
-    if config.crossover:
-        cute.arch.cluster_wait()
-    else:
-        # By a number: tools take `__syncthreads` at several places of a program for an error.
-        cute.arch.barrier(barrier_id=BARRIERS_MADE, number_of_threads=config.num_threads)
-
-
 def leads(warp, lane) -> Int32:
     """1 in one thread of the warpgroup."""
     return cutlass.select_((warp == 0) & (lane == 0), Int32(1), Int32(0))
@@ -89,10 +80,11 @@ class Dequantizing:
         self.config = config
         self.layout = config.layout
         self.num_loads = self.layout.code_slabs + ROPE_LOADS
+        self.last_stretch = (self.num_loads - 1) // config.stretch * config.stretch  # its first piece
         self.scale_words = self.layout.scale_bytes // 4
         self.entries = Entries.of(config)
         self.loader = QueryLoader(config)
-        self.dequantizer = Dequantizer(config.scales, exponents=self.layout.is_split)
+        self.dequantizer = Dequantizer(config.scales, self.scale_words, exponents=self.layout.is_split)
 
     @cute.jit
     def run(self, items, source, memory, warp, lane):
@@ -105,7 +97,7 @@ class Dequantizing:
         self.load_scales(scales, token)
         held = token.valid
         self.entries.prefetch_first(source, memory, first_row, lane)
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             cute.arch.mbarrier_wait(memory.empty + stage, phase)
@@ -115,8 +107,10 @@ class Dequantizing:
                 self.publish_flags(memory, link, stage, place.row // GROUP_TOKENS + group, held, lane)
                 tile = self.tile(memory, link, stage, group)
                 self.write_group(words, scales, token, tile, place)
+                if const_expr(group == self.config.warp_groups - 1):
+                    self.announce_tile(memory, stage, warp, lane)
+                self.load_last(words, scales, token, place)
                 held = token.valid
-            self.announce_tile(memory, stage, warp, lane)
             self.entries.step(cursor, source, memory, number, first_row, lane)
             stage, phase = advance(stage, phase, NUM_STAGES)
             number = number + 1
@@ -157,6 +151,10 @@ class Dequantizing:
         """Where the rows of a warp's group go in every slab."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
+    def here(self, tile):
+        """The address of a tile in the CTA's own memory."""
+        return tile
+
     def store(self, tile, place, offset: int, values) -> None:
         """Stores 16 bytes of a tile."""
         ptx.store_shared(tile + place, offset, values)
@@ -178,63 +176,74 @@ class Dequantizing:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def load_piece(self, words, token: Token, place: GatherLane, i: int) -> None:
-        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns."""
+    def load_piece(self, words, token: Token, place: GatherLane, i: int, constant: bool = True) -> None:
+        """Asks for a lane's i-th 16 bytes, of the codes, then of the RoPE columns. constant: see :meth:`load`."""
         codes = self.layout.code_slabs
         offset = 64 * i if i < codes else self.layout.rope_offset + 64 * (i - codes)
-        for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4)):
+        for j, word in enumerate(self.load(token.valid, token.address + place.source, offset, 4, constant)):
             words[4 * i + j] = word
 
-    def load_scales(self, scales, token: Token) -> None:
-        """Asks for a token's scales."""
+    def load_scales(self, scales, token: Token, constant: bool = True) -> None:
+        """Asks for a token's scales. constant: see :meth:`load`."""
         offset = self.layout.scales_offset
         base = token.behind if offset is None else token.address
-        for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words)):
+        for j, word in enumerate(self.load(token.valid, base, offset or 0, self.scale_words, constant)):
             scales[j] = word
 
-    def load(self, condition, address, offset: int, num_words: int) -> list[Uint32]:
-        """Asks for words of the cache, zeros if condition is 0."""
-        return numbers.load_global_if(condition, address, offset, num_words, constant=self.constant)
+    def load(self, condition, address, offset: int, num_words: int, constant: bool) -> list[Uint32]:
+        """Asks for words of the cache, zeros if condition is 0. constant: whether the compiler may put that off, if it
+        ever may."""
+        return numbers.load_global_if(condition, address, offset, num_words, constant=constant and self.constant)
 
     # -- tiles --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_group(self, words, scales, token, tile, place):
-        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place.
+        """Decodes the tokens held in registers into rows of the tile and asks for those of ``token`` in their place,
+        but for those of :meth:`load_last`.
 
         The compiler puts loads off to the end of a basic block, since only the next block wants them: branches that are
         always taken keep them in their stretch.
         """
         factors = self.factors(scales)
-        self.load_scales(scales, token)
         for stretch in cutlass.range_constexpr(0, self.num_loads, self.config.stretch):
-            if const_expr(stretch + self.config.stretch >= self.num_loads):
-                self.write_stretch(words, factors, token, tile, place, stretch)
-            else:
+            if const_expr(stretch < self.last_stretch):
                 if numbers.active_lanes() != 0:
-                    self.write_stretch(words, factors, token, tile, place, stretch)
+                    self.write_stretch(words, factors, tile, place, stretch, token)
+            else:
+                self.write_stretch(words, factors, tile, place, stretch, None)
+        self.raise_large(factors, self.here(tile), place, range(self.layout.code_slabs))
         self.send(tile)
 
-    def factors(self, scales) -> list[Any]:
-        """What a token's codes are multiplied with, of each of its scales."""
-        return [self.dequantizer.factors(scales, j) for j in range(self.layout.num_scales)]
+    def load_last(self, words, scales, token, place) -> None:
+        """Asks for the scales of ``token`` and the pieces whose place the last stretch had: behind the fence, which
+        would wait for them, and so by loads that the compiler leaves there."""
+        self.load_scales(scales, token, constant=False)
+        for i in range(self.last_stretch, self.num_loads):
+            self.load_piece(words, token, place, i, constant=False)
 
-    def write_stretch(self, words, factors, token: Token, tile, place, first: int) -> None:
-        """Those of a lane's pieces from ``first`` on that are written in a stretch."""
+    def factors(self, scales) -> Factors:
+        """What a token's codes are multiplied with."""
+        return self.dequantizer.factors(scales, self.layout.num_scales)
+
+    def pieces_from(self, first: int) -> range:
+        """Those of a lane's pieces that are written in the stretch that begins with its ``first``."""
+        return range(first, min(first + self.config.stretch, self.num_loads))
+
+    def write_stretch(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
+        """Decodes and stores a stretch, and asks for the pieces of ``token`` in their place, if there is one."""
         codes = self.layout.code_slabs
-        for i in range(first, min(first + self.config.stretch, self.num_loads)):
+        for i in self.pieces_from(first):
             if i < codes:
-                own = factors[i // self.layout.slabs_per_scale]
-                self.write_latent(words, i, own, tile, place, token)
+                own = factors.scales[i // self.layout.slabs_per_scale]
+                values = self.decode([words[4 * i + j] for j in range(4)], own)
+                if token is not None:
+                    self.load_piece(words, token, place, i)
+                self.store_latent(values, i, tile, place)
             else:
                 self.write_rope(words, i - codes, tile, place)
-                self.load_piece(words, token, place, i)
-
-    def write_latent(self, words, slab: int, factors, tile, place, token: Token) -> None:
-        """Decodes 16 codes into their slab, and asks for those of ``token`` in their place."""
-        values = self.decode([words[4 * slab + j] for j in range(4)], factors)
-        self.load_piece(words, token, place, slab)
-        self.store_latent(values, slab, tile, place)
+                if token is not None:
+                    self.load_piece(words, token, place, i)
 
     def decode(self, codes: list[Any], factors) -> list[Uint32]:
         """16 codes, 4 words, times their scale: 8 words."""
@@ -244,6 +253,19 @@ class Dequantizing:
         """Stores a lane's 16 columns of a slab."""
         self.store(tile, place.even, slab * SLAB_BYTES, values[:4])
         self.store(tile, place.odd, slab * SLAB_BYTES, values[4:])
+
+    @cute.jit
+    def raise_large(self, factors: Factors, tile, place, slabs: cutlass.Constexpr):
+        """Multiplies what a lane has written of some slabs by the 2**120 that its token's scales were too large to
+        contain. Hardly ever is there such a token. tile: an address."""
+        if const_expr(self.dequantizer.any_scale):
+            if cute.arch.vote_any_sync(reduce(or_, factors.large) != 0):
+                for slab in slabs:
+                    for half in (place.even, place.odd):
+                        address = tile + half + slab * SLAB_BYTES
+                        products = ptx.load_shared_vector(address, 0, 4)
+                        raised = self.dequantizer.raised(products, factors, slab // self.layout.slabs_per_scale)
+                        ptx.store_shared(address, 0, raised)
 
     def write_rope(self, words, i: int, tile, place) -> None:
         """Stores a lane's i-th 8 RoPE columns as they are."""
@@ -276,7 +298,7 @@ class Copying:
         for group in cutlass.range_constexpr(groups):
             row = place.row + group * GROUP_TOKENS
             entries[group] = self.locator.load_entry(cursor.work, source, cursor.block, row)
-        await_barriers(self.config)
+        await_barriers(self.config, gathers=True)
         stage, phase, number = Int32(0), Int32(1), Int32(0)
         while number < cursor.found:
             mark = self.locator.marked(self.locator.mark(cursor.work, cursor.block))

@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_kernels.mla.barriers import announce_barriers, await_barriers
 from cute_kernels.mla.boxes import Boxes, BoxLoader
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
@@ -28,7 +29,7 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.crossing import Crossing, CrossingInParts
-from cute_kernels.mla.gather import Copying, Dequantizing, await_barriers
+from cute_kernels.mla.gather import Copying, Dequantizing
 from cute_kernels.mla.items import Counts, Items, PartItems
 from cute_kernels.mla.lagging import Lagging
 from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
@@ -197,6 +198,7 @@ class MlaKernel:
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
+            announce_barriers(self.config)
             self.loader.ask(queries, memory, items.row, items.head_block)
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
@@ -206,13 +208,18 @@ class MlaKernel:
             self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
             if const_expr(self.config.together):
                 self.gatherer.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
-        elif warp >= WARPGROUP_WARPS:
+        else:
+            self.multiply(items, results, memory, softmax_scale, warp, lane)
+
+    @cute.jit
+    def multiply(self, items, results, memory, softmax_scale, warp, lane):
+        """What multiplying warps do."""
+        await_barriers(self.config, gathers=False)
+        if warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            await_barriers(self.config)
             self.multiplier.second(items, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
-            await_barriers(self.config)
             self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:

@@ -18,9 +18,9 @@ from cutlass import Float32, Uint32, const_expr
 from cute_kernels.device import ptx, wgmma, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax, softmax_steps
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, MULTIPLYING_THREADS, NUM_STAGES
 from cute_kernels.mla.gather import SLAB_BYTES
-from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Rows
+from cute_kernels.mla.multiply import HALF_SUMS, Rows
 from cute_kernels.mla.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, Stepped
 
 LOOSE = 6  # named barrier of both warpgroups: the right half of the block before may be added

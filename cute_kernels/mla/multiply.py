@@ -18,7 +18,6 @@ from cute_kernels.mla.config import (
     BLOCK_HEADS,
     BLOCK_TOKENS,
     FLAG_BYTES,
-    MULTIPLYING_WARPS,
     PARTIALS,
     V_HEAD_DIM,
     WARPGROUP_WARPS,
@@ -33,7 +32,6 @@ from cute_kernels.sm90 import WARP_THREADS
 
 HALF = V_HEAD_DIM // 2  # columns of the output that a warpgroup keeps
 HALF_SUMS = HALF // 2  # of a thread
-MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
 SCORING_THREADS = WARPGROUP_WARPS * WARP_THREADS
 QUERIES_READ = 5  # named barrier of the first warpgroup
 

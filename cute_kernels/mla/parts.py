@@ -21,6 +21,7 @@ from cute_kernels.device.wgmma_tiles import sum_place
 from cute_kernels.mla.combine import outcome_of
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
+    MULTIPLYING_THREADS,
     PART_ROW_BYTES,
     PIECE_COLUMNS,
     V_HEAD_DIM,
@@ -28,7 +29,6 @@ from cute_kernels.mla.config import (
     MlaConfig,
 )
 from cute_kernels.mla.line import ALL_LANES
-from cute_kernels.mla.multiply import MULTIPLYING_THREADS
 from cute_kernels.mla.numbers16 import of_name
 from cute_kernels.mla.output import WARP_ROWS, exists_sink, scale_of_some
 from cute_kernels.mla.softmax import LOWEST, row_of

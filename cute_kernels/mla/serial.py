@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
-from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, MULTIPLYING_THREADS, NUM_STAGES
+from cute_kernels.mla.multiply import HALF_SUMS, Multiplying, Rows
 
 WEIGHTS_READY, WEIGHTS_FREE = 2, 3  # named barriers of both warpgroups
 

@@ -17,8 +17,8 @@ from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.lanes import in_pairs
 from cute_kernels.device.ring import advance
 from cute_kernels.mla import softmax, softmax_steps
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES
-from cute_kernels.mla.multiply import HALF_SUMS, MULTIPLYING_THREADS, Multiplying, Rows
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, MULTIPLYING_THREADS, NUM_STAGES
+from cute_kernels.mla.multiply import HALF_SUMS, Multiplying, Rows
 
 WEIGHTS_READY, WEIGHTS_FREE = (2, 4), 3  # named barriers of both warpgroups; ready: of each part of a block's tokens
 STEPS = BLOCK_TOKENS // softmax_steps.STEP_TOKENS

@@ -18,9 +18,16 @@ from cutlass import Float32, Int32
 
 from cute_kernels.device import ptx, wgmma_tiles
 from cute_kernels.device.ring import advance
-from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    BLOCK_TOKENS,
+    MULTIPLYING_THREADS,
+    NUM_STAGES,
+    WARPGROUP_WARPS,
+    MlaConfig,
+)
 from cute_kernels.mla.crossing import Crossing
-from cute_kernels.mla.multiply import MULTIPLYING_THREADS, Rows
+from cute_kernels.mla.multiply import Rows
 from cute_kernels.mla.parts import Adding, Parts, leave
 from cute_kernels.mla.stepped import WEIGHTS_FREE, Stepped
 

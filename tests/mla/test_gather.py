@@ -35,12 +35,12 @@ NUM_TOKENS = 150
 PAGE_SIZE, NUM_PAGES, PAGE_GAP = 5, 30, 48  # bytes at least between the end of a page and the next
 
 
-def fp8_tokens(count: int, any_scale: bool, seed: int = 0) -> torch.Tensor:
-    """uint8 [count, 656] with all codes but NaN, scales of any size or powers of 2."""
+def fp8_tokens(count: int, any_scale: bool, exponents: range = range(-14, 7), seed: int = 0) -> torch.Tensor:
+    """uint8 [count, 656] with all codes but NaN, scales of any size or powers of 2, with these exponents."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 254, (count, 512), generator=generator, dtype=torch.int32)
     codes = (codes + (codes >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)
-    scales = 2.0 ** torch.randint(-14, 7, (count, 4), generator=generator)
+    scales = 2.0 ** torch.randint(exponents.start, exponents.stop, (count, 4), generator=generator)
     if any_scale:
         scales = scales * (1 + torch.rand((count, 4), generator=generator))
     return FORM.pack(codes, scales.float(), torch.randn((count, 64), generator=generator).bfloat16())
@@ -129,9 +129,11 @@ def some_indices(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("gather_warps", GATHER_WARPS)
-@pytest.mark.parametrize("scales", ["fp32", "power_of_2"])
-def test_fp8_tile(monkeypatch, scales, gather_warps):
-    tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32")
+@pytest.mark.parametrize(
+    ("scales", "exponents"), [("fp32", range(-14, 7)), ("fp32", range(-30, 100)), ("power_of_2", range(-14, 7))]
+)
+def test_fp8_tile(monkeypatch, scales, exponents, gather_warps):
+    tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32", exponents=exponents)
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(1)
@@ -183,8 +185,9 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "lagging")
     assert config.can_implement() is None
     split = form == "mla_model1"
+    exponents = range(-5, 20)  # of scales that contain 2**120 and of such that do not
     quantiser, tokens = (
-        (MODEL1, model1_tokens(NUM_TOKENS, range(-5, 6))) if split else (FORM, fp8_tokens(NUM_TOKENS, False))
+        (MODEL1, model1_tokens(NUM_TOKENS, exponents)) if split else (FORM, fp8_tokens(NUM_TOKENS, False, exponents))
     )
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
@@ -257,22 +260,24 @@ def test_tile_of_copies(monkeypatch, config):
     assert np.array_equal(read_words(machine.shared_memory), wanted)
 
 
-def test_every_code_times_every_scale(monkeypatch):
-    """All codes, subnormal ones included, with powers of 2 from the quantiser's smallest to the largest folded one."""
+@pytest.mark.parametrize(("scales", "exponents"), [("fp32", range(-120, 110)), ("power_of_2", range(-14, 8))])
+def test_every_code_times_every_scale(monkeypatch, scales, exponents):
+    """All codes, subnormal ones included, with powers of 2; those from 2**7 on do not contain 2**120."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, dequant)
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], np.uint8)
     wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy().reshape(-1, 4)
-    for scales in ("fp32", "power_of_2"):
-        dequantizer = dequant.Dequantizer(scales)
-        for exponent in range(-14, 8):
-            factors = dequantizer.factors([Uint32(np.float32(2.0**exponent).view(np.uint32))], 0)
-            for first in range(0, 64, 32):
-                words = Uint32(codes.view(np.uint32)[first : first + 32])
-                decoded: Any = dequantizer.word(words, factors)
-                halves = np.stack(decoded, axis=1)
-                found = bf16_values(np.ascontiguousarray(halves).view(np.uint16).reshape(32, 4))
-                assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
+    dequantizer = dequant.Dequantizer(scales, 4)
+    for exponent in exponents:
+        words = [Uint32(np.full(32, np.float32(scale).view(np.uint32))) for scale in (1, 2.0**exponent, 2, 2.0**119)]
+        factors = dequantizer.factors(words, 4)
+        assert scales == "power_of_2" or (factors.large[0] == 8 + 2 * (exponent >= 7)).all()
+        for first in range(0, 64, 32):
+            products: Any = dequantizer.word(Uint32(codes.view(np.uint32)[first : first + 32]), factors.scales[1])
+            if dequantizer.any_scale:
+                products = dequantizer.raised(products, factors, 1)
+            found = bf16_values(np.ascontiguousarray(np.stack(products, axis=1)).view(np.uint16).reshape(32, 4))
+            assert np.array_equal(found, wanted[first : first + 32] * 2.0**exponent)
 
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,11 @@ class MlaWarp(warp.Warp):
                 monkeypatch.setattr(module, "numbers", self)
             if hasattr(module, "cutlass"):
                 monkeypatch.setattr(module.cutlass, "range_constexpr", range, raising=False)
+            if hasattr(module, "cute"):
+                monkeypatch.setattr(module.cute.arch, "vote_any_sync", np.any, raising=False)
+            if hasattr(module, "Dequantizing"):
+                unwrapped = inspect.unwrap(module.Dequantizing.raise_large)
+                monkeypatch.setattr(module.Dequantizing, "raise_large", unwrapped)
 
     def multiply(self, a: Any, b: Any) -> Lanes:
         return Float32(np.float64(a) * np.float64(b))
