@@ -68,6 +68,7 @@ class WgmmaConfig:
             the others' to them; for few rows. See `.cluster_parts`.
         sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
             brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
+        cuts_rows: whether the tiles of a last round are cut into the parts of their rows of x, instead of along K.
         bulk_stores: whether results leave by TMA, where they are plain and in 16 bits. See `.box_stores`.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
@@ -92,10 +93,8 @@ class WgmmaConfig:
     cluster: int = 1
     pushes: bool = False
     sharing: int = 1
-    bulk_stores: bool = False
-    combine_batch: int = 0
     cuts_rows: bool = False
-    band: int = 0
+    bulk_stores: bool = False
     synchronous: bool = False
     digits: bool = False
     ahead: bool = False
@@ -290,14 +289,11 @@ class WgmmaConfig:
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
-        split = "_split" if self.splits_k else ""
+        split = "_split" if self.splits_k else "_rows" if self.cuts_rows else ""
         if self.cluster > 1:
             split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
         split += f"_share{self.sharing}" if self.sharing > 1 else ""
         split += "_bulk" if self.bulk_stores else ""
-        split += "_rows" if self.cuts_rows else ""
-        split += f"_batch{self.combine_batch}" if self.combine_batch else ""
-        split += f"_band{self.band}" if self.band else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
@@ -342,12 +338,8 @@ class WgmmaConfig:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
         if problem := self.cluster_problem():
             return problem
-        if self.sharing > 1 and (self.cluster > 1 or self.row_parts > 1):
-            return (
-                f"{self.sharing} CTAs that share activations want tiles whose rows come in one part, and no parts of K"
-            )
-        if self.sharing > 1 and (self.synchronous or self.digits):
-            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
+        if problem := self.tile_problem():
+            return problem
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"
@@ -365,6 +357,21 @@ class WgmmaConfig:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None
+
+    def tile_problem(self) -> str | None:
+        """Why tiles of large products cannot be shared, cut along rows, or stored as the configuration says, or None."""
+        plain = not (self.synchronous or self.digits) and self.cluster == 1
+        if self.sharing > 1 and (self.cluster > 1 or (self.row_parts > 1 and not self.cuts_rows)):
+            return f"{self.sharing} CTAs that share activations want tiles that no cluster cuts and rows in one part"
+        if self.sharing > 1 and not plain:
+            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
+        if self.cuts_rows and (self.row_parts == 1 or self.splits_k or not plain):
+            return (
+                f"tiles are cut along rows into more than {self.row_parts} part, not along K, not in digits or clusters"
+            )
+        if self.bulk_stores and not (plain and self.store_buffers >= 2):
+            return f"TMA stores tiles of at least {2 * STORE_TOKENS} tokens, not of digits or clusters"
         return None
 
     def cluster_problem(self) -> str | None:

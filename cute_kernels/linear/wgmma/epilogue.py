@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear import epilogue
@@ -58,7 +58,7 @@ class TileEpilogue:
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
         self.boxes = BoxStores(config)
-        self.combine_batch = min(config.combine_batch or COMBINE_BATCH, config.thread_sums // 4)
+        self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
@@ -67,7 +67,7 @@ class TileEpilogue:
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
-            if cutlass.const_expr(self.config.bulk_stores):
+            if const_expr(self.config.bulk_stores):
                 self.boxes.store(operands, store, corner, sums, first)
             else:
                 for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):

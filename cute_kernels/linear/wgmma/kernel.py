@@ -174,7 +174,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             count=shape.whole + (blocks * token_tiles - shape.whole) * shape.splits,
             blocks=blocks,
             token_tiles=token_tiles,
-            band=cutlass.min(Int32(config.band or TOKEN_BAND), token_tiles),
+            band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
             sharing=config.sharing,
             rank=rank,
             cuts_rows=config.cuts_rows,
@@ -246,7 +246,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.epilogue.run(operands, shape, store, corner, sums, 0)
                 cute.arch.cluster_wait()  # until nobody reads this CTA's sums any more
             else:
-                if const_expr(config.splits_k and not config.cuts_rows):
+                if const_expr(config.splits_k):
                     self.epilogue.combine(operands, store, item, sums)
                 if (item.split == item.splits - 1) | const_expr(config.cuts_rows):
                     for i in cutlass.range_constexpr(config.m_tiles):

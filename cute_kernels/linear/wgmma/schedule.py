@@ -94,7 +94,7 @@ class TileSchedule:
         num_tiles: tiles of 64 output features.
         token_tiles: tiles of rows of x.
         units: of the padded K.
-        splits: parts of K of a tile that is cut, none of them empty.
+        splits: parts of a tile that is cut, of K, none of them empty, or of its rows of x.
         num_ctas: that run.
         whole: tiles that are not cut.
     """
@@ -129,10 +129,9 @@ class TileSchedule:
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
         if self.config.cluster > 1 or self.config.cuts_rows:
-            return 0  # they meet in shared memory
-        return (
-            self.num_tiles_cut * self.config.sharing * (self.splits - 1) * self.config.block_rows * self.config.tokens
-        )
+            return 0  # they meet in shared memory, or nowhere
+        cut = self.num_tiles_cut * self.config.sharing
+        return cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
 def efficiency(items: int, ctas: int) -> float:
@@ -166,19 +165,20 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations have an item together.
     """
     units = problem.k_pad // config.unit_k
-    if config.cuts_rows and splits not in (1, config.row_parts):
-        return None
-    if -(-units // -(-units // splits)) != splits:
+    if splits != config.row_parts if config.cuts_rows else -(-units // -(-units // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
-    all_teams = problem.num_sms // config.sharing
+    if splits > 1 and not (config.splits_k or config.cuts_rows):
+        return None
+    teams = problem.num_sms // config.sharing
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
-        schedule = replace(schedule, whole=schedule.num_tiles_cut // all_teams * all_teams)
-        if not schedule.num_tiles_cut:
+        schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
+        # Of fewer rows than those of a round smaller tiles have units of more inputs.
+        if not schedule.num_tiles_cut or (config.cuts_rows and not schedule.whole):
             return None
-    return replace(schedule, num_ctas=min(all_teams, schedule.num_items) * config.sharing)
+    return replace(schedule, num_ctas=min(teams, schedule.num_items) * config.sharing)
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
@@ -195,12 +195,14 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
         return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
     clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
     part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
+    if config.cuts_rows:
+        part = schedule.units * unit_clocks(problem, in_small_tiles(schedule)) + ITEM_CLOCKS / config.row_parts
     if config.pushes:
         part += PUSH_CLOCKS
     elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
-    elif schedule.splits > 1:
+    elif schedule.splits > 1 and not config.cuts_rows:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += SHARING_CLOCKS if config.sharing > 1 else 0
@@ -216,6 +218,13 @@ def digit_clocks(schedule: TileSchedule, unit: float) -> float:
     if schedule.splits > 1 and not config.pushes:
         part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     return clocks + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+
+
+def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
+    """The schedule with its tiles' parts of rows for tiles."""
+    config = schedule.config
+    small = replace(config, tokens=config.part_tokens, row_parts=1, cuts_rows=False)
+    return replace(schedule, config=small, token_tiles=schedule.token_tiles * config.row_parts)
 
 
 def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:

@@ -44,9 +44,9 @@ class Item:
     token_tile: Any
     begin: Any  # units
     end: Any
-    split: Any  # which part of K,
+    split: Any  # which part of K, or of the tile's rows,
     splits: Any  # of how many
-    number: Any  # of the tile among those that are cut
+    number: Any  # of the tile among those of all CTAs that are cut
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Items:
     band: Any
     sharing: int = 1
     rank: Any = 0  # among those that share
-    cuts_rows: bool = False
+    cuts_rows: bool = False  # tiles, into parts of their rows of x, not along K
 
     def item(self, index) -> Item:
         shape = self.shape
@@ -88,18 +88,23 @@ class Items:
         rest = tile - band * per_band
         width = cutlass.min(self.band, self.token_tiles - band * self.band)
         block = rest // width
-        begin = Int32(0) if self.cuts_rows else split * shape.split_units
+        begin, end = Int32(0), shape.units
+        if not self.cuts_rows:
+            begin = split * shape.split_units
+            end = cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units)
         return Item(
-            block=block if self.sharing == 1 else block * self.sharing + self.rank,
+            block=self.own(block),
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
-            end=shape.units
-            if self.cuts_rows
-            else cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
+            end=end,
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
-            number=number if self.sharing == 1 else number * self.sharing + self.rank,
+            number=self.own(number),
         )
+
+    def own(self, number):
+        """This CTA's of what those that share activations count as one."""
+        return number if self.sharing == 1 else number * self.sharing + self.rank
 
 
 def parts_with(config: WgmmaConfig, rows):
