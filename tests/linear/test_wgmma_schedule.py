@@ -206,7 +206,7 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
     choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
     monkeypatch.setattr(tiles, "cutlass", choose)
     monkeypatch.setattr(tiles, "Int32", int)
-    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64), splits)
+    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64, splits_k=True), splits)
     assert schedule is not None
     whole = min(whole, schedule.num_tiles_cut)
     schedule = replace(schedule, whole=whole)

@@ -22,9 +22,8 @@ SHARED = WgmmaConfig(4, "bf16", 128, sharing=2)
     "options, reason",
     [
         ({"sharing": 3}, "sharing 3 is not one of 1, 2"),
-        ({"splits_k": True}, "tiles in one part"),
-        ({"tokens": 64, "unit_k": 128, "row_parts": 2}, "tiles in one part"),
-        ({"cluster": 2}, "tiles in one part"),
+        ({"tokens": 64, "unit_k": 128, "row_parts": 2}, "rows in one part"),
+        ({"cluster": 2}, "that no cluster cuts"),
         ({"tokens": 16, "unit_k": 128, "digits": True}, "not in digits"),
         ({"tokens": 16, "synchronous": True}, "only for MMAs of warpgroups"),
     ],

@@ -360,7 +360,7 @@ class WgmmaConfig:
         return None
 
     def tile_problem(self) -> str | None:
-        """Why tiles of large products cannot be shared, cut along rows, or stored as the configuration says, or None."""
+        """Why tiles cannot be shared, cut along rows, or stored as the configuration says, or None."""
         plain = not (self.synchronous or self.digits) and self.cluster == 1
         if self.sharing > 1 and (self.cluster > 1 or (self.row_parts > 1 and not self.cuts_rows)):
             return f"{self.sharing} CTAs that share activations want tiles that no cluster cuts and rows in one part"
