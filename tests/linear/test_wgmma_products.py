@@ -49,7 +49,7 @@ SYNCHRONOUS = [
 
 BULK = [
     WgmmaConfig(4, "bf16", 128, num_stages=2, bulk_stores=True),
-    WgmmaConfig(8, "bf16", 128, num_stages=2, chunk=32, bulk_stores=True),
+    WgmmaConfig(8, "bf16", 128, num_stages=2, bulk_stores=True),
     WgmmaConfig(4, "fp16", 128, True, tokens=128, unit_k=128, num_stages=2, bulk_stores=True),
     WgmmaConfig(4, "bf16", 0, tokens=64, num_stages=2, bulk_stores=True),
 ]

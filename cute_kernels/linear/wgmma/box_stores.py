@@ -16,7 +16,14 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.wgmma.config import BOX_ALIGNMENT, STORE_BYTES, STORE_TOKENS, WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import (
+    BOX_ALIGNMENT,
+    STORE_BUFFERS,
+    STORE_BYTES,
+    STORE_TOKENS,
+    WARPGROUP_THREADS,
+    WgmmaConfig,
+)
 from cute_kernels.linear.work import Operands
 from layouts.weights.hopper import TILE_N
 
@@ -59,7 +66,7 @@ class BoxStores:
     def store(self, operands: StoredOperands, store, corner, sums, first: int):
         """Rounds and stores the tile whose sums are sums[first : first + tokens / 2], a box at a time."""
         config = self.config
-        layout = self.layout(config.store_buffers)
+        layout = self.layout(STORE_BUFFERS)
         pointer = cute.make_ptr(self.type, store.staging, cute.AddressSpace.smem, assumed_align=BOX_ALIGNMENT)
         boxes = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.type), layout.outer)
         sources = cute.group_modes(boxes, 0, 2)
@@ -67,7 +74,7 @@ class BoxStores:
         source, target = cpasync.tma_partition(operands.copy_out, 0, cute.make_layout(1), sources, places)
         for number in cutlass.range_constexpr(config.own_tokens // STORE_TOKENS):
             place = target[None, corner.token // STORE_TOKENS + number, corner.row // TILE_N]
-            box = source[None, number % config.store_buffers]
+            box = source[None, number % STORE_BUFFERS]
             if const_expr(config.cuts_rows):
                 if corner.token + number * STORE_TOKENS < corner.end:
                     self.store_box(operands, store, sums, first, number, box, place)
@@ -76,19 +83,23 @@ class BoxStores:
 
     @cute.jit
     def store_box(self, operands: StoredOperands, store, sums, first: int, number: int, box, place):
-        """Stores the ``number``-th box. When it is complete the next one's buffer is free, as the barrier says to all.
+        """Stores the ``number``-th box, when the last one of its buffer has left shared memory.
 
         The first warp asks for boxes, all of its lanes count them: who is elected to need not be the same each time.
         """
-        buffers = self.config.store_buffers
-        self.stage(store, sums, first + number * STORE_TOKENS // 2, number % buffers * STORE_BYTES)
-        cute.arch.fence_proxy("async.shared", space="cta")
         if store.row_warp == 0:
-            cute.arch.cp_async_bulk_wait_group(buffers - 2, read=True)
-        cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
+            cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+        self.wait(store)
+        self.stage(store, sums, first + number * STORE_TOKENS // 2, number % STORE_BUFFERS * STORE_BYTES)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.wait(store)
         if store.row_warp == 0:
             cute.copy(operands.copy_out, box, place)
             cute.arch.cp_async_bulk_commit_group()
+
+    def wait(self, store):
+        """For all threads of the warpgroup."""
+        cute.arch.barrier(barrier_id=store.warpgroup + 1, number_of_threads=WARPGROUP_THREADS)
 
     def stage(self, store, sums, first: int, offset: int):
         """Puts sums into a box, [token][feature]: stmatrix turns them around.
@@ -104,10 +115,6 @@ class BoxStores:
             place = first + 8 * pair
             words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in range(4)]
             ptx.store_matrix_x4(Int32(address), offset + pair * 16 * ROW_BYTES, words, transpose=True)
-
-    def prefetch(self, operands: StoredOperands):
-        """Brings the tensor map, before the first box is stored."""
-        cpasync.prefetch_descriptor(operands.copy_out)
 
     def finish(self):
         """Waits until the boxes have left shared memory."""

@@ -21,8 +21,9 @@ SHARINGS = (1, 2)
 MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
-STORE_TOKENS = 32  # rows of x of a box of results,
+STORE_TOKENS = 64  # rows of x of a box of results,
 STORE_BYTES = STORE_TOKENS * 2 * TILE_N  # of 64 features in 16 bits
+STORE_BUFFERS = 2  # of boxes: one is stored while the next is put together
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -258,11 +259,6 @@ class WgmmaConfig:
         return -(-size // BOX_ALIGNMENT) * BOX_ALIGNMENT if self.bulk_stores else size
 
     @property
-    def store_buffers(self) -> int:
-        """Boxes of results of a warpgroup, of which some are stored while the next one is put together."""
-        return min(self.staging_bytes // STORE_BYTES, self.own_tokens // STORE_TOKENS)
-
-    @property
     def sum_bytes(self) -> int:
         """A tile's sums in fp32."""
         return 4 * self.block_rows * self.tokens
@@ -370,8 +366,10 @@ class WgmmaConfig:
             return (
                 f"tiles are cut along rows into more than {self.row_parts} part, not along K, not in digits or clusters"
             )
-        if self.bulk_stores and not (plain and self.store_buffers >= 2):
-            return f"TMA stores tiles of at least {2 * STORE_TOKENS} tokens, not of digits or clusters"
+        if self.bulk_stores and not (plain and self.own_tokens % (STORE_BUFFERS * STORE_TOKENS) == 0):
+            return f"TMA stores {STORE_BUFFERS * STORE_TOKENS} tokens at a time, not of digits or clusters"
+        if self.bulk_stores and self.staging_bytes < STORE_BUFFERS * STORE_BYTES:
+            return f"{self.staging_bytes} bytes of staging are less than {STORE_BUFFERS} boxes of {STORE_BYTES}"
         return None
 
     def cluster_problem(self) -> str | None:

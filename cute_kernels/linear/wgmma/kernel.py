@@ -20,6 +20,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
@@ -124,6 +125,10 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
+        if const_expr(config.bulk_stores):
+            if warp == config.math_warps + 1:
+                cpasync.prefetch_descriptor(copy_x)
+                cpasync.prefetch_descriptor(operands.copy_out)
         if const_expr(config.sharing > 1):
             self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
         else:
@@ -132,10 +137,18 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             cute.arch.cluster_arrive()
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
         if const_expr(config.sharing > 1):
-            self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
+            self.leave_cluster()
 
     def meet_cluster(self):
-        """Waits for all threads of the cluster."""
+        """Waits until all CTAs of the cluster have their barriers: what is fenced as such needs no other release.
+
+        An arrival that releases all that was written waits for the memory of the GPU, 1.6 us before the first copy.
+        """
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+    def leave_cluster(self):
+        """Waits until nobody arrives in this CTA's memory any more."""
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -151,9 +164,6 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.copy_activations(shape, memory, items, copy_x, x_view)
             if warp == config.math_warps + 1:
                 self.copy_weights(operands, shape, memory, items)
-            if const_expr(config.bulk_stores):
-                if warp == config.math_warps + 2:
-                    self.epilogue.boxes.prefetch(operands)
 
     def allocate(self) -> Memory:
         return allocate(self.config, self.x_layout(), ELEMENTS[self.config.dtype], self.table_bytes)
