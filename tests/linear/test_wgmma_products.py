@@ -14,7 +14,7 @@ from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import box_stores, epilogue, kernel, reading, synchronous
-from cute_kernels.linear.wgmma.config import BOX_K, STORE_BYTES, STORE_TOKENS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, STORE_BUFFERS, STORE_BYTES, STORE_TOKENS, WgmmaConfig
 from layouts import banks
 from layouts.weights import hopper
 from tests.attention import warp as machine
@@ -51,7 +51,7 @@ BULK = [
     WgmmaConfig(4, "bf16", 128, num_stages=2, bulk_stores=True),
     WgmmaConfig(8, "bf16", 128, num_stages=2, bulk_stores=True),
     WgmmaConfig(4, "fp16", 128, True, tokens=128, unit_k=128, num_stages=2, bulk_stores=True),
-    WgmmaConfig(4, "bf16", 0, tokens=64, num_stages=2, bulk_stores=True),
+    WgmmaConfig(4, "bf16", 0, tokens=256, num_stages=2, bulk_stores=True),
 ]
 
 
@@ -164,7 +164,7 @@ class Machine:
         for group in range(config.warpgroups):
             warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
             for number in range(config.tokens // STORE_TOKENS):
-                offset = number % config.store_buffers * STORE_BYTES
+                offset = number % STORE_BUFFERS * STORE_BYTES
                 for warp, sums in warps:
                     store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                     self.subject.epilogue.boxes.stage(store, sums, number * STORE_TOKENS // 2, offset)
@@ -268,12 +268,12 @@ def test_boxes_are_what_tma_stores(config: WgmmaConfig, monkeypatch):
 
 @pytest.mark.parametrize("config", BULK, ids=lambda config: config.name)
 def test_a_buffer_is_free_when_the_next_box_is_put_there(config: WgmmaConfig):
-    """Also that of the next tile's first box, and of the tile after it: buffers are taken in turn over all tiles."""
-    boxes, buffers = config.tokens // STORE_TOKENS, config.store_buffers
-    assert buffers >= 2 and boxes % buffers == 0
-    assert buffers * STORE_BYTES <= config.staging_bytes and config.staging_bytes % 1024 == 0
+    """Also that of the next tile's first box: buffers are taken in turn over all tiles."""
+    boxes = config.tokens // STORE_TOKENS
+    assert boxes % STORE_BUFFERS == 0 and STORE_BUFFERS * STORE_BYTES <= config.staging_bytes
+    assert config.staging_bytes % 1024 == 0
     in_flight: list[int] = []  # buffers of boxes that may not have left yet, the oldest first
     for number in (number for _ in range(3) for number in range(boxes)):
-        assert number % buffers not in in_flight
-        in_flight = in_flight[max(len(in_flight) - (buffers - 2), 0) :]  # what the wait leaves
-        in_flight.append(number % buffers)
+        in_flight = in_flight[max(len(in_flight) - (STORE_BUFFERS - 1), 0) :]  # what the wait leaves
+        assert number % STORE_BUFFERS not in in_flight
+        in_flight.append(number % STORE_BUFFERS)

@@ -61,8 +61,9 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-# Tiles of CTAs that share activations, where no K is cut: less is read from L2, which counts under the power limit.
-SHARED_TOKENS = 256
+LARGE_TOKENS = 256  # of tiles whose results leave by TMA, and whose last round may be cut along rows of x
+ROW_CUTS = 2
+# Those of CTAs that share activations: less is read from L2, which counts under the power limit.
 SHARING = 2
 SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
 SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
@@ -267,14 +268,21 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             chunk=SHORT_CHUNK if tokens == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_TOKENS,
             splits_k=True,
             cluster=cluster,
+            bulk_stores=tokens == LARGE_TOKENS and cluster == 1,
         )
         config = with_ring(config)
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
-            if tokens == SHARED_TOKENS and cluster == 1:
-                configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
+            if config.bulk_stores:
+                configs += large_configs(config)
     return configs + push_configs(problem) + digit_configs(problem)
+
+
+def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
+    """Other ways to cut what would be a last, incomplete round of large tiles, and to bring their activations."""
+    in_rows = replace(config, splits_k=False, cuts_rows=True, row_parts=ROW_CUTS)
+    return [with_ring(one) for one in (replace(config, sharing=SHARING), in_rows)]
 
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:
