@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import mla_workloads, workloads
 from bench import record as records
+from cute_kernels import kv_formats
 
 if TYPE_CHECKING:
     from bench.suites import Bench
@@ -30,42 +31,42 @@ def _parser() -> argparse.ArgumentParser:
     decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
     decode.add_argument("--suite", choices=(*SUITES, "all"), default="main")
     decode.add_argument("--formats", nargs="+", default=list(workloads.FORMATS), metavar="FORMAT")
-    decode.add_argument("--batches", nargs="+", type=int, metavar="B", help="batches of the main table")
+    decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
     decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")
     decode.add_argument("--no-peers", action="store_true")
-    decode.add_argument("--samples", type=int, default=16, help="timed calls per figure")
+    decode.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     decode.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     decode.set_defaults(run=_decode)
 
     append = commands.add_parser("append", help="append to a cache beside an empty launch and a copy of its bytes")
     append.add_argument("--suite", choices=("decode", "prefill", "all"), default="all")
     append.add_argument("--formats", nargs="+", metavar="FORMAT")
-    append.add_argument("--batches", nargs="+", type=int, metavar="B", help="batches of decode")
+    append.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of decode")
     append.add_argument("--no-peers", action="store_true")
-    append.add_argument("--samples", type=int, default=16, help="timed calls per figure")
+    append.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     append.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     append.set_defaults(run=_append)
 
     linear = commands.add_parser("linear", help="weight-only linear layers beside cuBLAS, others and the floor")
     linear.add_argument("--bits", nargs="+", type=int, choices=(4, 8), default=(4, 8))
-    linear.add_argument("--rows", nargs="+", type=int, metavar="M", help="rows of x")
+    linear.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
     linear.add_argument(
         "--peers-from",
-        type=Path,
+        type=_record,
         metavar="RECORD",
         help="take peers that are missing here from a run of this command by another process on this GPU",
     )
-    linear.add_argument("--samples", type=int, default=16, help="timed calls per figure")
+    linear.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     linear.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     linear.set_defaults(run=_linear)
 
     moe = commands.add_parser("moe", help="layers of experts beside torch's grouped products, Marlin and the floor")
-    moe.add_argument("--tokens", nargs="+", type=int, metavar="T")
+    moe.add_argument("--tokens", nargs="+", type=_count, metavar="T")
     moe.add_argument("--quick", action="store_true", help="fewer tokens and floor kernels")
     moe.add_argument("--no-peers", action="store_true")
-    moe.add_argument("--samples", type=int, default=16, help="timed calls per figure")
+    moe.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     moe.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     moe.add_argument("--without", action="append", default=[], metavar="PEER", help="leave out a peer, by its name")
     moe.set_defaults(run=_moe)
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     mla.add_argument("--suite", choices=(*mla_workloads.SUITES, "all"), default="all")
     mla.add_argument("--quick", action="store_true", help="fewer shapes and floor kernels")
     mla.add_argument("--no-peers", action="store_true")
-    mla.add_argument("--samples", type=int, default=16, help="timed calls per figure")
+    mla.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
     mla.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     mla.set_defaults(run=_mla)
 
@@ -87,22 +88,51 @@ def _parser() -> argparse.ArgumentParser:
     accuracy.set_defaults(run=_accuracy)
 
     demo = commands.add_parser("demo", help="a small Llama, token by token, INT4 cache against BF16 cache")
-    demo.add_argument("--format", default="int4_g4", help="format of the quantised cache")
-    demo.add_argument("--steps", type=int, help="tokens to decode")
-    demo.add_argument("--prompt", type=Path, help="text file with the prompt; default: this repository's own texts")
+    demo.add_argument("--format", default="int4_g4", choices=_demo_formats(), help="format of the quantised cache")
+    demo.add_argument("--steps", type=_count, help="tokens to decode")
+    demo.add_argument("--prompt", type=_text_file, help="text file; default: this repository's own texts")
     demo.set_defaults(run=_demo)
 
     plot = commands.add_parser("plot", help="figures from a recorded run")
-    plot.add_argument("result", type=Path)
+    plot.add_argument("result", type=_record)
     plot.add_argument("--folder", type=Path, default=records.ROOT / "docs" / "figures")
     plot.set_defaults(run=_plot)
 
     table = commands.add_parser("table", help="Markdown table from a recorded run")
-    table.add_argument("result", type=Path)
+    table.add_argument("result", type=_record)
     table.add_argument("--suite", default="main")
     table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
     table.set_defaults(run=_table)
     return parser
+
+
+def _count(text: str) -> int:
+    """A number of at least 1 as an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
+    return int(text)
+
+
+def _text_file(name: str) -> Path:
+    """A file with something in it as an argument."""
+    path = Path(name)
+    if not (path.is_file() and path.stat().st_size):
+        raise argparse.ArgumentTypeError(f"got {name}, want a file with text in it")
+    return path
+
+
+def _demo_formats() -> list[str]:
+    """Quantised formats that a cache needs nothing else for: no scale that was made before."""
+    forms = kv_formats.FORMATS.items()
+    return [name for name, form in forms if not (form.given_scale or form.cache_dtype.is_floating_point)]
+
+
+def _record(path: str) -> dict[str, Any]:
+    """A recorded run as an argument."""
+    try:
+        return records.load(path)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"got {path}, want a recorded run: {error}") from error
 
 
 def _decode(options: argparse.Namespace) -> int:
@@ -149,11 +179,10 @@ def _linear(options: argparse.Namespace) -> int:
 
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
     peers = linear_peers.PEERS[:1] if options.no_peers else linear_peers.PEERS
-    earlier = records.load(options.peers_from) if options.peers_from else None
     try:
-        linear.run(bench, rows=rows, all_bits=options.bits, peers=peers, earlier=earlier)
+        linear.run(bench, rows=rows, all_bits=options.bits, peers=peers, earlier=options.peers_from)
     except ValueError as error:
-        print(f"--peers-from {options.peers_from}: {error}", file=sys.stderr)
+        print(f"--peers-from: {error}", file=sys.stderr)
         return 2
     return _finish(bench.recorder, linear.text)
 
@@ -245,7 +274,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _plot(options: argparse.Namespace) -> int:
     from bench import plots
 
-    for path in plots.plot(records.load(options.result), options.folder):
+    for path in plots.plot(options.result, options.folder):
         print(path)
     return 0
 
@@ -253,7 +282,7 @@ def _plot(options: argparse.Namespace) -> int:
 def _table(options: argparse.Namespace) -> int:
     from bench import accuracy_report, linear, mla, report
 
-    record = records.load(options.result)
+    record = options.result
     if record.get("kind") == "linear":
         table, mark = linear.markdown(record), report.MARK_LINEAR
     elif record.get("kind") == "mla":
@@ -265,8 +294,11 @@ def _table(options: argparse.Namespace) -> int:
     if options.readme is None:
         print(table, end="")
         return 0
-    text = options.readme.read_text()
-    options.readme.write_text(report.filled(text, mark, table))
+    try:
+        options.readme.write_text(report.filled(options.readme.read_text(), mark, table))
+    except (OSError, ValueError) as error:
+        print(f"--readme {options.readme}: {error}", file=sys.stderr)
+        return 2
     print(f"{options.readme}: {mark}")
     return 0
 

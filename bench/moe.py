@@ -33,6 +33,7 @@ GROUP_SIZE, BITS = 128, 4
 CHECKED_TOKENS = 8
 TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
 HOST_TOKENS = 8
+HOST_CALLS = 20  # of up to six launches each, for which the GPU takes longer than the host: they must fit its queue
 COMPARED = Calls._fields  # what is timed beside peers
 NOT_YET = "the run ended before it was measured"  # of peers that are slow to start
 
@@ -298,7 +299,7 @@ def _host_cost(bench: Bench, model: MoeModel, weights: MoeWeights) -> None:
     out = torch.empty_like(inputs.x)
     call = partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights, out=out)
     host = dict(bench.recorder.data.get("moe_host_us", {}))
-    host[model.name] = round(time_host(call, calls=50).median_us, 2)
+    host[model.name] = round(time_host(call, HOST_CALLS).median_us, 2)
     bench.recorder.set("moe_host_us", host)
 
 

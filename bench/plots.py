@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +113,9 @@ def _plot_shapes(rows: Sequence[Record], record: Record, folder: Path) -> Path:
     formats = list(dict.fromkeys(row["kv_format"] for row in rows))
     for place, kv_format in enumerate(formats):
         own = {row["name"]: row["floor_ratio"] for row in rows if row["kv_format"] == kv_format}
-        at = [i + (place - (len(formats) - 1) / 2) * 0.26 for i, name in enumerate(names) if name in own]
-        values = [own[name] for name in names if name in own]
-        panel.barh(at, values, height=0.24, color=COLOURS.get(kv_format), label=kv_format)
-    panel.set_yticks(range(len(names)), names)
-    panel.invert_yaxis()
-    panel.axvline(1, color="black", linewidth=0.8)
-    panel.set_xlabel("time / streaming floor")
-    _legend_beside(panel)
+        shift = (place - (len(formats) - 1) / 2) * 0.26
+        _bars(panel, names, own, shift, height=0.24, color=COLOURS.get(kv_format), label=kv_format)
+    _finish_bars(panel, names, "time / streaming floor")
     return _save(figure, record, folder / "decode_shapes.svg")
 
 
@@ -131,15 +126,9 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
     height = 0.8 / len(ladders)
     for place, ladder in enumerate(ladders):
         slower = {r["title"]: r["off_us"] / r["on_us"] for r in ladder["rungs"] if "off_us" in r}
-        at = [i + (place - (len(ladders) - 1) / 2) * height for i, title in enumerate(titles) if title in slower]
-        values = [slower[title] for title in titles if title in slower]
         label = f"{ladder['kv_format']} B={ladder['shape']['batch']}"
-        panel.barh(at, values, height=0.9 * height, label=label)
-    panel.set_yticks(range(len(titles)), titles)
-    panel.invert_yaxis()
-    panel.axvline(1, color="black", linewidth=0.8)
-    panel.set_xlabel("time with the step off / time with all on")
-    _legend_beside(panel)
+        _bars(panel, titles, slower, (place - (len(ladders) - 1) / 2) * height, height=0.9 * height, label=label)
+    _finish_bars(panel, titles, "time with the step off / time with all on")
     return _save(figure, record, folder / "decode_ladder.svg")
 
 
@@ -262,6 +251,20 @@ def _family_colour(row: Record) -> str:
     """That of the formats' family; grey for pairs of different formats."""
     same = row["k_format"] == row["v_format"]
     return FAMILY_COLOURS[row["k_format"].partition("_")[0]] if same else "#444444"
+
+
+def _bars(panel: Any, names: Sequence[str], values: Mapping[str, float], shift: float, **style: Any) -> None:
+    """A bar for each of ``names`` that has a value, ``shift`` beside the name's place."""
+    places = [i for i, name in enumerate(names) if name in values]
+    panel.barh([i + shift for i in places], [values[names[i]] for i in places], **style)
+
+
+def _finish_bars(panel: Any, names: Sequence[str], label: str) -> None:
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_xlabel(label)
+    _legend_beside(panel)
 
 
 def _legend_beside(panel: Any) -> None:

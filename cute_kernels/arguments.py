@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.compiler import is_compiling
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST = 2**63 - 1  # of anything that is counted
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
@@ -27,8 +28,9 @@ def check_tensors(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: got a tensor in layout {tensor.layout}, want an ordinary (strided) one")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested tensor" if tensor.is_nested else f"tensor in layout {tensor.layout}"
+            raise TypeError(f"{name}: got a {kind}, want an ordinary (strided) one")
 
 
 def check_floating(**tensors: object) -> None:
@@ -43,18 +45,20 @@ def check_floating(**tensors: object) -> None:
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raises TypeError or ValueError unless ``value`` is an int of at least ``least`` (and at most ``most``)."""
+    """Raises TypeError or ValueError unless ``value`` is an int from ``least`` to ``most``, or what 64 bits hold."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want an int")
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{name}: got {value}, want {f'at least {least}' if most is None else f'{least} to {most}'}")
+    greatest = MOST if most is None else most
+    if not least <= value <= greatest:
+        wanted = f"at least {least}" if most is None and value < least else f"{least} to {greatest}"
+        raise ValueError(f"{name}: got {value}, want {wanted}")
 
 
 def check_positive(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless ``value`` is a positive finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, want a number")
-    if not 0 < value < math.inf:
+    if not 0 < value <= sys.float_info.max:  # an int may be beyond all floats, too
         raise ValueError(f"{name}: got {value}, want a positive finite number")
 
 
@@ -78,15 +82,19 @@ def check_matrix_shape(name: str, shape: object) -> None:
 
 
 def device_of(device: Any, name: str = "device") -> torch.device | None:
-    """A device argument as a device, None if it is None; TypeError or ValueError if it names none."""
-    if device is None or isinstance(device, torch.device):
-        return device
-    if not isinstance(device, (str, int)) or isinstance(device, bool):
+    """A device argument as a device, None if it is None; TypeError or ValueError if it names none that is here."""
+    if device is None:
+        return None
+    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
         raise TypeError(f"{name}: got {device!r}, want None, a torch.device or its name")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"{name}: got {device!r}, want None or a device such as 'cpu' or 'cuda:0'") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
+        raise ValueError(f"{name}: got {str(found)!r}, want one of the devices that torch finds here: {there}")
+    return found
 
 
 def needs_dispatch(**tensors: object) -> bool:

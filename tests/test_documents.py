@@ -1,7 +1,8 @@
-"""The documents' Python blocks run, and what they point at exists."""
+"""The documents' Python blocks run, and what they point at exists, down to the anchor."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.runtime import native
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-RUN = ("README.md", "docs/api.md", "docs/kv_cache.md", "docs/linear.md", "docs/mla.md", "docs/moe.md")
+PAGES = ("api", "kv_cache", "layouts", "linear", "mla", "moe", "runtime")
+RUN = ("README.md", *(f"docs/{page}.md" for page in PAGES))
 BLOCK = re.compile(r"^```python(?P<where>[ \w]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:|#)(?P<target>[^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?:)(?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
 
 
 def name(path: Path) -> str:
@@ -23,6 +29,8 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize("document", RUN)
 def test_python_blocks_run_in_order(document: str):
     """The blocks of one document share their names, as a reader would type them; "```python gpu" needs a GPU."""
+    if document == "docs/runtime.md" and native.dsl_version() is None:
+        pytest.skip("compiling needs nvidia-cutlass-dsl")
     text = (ROOT / document).read_text()
     scope: dict[str, object] = {"__name__": document}
     ran = 0
@@ -53,7 +61,40 @@ def test_the_readmes_example_is_ten_lines_and_agrees_with_the_reference():
     assert not out[3].any()  # a request of length 0
 
 
+@functools.cache
+def anchors(document: Path) -> list[str]:
+    """What links may point at within a document: its headings, as GitHub makes anchors of them, and `<a id="...">`."""
+    text = FENCE.sub("", document.read_text())
+    found: list[str] = []
+    for heading in HEADING.finditer(text):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading["title"])  # a link's words
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        again = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
+        found.append(f"{slug}-{again}" if again else slug)
+    return found + re.findall(r'<a id="([^"]+)">', text)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_within_the_repository_lead_somewhere(document: Path):
-    for link in LINK.finditer(document.read_text()):
-        assert (document.parent / link["target"]).exists(), link["target"]
+    for link in LINK.finditer(FENCE.sub("", document.read_text())):
+        target = (document.parent / link["target"]).resolve() if link["target"] else document
+        assert target.exists(), link[0]
+        if link["anchor"] and target.suffix == ".md":
+            assert link["anchor"] in anchors(target), link[0]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_no_anchor_is_there_twice(document: Path):
+    found = anchors(document)
+    assert len(found) == len(set(found)), [anchor for anchor in found if found.count(anchor) > 1]
+
+
+def test_every_design_page_is_in_the_index_and_begins_with_where_it_stands():
+    folder = ROOT / "docs/design"
+    index = folder / "README.md"
+    listed = {(folder / link["target"]).resolve() for link in LINK.finditer(index.read_text())}
+    pages = set(folder.glob("*.md")) - {index}
+    assert pages == listed
+    for page in pages:
+        opening = page.read_text().partition("\n## ")[0]
+        assert re.search(r"\]\((mla\.md)?#where-it-stands\)", opening), page.name

@@ -9,7 +9,8 @@ Two situations are told apart:
 * Otherwise a plain environment is made and filled from pyproject.toml under constraints.txt. Without an NVIDIA driver
   the CPU build of torch is preferred where PyTorch's own index can be reached (2.5 GB less to download).
 
-With OFFLINE=1 nothing is installed: what is missing is named, and whatever does not need it works.
+With OFFLINE=1 nothing is installed and an environment that is there is kept: a new one sees the interpreter's packages
+whatever its torch, what is missing is named, and whatever does not need it works.
 """
 
 from __future__ import annotations
@@ -181,15 +182,18 @@ def main() -> None:
         raise SystemExit(f"setup: Python >= 3.10 is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=")
     if is_current():
         return
-    system_torch = cuda_torch_version()
-    print(f"setup: preparing {ENV} ({'with torch ' + system_torch if system_torch else 'from scratch'})", flush=True)
-    if not was_made_like_this(system_torch):
-        create_environment(system_site_packages=system_torch is not None)
+    system_torch, offline = cuda_torch_version(), bool(os.environ.get("OFFLINE"))
+    borrows = offline or system_torch is not None
+    how = f"with torch {system_torch}" if system_torch else "offline" if offline else "from scratch"
+    print(f"setup: preparing {ENV} ({how})", flush=True)
+    if not (was_made_like_this(system_torch) or (offline and environment_python().exists())):
+        create_environment(system_site_packages=borrows)
     # The checkout is put on the path rather than installed: nothing to build, and edits are seen at once.
-    write_path_file(parent_site_packages() if system_torch else [])
+    write_path_file(parent_site_packages() if borrows else [])
     missing = requirements("missing")
-    if missing and os.environ.get("OFFLINE"):
-        print(f"setup: offline, going on without: {', '.join(missing)}", flush=True)
+    if offline:  # without a stamp, so that a run with a network makes the environment what it is to be
+        without = f"without: {', '.join(missing)}" if missing else "with all that is wanted"
+        print(f"setup: offline, going on {without}", flush=True)
         return
     if missing or system_torch is None:
         print(f"setup: installing {len(missing)} packages and what they need", flush=True)

@@ -25,7 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import cute_kernels
-from cute_kernels.kv_formats import Int4Format, format_of
+from cute_kernels.arguments import check_count
+from cute_kernels.kv_formats import FORMATS, format_of
 
 ATTENTION_NAME = "cute_kernels"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -118,9 +119,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     def _pack(self, values: torch.Tensor) -> torch.Tensor:
         """[2, batch, tokens, num_kv_heads, head_dim] to rows; K and V together, which halves the launches."""
-        if isinstance(self.form, Int4Format):
-            return self.form.row(values.shape[-1]).quantize(values)
-        return values
+        return self.form.quantize(values)
 
     def reset(self) -> None:
         """Forgets all tokens, keeps the memory."""
@@ -160,14 +159,20 @@ class DecodeCache(Cache):
     """A cache of `DecodeCacheLayer`s, as many as the model has layers.
 
     Args:
-        kv_format: "bf16", "fp16" or "int4_g1", "int4_g2", "int4_g4", "int4_g8".
+        kv_format: any whose scales, if it has some, are in its rows: the model's own dtype, "int4_g4" and other INT4
+            formats, "e5m2", "int8_token_head", "e4m3_token_head", "int8_g4" and the like.
         max_seq_len: tokens that each request may reach; allocated on first use.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
     """
 
     def __init__(self, kv_format: str, max_seq_len: int) -> None:
-        format_of(kv_format)  # an unknown name is refused here, not in the first forward pass
-        if max_seq_len < 1:
-            raise ValueError(f"max_seq_len: got {max_seq_len}, want at least 1")
+        # Refused here, not in the first forward pass.
+        if format_of(kv_format).given_scale:
+            wanted = ", ".join(name for name, form in FORMATS.items() if not form.given_scale)
+            raise ValueError(f"kv_format: got {kv_format!r}, which wants scales beside the cache, want one of {wanted}")
+        check_count("max_seq_len", max_seq_len, 1)
         self.kv_format = kv_format
         self.max_seq_len = max_seq_len
         super().__init__(layer_class_to_replicate=self._make_layer)  # type: ignore[arg-type]

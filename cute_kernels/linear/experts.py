@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import check_flag, check_tensors
+from cute_kernels.arguments import check_flag, check_tensors, device_of
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
-from cute_kernels.linear.weight import FORMAT_VERSION, PackedWeight, check_scales
+from cute_kernels.linear.weight import (
+    FORMAT_VERSION,
+    PackedWeight,
+    check_scales,
+    check_zeros,
+    has_values,
+    padded_shape,
+)
 
 _TENSORS = ("codes", "scales", "zeros")
 _FORMAT_FIELDS = ("version", "N", "K", "bits", "group_size", "experts")
+
+
+class ExpertsForm(NamedTuple):
+    """What `PackedExperts` are but for what they hold: group_size 0 for one scale per row, device_index -1 on a CPU."""
+
+    num_experts: int
+    n: int
+    k: int
+    k_pad: int
+    bits: int
+    group_size: int
+    has_zeros: bool
+    dtype: torch.dtype
+    device_index: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,6 +48,7 @@ class PackedExperts:
     Args:
         codes, scales, zeros: as in `PackedWeight` with a dimension E in front; zeros is None if all are symmetric.
         bits, group_size, shape: as in `PackedWeight`; shape is (N, K) of one expert.
+        check_values: as in `PackedWeight`.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
@@ -38,8 +60,9 @@ class PackedExperts:
     bits: int
     group_size: int | None
     shape: tuple[int, int]
+    check_values: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check_values: bool) -> None:
         check_tensors(codes=self.codes, scales=self.scales)
         if self.codes.dim() != 4 or self.codes.shape[0] < 1:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")
@@ -52,15 +75,24 @@ class PackedExperts:
         for name, tensor in self._tensors().items():
             if not tensor.is_contiguous():
                 raise ValueError(f"{name}: got strides {tensor.stride()}, want a contiguous tensor")
-        self[0]  # which checks all else
+        self[0]  # which checks all else but numbers
+        check_flag("check_values", check_values)
+        if check_values and has_values(self.codes):
+            check_scales("scales", self.scales)
+            check_zeros("zeros", self.zeros, self.bits)
 
     def __len__(self) -> int:
         return self.codes.shape[0]
 
     def __getitem__(self, expert: int) -> PackedWeight:
-        """An expert's weight, in the same memory."""
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return PackedWeight(self.codes[expert], self.scales[expert], zeros, self.bits, self.group_size, self.shape)
+        """An expert's weight, in the same memory; IndexError if there is no such one, TypeError for no int."""
+        if not isinstance(expert, int) or isinstance(expert, bool):
+            raise TypeError(f"expert: got {expert!r}, want an int")
+        if not -len(self) <= expert < len(self):
+            raise IndexError(f"expert: got {expert}, want {-len(self)} to {len(self) - 1}")
+        tensors: dict[str, Any] = {name: tensor[expert] for name, tensor in self._tensors().items()}
+        form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
+        return PackedWeight(**{"zeros": None} | tensors, **form, check_values=False)
 
     def __iter__(self) -> Iterator[PackedWeight]:
         return (self[expert] for expert in range(len(self)))
@@ -76,11 +108,11 @@ class PackedExperts:
         return self.codes.device
 
     @cached_property
-    def form(self) -> tuple[Hashable, ...]:
+    def form(self) -> ExpertsForm:
         """All that a plan for these weights relies on but where they are."""
-        zeros = self.zeros is not None
-        sizes = len(self), self.shape, self.codes.shape[2], self.bits, self.group_size or 0
-        return *sizes, zeros, self.dtype, self.codes.get_device()
+        k_pad = padded_shape(self.shape, self.group_size)[1]
+        sizes = len(self), *self.shape, k_pad, self.bits, self.group_size or 0
+        return ExpertsForm(*sizes, self.zeros is not None, self.dtype, self.codes.get_device())
 
     @property
     def out_features(self) -> int:
@@ -110,9 +142,10 @@ class PackedExperts:
         return torch.stack([weight.dequantize(dtype) for weight in self])
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedExperts:
-        """The weights on another device; themselves if they are there."""
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
-        return replace(self, **moved)
+        """The weights on another device; themselves if they are there. Errors as `PackedWeight.to`."""
+        where = device_of(device) or self.device
+        moved: dict[str, Any] = {k: v.to(where, non_blocking=non_blocking) for k, v in self._tensors().items()}
+        return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
         """A rank's output features of every expert; see `PackedWeight.shard_n`."""
@@ -153,7 +186,6 @@ class PackedExperts:
         weights = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
         if len(weights) != experts:
             raise ValueError(f"codes: got {len(weights)} experts, want {experts}, what format says")
-        check_scales("scales", weights.scales)
         return weights
 
 
@@ -238,7 +270,8 @@ def _filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> P
         codes[i], scales[i] = weight.codes, weight.scales
         if zero_points is not None and weight.zeros is not None:
             zero_points[i] = weight.zeros
-    return PackedExperts(codes, scales, zero_points, first.bits, first.group_size, first.shape)
+    form: dict[str, Any] = {"bits": first.bits, "group_size": first.group_size, "shape": first.shape}
+    return PackedExperts(codes, scales, zero_points, **form, check_values=False)
 
 
 def _check_alike(index: int, weight: Any, first: PackedWeight) -> None:

@@ -87,7 +87,8 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> PackedWeight:
         """The weight; it shares the layer's tensors."""
         tensors: dict[str, Any] = {name: getattr(self, name) for name in TENSOR_NAMES}
-        return PackedWeight(**tensors, bits=self.bits, group_size=self.group_size, shape=self.shape)
+        form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
+        return PackedWeight(**tensors, **form, check_values=False)
 
     @property
     def out_features(self) -> int:

@@ -63,7 +63,7 @@ def apply(
                 None if out is None else identity(out),
             )
             kept = _kept.get(key)
-        except TypeError:  # an option that is not hashable: the checks say which
+        except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say
             key = kept = None
         if kept is not None:
             return kept.run(x, codes, scales, zeros, bias, residual, out)
@@ -151,7 +151,7 @@ def _on_cpu(
     batch_invariant=False,
     out=None,
 ) -> torch.Tensor:
-    weight = PackedWeight(codes, scales, zeros, bits=bits, group_size=group_size or None, shape=(n, k))
+    weight = PackedWeight(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
     result = linear_reference(x, weight, bias, residual=residual, activation=activation, out_dtype=out_dtype)
     return result if out is None else out.copy_(result)
 

@@ -67,8 +67,8 @@ def quantize_weight(
         raise TypeError(f"w: got dtype {w.dtype}, want a floating one")
     if w.is_meta:
         raise ValueError("w: got a tensor without data (meta), want one on a CPU or CUDA device")
-    if w.dim() != 2:
-        raise ValueError(f"w: got shape {list(w.shape)}, want [N, K]")
+    if w.dim() != 2 or not w.numel():
+        raise ValueError(f"w: got shape {list(w.shape)}, want [N, K] with N and K at least 1")
     shape = (w.shape[0], w.shape[1])
     check_options(bits, group_size, zero_point, dtype)
     check_format(bits, group_size, shape)
@@ -205,7 +205,8 @@ def pack_codes(
         "input_scale": None if input_scale is None else input_scale.to(scales.dtype).contiguous(),
     }
     fields = {name: None if tensor is None else tensor.to(where) for name, tensor in fields.items()}
-    return PackedWeight(codes, tile_scales, bits=bits, group_size=group_size, shape=shape, **fields)
+    form: dict[str, Any] = {"bits": bits, "group_size": group_size, "shape": shape}
+    return PackedWeight(codes, tile_scales, **form, **fields, check_values=False)
 
 
 def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
@@ -253,7 +254,8 @@ def interleave_weights(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
         group_size=gate.group_size,
         shape=(2 * n, k),
     )
-    return replace(packed, perm=gate.perm, input_scale=gate.input_scale)  # the codes are in packed order already
+    # The codes are in packed order already.
+    return replace(packed, perm=gate.perm, input_scale=gate.input_scale, check_values=False)
 
 
 def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from cute_kernels.arguments import check_count, check_matrix_shape, check_tensors, is_one_of
+from cute_kernels.arguments import check_count, check_flag, check_matrix_shape, check_tensors, device_of, is_one_of
 from layouts.transform import unpack
 from layouts.weights import hopper
 
@@ -60,13 +62,17 @@ class PackedWeight:
         codes: uint8 [N_pad / 64, K_pad / tile_k, 2048], unsigned codes in the order of `layouts.weights.hopper`; tile_k
             is 64 for 4-bit codes and 32 for 8-bit ones. bf16 and fp16 activations read the same bytes.
         scales: bf16 or fp16 [N_pad / 64, G, 64]: an N tile's scales of consecutive groups lie together. Their dtype is
-            that of the activations. bf16 ones are below 2**27, which is not looked at here (`check_scales`).
-        zeros: uint8 [N_pad / 64, G, 64], or None for a symmetric weight, whose zero is code 8 or 128.
+            that of the activations. bf16 ones are below 2**27.
+        zeros: uint8 [N_pad / 64, G, 64], 0 to 16 of 4-bit codes, or None for a symmetric weight, whose zero is code 8
+            or 128.
         bits: 4 or 8.
         group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row.
         shape: (N, K), without padding.
         perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
         input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
+        check_values: whether numbers are looked at, too: scales, zeros and perm, which waits for a GPU. False for
+            tensors of a weight that was checked. Never where there are none to see: of tensors without data (meta,
+            fake), nor while torch.compile traces or a CUDA graph is captured.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it.
@@ -80,8 +86,9 @@ class PackedWeight:
     shape: tuple[int, int]
     perm: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
+    check_values: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check_values: bool) -> None:
         check_format(self.bits, self.group_size, self.shape)
         check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
@@ -94,6 +101,12 @@ class PackedWeight:
         self._check("zeros", torch.uint8, per_group)
         self._check("perm", torch.int32, (k,))
         self._check("input_scale", self.scales.dtype, (k,))
+        check_flag("check_values", check_values)
+        if check_values and has_values(self.codes):
+            check_scales("scales", self.scales)
+            check_zeros("zeros", self.zeros, self.bits)
+            if self.perm is not None:
+                check_permutation("perm", self.perm)
 
     def _check(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = getattr(self, name)
@@ -183,7 +196,7 @@ class PackedWeight:
         return unpack(hopper.restore(self.codes[first:last], self.bits), self.bits)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
-    # The importers stand above this package, so they are looked up when they are called.
+    # The importers are built on this module: imported at its top, they would import what is not there yet.
 
     @classmethod
     def from_awq(
@@ -245,9 +258,14 @@ class PackedWeight:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedWeight:
-        """The weight on another device; itself if it is there."""
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()}
-        return replace(self, **moved)
+        """The weight on another device; itself if it is there.
+
+        Raises:
+            TypeError, ValueError: there is no such device.
+        """
+        where = device_of(device) or self.device
+        moved: dict[str, Any] = {k: v.to(where, non_blocking=non_blocking) for k, v in self._tensors().items()}
+        return replace(self, **moved, check_values=False)
 
     def shard_n(self, rank: int, world_size: int) -> PackedWeight:
         """A rank's output features (column-parallel), copied: equals packing those rows alone.
@@ -263,7 +281,7 @@ class PackedWeight:
         for name in ("scales", "zeros"):
             tensor = getattr(self, name)
             own[name] = None if tensor is None else tensor.chunk(world_size)[rank].clone()
-        return replace(self, shape=(n // world_size, k), **own)
+        return replace(self, shape=(n // world_size, k), **own, check_values=False)
 
     def shard_k(self, rank: int, world_size: int) -> PackedWeight:
         """A rank's inputs (row-parallel), copied: equals packing those columns alone.
@@ -298,7 +316,7 @@ class PackedWeight:
                     "weight whole or sharded along N"
                 )
             own["perm"] = perm
-        return replace(self, shape=(n, share), **own)
+        return replace(self, shape=(n, share), **own, check_values=False)
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
@@ -335,11 +353,7 @@ class PackedWeight:
         if version != FORMAT_VERSION:
             raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")
         fields: dict[str, Any] = {name: tensors.get(name) for name in TENSOR_NAMES}
-        weight = cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
-        check_scales("scales", weight.scales)
-        if weight.perm is not None:
-            check_permutation("perm", weight.perm)
-        return weight
+        return cls(**fields, bits=bits, group_size=group_size or None, shape=(n, k))
 
 
 def rows_of(tiled: torch.Tensor) -> torch.Tensor:
@@ -360,6 +374,13 @@ def check_format(bits: Any, group_size: Any, shape: Any) -> None:
     check_matrix_shape("shape", shape)
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at now, at the price of waiting for a GPU."""
+    if is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check_scales(name: str, scales: torch.Tensor) -> None:
     """Raises ValueError if kernels have no room for a bf16 scale, which none of a usual weight comes near.
 
@@ -367,10 +388,28 @@ def check_scales(name: str, scales: torch.Tensor) -> None:
     """
     if scales.dtype != torch.bfloat16 or scales.is_meta:
         return
-    sizes = scales.abs()
-    if bool((sizes >= SCALE_LIMIT).any()):
-        largest = sizes.nan_to_num(nan=0.0, posinf=torch.inf).max().item()
+    least, most = _range_of(scales)
+    if math.isnan(most):
+        least, most = _range_of(scales.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+    largest = max(-least, most)
+    if largest >= SCALE_LIMIT:
         raise ValueError(f"{name}: got a scale of {largest:g}, want bf16 scales below 2**27 = {SCALE_LIMIT:.0f}")
+
+
+def _range_of(numbers: torch.Tensor) -> list[float]:
+    """[least, most], NaN if there is any, without a copy of the numbers."""
+    return torch.stack((numbers.amin(), numbers.amax())).tolist()
+
+
+def check_zeros(name: str, zeros: torch.Tensor | None, bits: int) -> None:
+    """Raises ValueError if kernels cannot subtract a zero point, uint8, from codes of so many bits; waits for a GPU.
+
+    Any byte comes off 8-bit codes. Of 4-bit ones up to 16 do: four bits further up, as the second row of a fragment has
+    them, more are no subnormal bf16 number (`linear.decode.SubnormalDecoder`). Checkpoints have no more.
+    """
+    top = 1 << bits
+    if zeros is not None and bits < 8 and int(zeros.max()) > top:
+        raise ValueError(f"{name}: got the zero point {int(zeros.max())}, want 0 to {top} for {bits}-bit codes")
 
 
 def check_permutation(name: str, perm: torch.Tensor) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.launch import _address, _aligned
+from cute_kernels.linear.experts import ExpertsForm, PackedExperts
+from cute_kernels.linear.launch import VECTOR_BYTES, _address, _aligned
 from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS
-from cute_kernels.moe.plan import combine_function, gather_function, plan_of, routing_function
+from cute_kernels.linear.reference import out_features
+from cute_kernels.moe.plan import ProductPlan, gather_function, plan_of, routing_function
+from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.plans import MAX_PLANS
 from layouts.weights.hopper import tile_k
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -27,11 +33,6 @@ class Weights:
     n: int
     k: int
 
-    @staticmethod
-    def of(weight: PackedExperts) -> Weights:
-        n, k = weight.shape
-        return Weights(weight.codes, weight.scales, weight.zeros, weight.bits, weight.group_size or 0, n, k)
-
     @property
     def num_experts(self) -> int:
         return self.codes.shape[0]
@@ -40,6 +41,12 @@ class Weights:
     def k_pad(self) -> int:
         """K as packed."""
         return self.codes.shape[2] * tile_k(self.bits)
+
+    @property
+    def form(self) -> ExpertsForm:
+        """As of `PackedExperts`."""
+        sizes = self.num_experts, self.n, self.k, self.k_pad, self.bits, self.group_size
+        return ExpertsForm(*sizes, self.zeros is not None, self.scales.dtype, self.codes.get_device())
 
 
 def addresses_of(weight: Weights | PackedExperts) -> tuple[int, int, int]:
@@ -56,31 +63,83 @@ class Routing:
     places: torch.Tensor | None = None
 
 
-def launch_grouped(
-    x: torch.Tensor,
-    weights: Weights,
-    routing: Routing,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Writes the product at every place that an expert has to ``out`` [places, columns], contiguous, and returns it."""
-    if out.shape[0] == 0:
+@dataclass(frozen=True)
+class GroupedLaunch:
+    """What of calls of the same shapes and formats stays the same from one to the next.
+
+    Attributes:
+        gather: what lays rows of x in the order of the places, or None where the product takes them by index, or all
+            rows as they are.
+        new_gathered, new_out: what those rows, and a result, are made of.
+        numbers: n, activation, kind of the output.
+        pads: whether rows of x must be made whole vectors.
+    """
+
+    device_index: int
+    places: int
+    num_experts: int
+    plan: ProductPlan
+    gather: Callable[..., Any] | None
+    new_gathered: Blank
+    new_out: Blank
+    numbers: tuple[int, int, int]
+    pads: bool
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: Weights | PackedExperts,
+        expert_offsets: torch.Tensor,
+        rows: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes the product at every place that an expert has to ``out`` [places, columns], contiguous, or a new one.
+
+        x: [tokens, K], any strides; the others contiguous. On the current stream of the plan's device.
+        """
+        index = self.device_index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.run(x, weight, expert_offsets, rows, bias, out)
+        if x.requires_grad:
+            x = x.detach()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        if self.pads or x.data_ptr() % VECTOR_BYTES:
+            x = _aligned(x)
+        if out is None:
+            out = empty_strided(*self.new_out)
+        offsets, row_index = expert_offsets.data_ptr(), _address(rows)
+        if self.gather is not None:
+            source, x = x, empty_strided(*self.new_gathered)
+            self.gather(source, offsets + 4 * self.num_experts, row_index, x.data_ptr(), self.places)
+        addresses = *addresses_of(weight), _address(bias), out.data_ptr()
+        self.plan.run(x, addresses, (offsets, row_index), self.numbers)
         return out
+
+
+@lru_cache(maxsize=MAX_PLANS)
+def grouped_launch_of(
+    places: int, by_rows: bool, form: ExpertsForm, activation: str | None, out_dtype: torch.dtype
+) -> GroupedLaunch:
+    """The launch of calls with at least one place; by_rows: whether rows of x are named."""
+    index, vector = form.device_index, VECTOR_BYTES // form.dtype.itemsize
     plan = plan_of(
-        out.shape[0], weights.num_experts, weights.n, weights.k, weights.k_pad, weights.bits, x.dtype,
-        weights.group_size, weights.zeros is not None, x.get_device(),
+        places, form.num_experts, form.n, form.k, form.k_pad, form.bits, form.dtype, form.group_size, form.has_zeros,
+        index,
     )  # fmt: skip
-    x = _aligned(x)
-    if routing.rows is not None and not plan.gathers:
-        x = launch_gather(x, routing.offsets, routing.rows)
-    plan.run(
-        x,
-        (*addresses_of(weights), _address(bias), out.data_ptr()),
-        (routing.offsets.data_ptr(), _address(routing.rows)),
-        (weights.n, ACTIVATIONS[activation], OUT_KINDS[out.dtype]),
+    return GroupedLaunch(
+        device_index=index,
+        places=places,
+        num_experts=form.num_experts,
+        plan=plan,
+        gather=gather_function(DTYPE_NAMES[form.dtype], index) if by_rows and not plan.gathers else None,
+        new_gathered=blank((places, -(-form.k // vector) * vector), form.dtype),
+        new_out=blank((places, out_features(form.n, activation)), out_dtype),
+        numbers=(form.n, ACTIVATIONS[activation], OUT_KINDS[out_dtype]),
+        pads=bool(form.k % vector),
     )
-    return out
 
 
 def launch_routing(topk_ids: torch.Tensor, num_experts: int) -> Routing:
@@ -100,9 +159,3 @@ def launch_gather(x: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) ->
     end = offsets.data_ptr() + 4 * (offsets.shape[0] - 1)
     function(x, end, rows.data_ptr(), out.data_ptr(), rows.shape[0])
     return out
-
-
-def launch_combine(results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Adds up results [places, n] of each token, with fp32 weights [tokens, topk], in ``out`` [tokens, n]."""
-    function = combine_function(DTYPE_NAMES[out.dtype], DTYPE_NAMES[results.dtype], results.get_device())
-    function(out, results.data_ptr(), places.data_ptr(), weights.data_ptr(), places.shape[1])

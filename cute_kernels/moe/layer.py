@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.experts import PackedExperts
-from cute_kernels.linear.launch import _aligned
+from cute_kernels.linear.experts import ExpertsForm, PackedExperts
+from cute_kernels.linear.launch import VECTOR_BYTES, _aligned
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.moe.launch import DTYPE_NAMES, Weights, addresses_of
 from cute_kernels.moe.plan import (
@@ -25,6 +26,8 @@ from cute_kernels.moe.plan import (
     plan_of,
     routing_function,
 )
+from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.plans import MAX_PLANS
 
 PART_BYTES = 128  # where each part of the scratch memory starts
 
@@ -34,26 +37,25 @@ class Scratch:
     """Where things lie in the memory of a layer: a tensor [rows, columns] of x's dtype; the rest in bytes from it.
 
     Attributes:
-        rows, columns: of the tensor, whose first rows are the hidden activations of all places.
+        hidden: the tensor, whose first rows are the hidden activations of all places.
         offsets, token_rows, places: int32 [experts + 1], [places], [tokens, topk], as `routing` has them.
         results: of the second product.
     """
 
-    rows: int
-    columns: int
+    hidden: Blank
     offsets: int
     token_rows: int
     places: int
     results: int
 
     @staticmethod
-    def of(num_places: int, num_experts: int, columns: int, result_bytes: int) -> Scratch:
+    def of(num_places: int, num_experts: int, columns: int, result_bytes: int, dtype: torch.dtype) -> Scratch:
         starts, place = [], 2 * num_places * columns
         for size in (4 * (num_experts + 1), 4 * num_places, 4 * num_places, result_bytes):
             place = -(-place // PART_BYTES) * PART_BYTES
             starts.append(place)
             place += size
-        return Scratch(-(-place // (2 * columns)), columns, *starts)
+        return Scratch(blank((-(-place // (2 * columns)), columns), dtype), *starts)
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,27 @@ class MoePlan:
     """A layer's launches, for calls of the same shapes and formats.
 
     Attributes:
+        device_index: of the GPU.
         gather: what lays rows of x in the order of the places, or None where the first product takes them by index.
+        new_gathered, new_out: what those rows, and a result, are made of.
         first, second: the numbers of each product: n, activation, kind of the output.
+        pads: whether rows of x, and of hidden activations, must be made whole vectors.
     """
 
+    device_index: int
     num_places: int
     num_experts: int
     topk: int
-    out_dtype: torch.dtype
     routing: Callable[..., Any]
     gather: Callable[..., Any] | None
+    new_gathered: Blank
+    new_out: Blank
     gate_up: ProductPlan
     down: ProductPlan
     combine: Callable[..., Any]
     first: tuple[int, int, int]
     second: tuple[int, int, int]
+    pads: tuple[bool, bool]
     scratch: Scratch
 
     def run(
@@ -85,65 +93,74 @@ class MoePlan:
         down: Weights | PackedExperts,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Launches on the current stream of the plan's device, which is the current one.
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Launches on the current stream of the plan's device: ``out`` [tokens, n], contiguous, or a new one.
 
-        x: [tokens, K]; topk_ids: contiguous; topk_weights: fp32, contiguous; out: contiguous.
+        x: [tokens, K], topk_ids and topk_weights as of `cute_kernels.moe.fused_moe`, any strides. One flat function, as
+        each layer of each decoding step of a model waits for it.
         """
+        index = self.device_index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.run(x, gate_up, down, topk_ids, topk_weights, out)
+        if x.requires_grad:
+            x = x.detach()
+        if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous():
+            topk_weights = topk_weights.detach().float().contiguous()
+        if not topk_ids.is_contiguous():
+            topk_ids = topk_ids.contiguous()
+        if not x.is_contiguous():
+            x = x.contiguous()
+        if self.pads[0] or x.data_ptr() % VECTOR_BYTES:
+            x = _aligned(x)
+        if out is None:
+            out = empty_strided(*self.new_out)
         scratch = self.scratch
-        hidden = torch.empty((scratch.rows, scratch.columns), dtype=x.dtype, device=x.device)
+        hidden = empty_strided(*scratch.hidden)
         base = hidden.data_ptr()
         offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
         self.routing(topk_ids, offsets, rows, places, self.num_experts)
-        x = _aligned(x)
         if self.gather is not None:
-            source, x = x, torch.empty((self.num_places, x.shape[1]), dtype=x.dtype, device=x.device)
+            source, x = x, empty_strided(*self.new_gathered)
             self.gather(source, offsets + 4 * self.num_experts, rows, x.data_ptr(), self.num_places)
         self.gate_up.run(x, (*addresses_of(gate_up), 0, base), (offsets, rows), self.first)
         results = base + scratch.results
-        self.down.run(_aligned(hidden), (*addresses_of(down), 0, results), (offsets, 0), self.second)
+        if self.pads[1]:
+            hidden = _aligned(hidden)
+        self.down.run(hidden, (*addresses_of(down), 0, results), (offsets, 0), self.second)
         self.combine(out, results, places, topk_weights.data_ptr(), self.topk)
+        return out
 
 
-def make_moe_plan(
-    x: torch.Tensor, gate_up: Weights, down: Weights, topk_ids: torch.Tensor, out_dtype: torch.dtype
+@lru_cache(maxsize=MAX_PLANS)
+def moe_plan_of(
+    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, out_dtype: torch.dtype
 ) -> MoePlan:
-    """The plan of calls like this one, with at least one assignment."""
-    index = x.get_device()
-    num_places, num_experts = topk_ids.numel(), gate_up.num_experts
+    """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64."""
+    dtype, index, num_experts = gate_up.dtype, gate_up.device_index, gate_up.num_experts
+    num_places = tokens * topk
     plans = [
-        plan_of(num_places, num_experts, w.n, w.k, w.k_pad, w.bits, x.dtype, w.group_size, w.zeros is not None, index)
+        plan_of(num_places, num_experts, w.n, w.k, w.k_pad, w.bits, dtype, w.group_size, w.has_zeros, index)
         for w in (gate_up, down)
     ]
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
-    between = torch.float32 if plans[1].stores_fp32 else x.dtype
-    name = DTYPE_NAMES[x.dtype]
+    between = torch.float32 if plans[1].stores_fp32 else dtype
+    name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize
     return MoePlan(
+        device_index=index,
         num_places=num_places,
         num_experts=num_experts,
-        topk=topk_ids.shape[1],
-        out_dtype=out_dtype,
-        routing=routing_function(8 * topk_ids.element_size(), index),
+        topk=topk,
+        routing=routing_function(id_bits, index),
         gather=None if plans[0].gathers else gather_function(name, index),
+        new_gathered=blank((num_places, -(-gate_up.k // vector) * vector), dtype),
+        new_out=blank((tokens, down.n), out_dtype),
         gate_up=plans[0],
         down=plans[1],
         combine=combine_function(DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], index),
-        first=(gate_up.n, SWIGLU, OUT_KINDS[x.dtype]),
+        first=(gate_up.n, SWIGLU, OUT_KINDS[dtype]),
         second=(down.n, NO_ACTIVATION, OUT_KINDS[between]),
-        scratch=Scratch.of(num_places, num_experts, down.k, num_places * down.n * between.itemsize),
+        pads=(bool(gate_up.k % vector), bool(down.k % vector)),
+        scratch=Scratch.of(num_places, num_experts, down.k, num_places * down.n * between.itemsize, dtype),
     )
-
-
-def launch_moe(
-    x: torch.Tensor,
-    gate_up: Weights,
-    down: Weights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """A layer of at least one assignment on the current device; ``out`` [tokens, n] is written and returned."""
-    plan = make_moe_plan(x, gate_up, down, topk_ids, out.dtype)
-    plan.run(x, gate_up, down, topk_ids, topk_weights, out)
-    return out

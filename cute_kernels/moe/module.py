@@ -47,7 +47,8 @@ class QuantizedExperts(nn.Module):
         weight = self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
             tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
-            weight = PackedExperts(**tensors, bits=self.bits, group_size=self.group_size, shape=self.shape)
+            form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
+            weight = PackedExperts(**tensors, **form, check_values=False)
             self._weight = weight  # kept, since to make and check it takes longer than to launch
         return weight
 
@@ -175,10 +176,14 @@ class QuantizedMoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, ids = self.gate(x)
-        y = ops.apply_moe(x, self.gate_up.weight, self.down.weight, ids, weights, "silu", None, None)
-        return _with_shared(self, self._shared, x, y).view_as(hidden_states)
+        modules: Any = self._modules  # nn.Module takes a detour to them as attributes
+        flat = hidden_states.dim() == 2
+        x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = modules["gate"](x)
+        y = ops.apply_moe(x, modules["gate_up"].weight, modules["down"].weight, ids, weights, "silu", None, None)
+        if self._shared is not None:
+            y = _with_shared(self, self._shared, x, y)
+        return y if flat else y.view_as(hidden_states)
 
 
 def is_moe_block(module: Any) -> bool:
@@ -207,10 +212,8 @@ def _shared_of(block: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in block.named_children() if name in (*SHARED_NAMES, SHARED_GATE)}
 
 
-def _with_shared(module: nn.Module, shared: str | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """y and what the shared expert says of x."""
-    if shared is None:
-        return y
     z = module.get_submodule(shared)(x)
     if hasattr(module, SHARED_GATE):
         z = torch.sigmoid(module.get_submodule(SHARED_GATE)(x)) * z
@@ -238,7 +241,7 @@ def _check_meaning(block: nn.Module) -> None:
                 gate, up = functional.linear(x[token], w[e]).float().chunk(2)
                 y[token] += share * (experts.down_proj[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
         shared = next(iter(_shared_of(block).keys() & {*SHARED_NAMES}), None)
-        wanted = _with_shared(block, shared, x, y)
+        wanted = y if shared is None else _with_shared(block, shared, x, y)
         if (found[0].float() - wanted.float()).norm() <= _PROBE_TOLERANCE * wanted.float().norm():
             return
     raise ValueError(

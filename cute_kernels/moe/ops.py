@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from cute_kernels.linear import checks as linear_checks
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.reference import out_features
 from cute_kernels.moe import checks
-from cute_kernels.moe.launch import Routing, Weights, launch_grouped
-from cute_kernels.moe.layer import MoePlan, launch_moe, make_moe_plan
+from cute_kernels.moe.launch import GroupedLaunch, Weights, grouped_launch_of
+from cute_kernels.moe.layer import MoePlan, moe_plan_of
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
 from cute_kernels.runtime.plans import identity, keep
 
@@ -29,7 +30,31 @@ def apply_grouped(
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `cute_kernels.moe.grouped_linear`."""
+    """See `cute_kernels.moe.grouped_linear`.
+
+    A launch is kept for calls that differ from one that has been checked in the contents of memory alone.
+    """
+    key = None
+    if is_direct(x, (weight,), (expert_offsets,), (rows, bias, out)):
+        try:
+            key = (
+                x.shape,
+                x.dtype,
+                x.layout,
+                x.get_device(),
+                weight.form,
+                identity(expert_offsets),
+                None if rows is None else identity(rows),
+                None if bias is None else identity(bias),
+                activation,
+                out_dtype,
+                None if out is None else identity(out),
+            )
+            launch = _launches.get(key)
+        except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say so
+            key = launch = None
+        if launch is not None and not arguments.DEBUG:
+            return launch.run(x, weight, expert_offsets, rows, bias, out)
     checks.check_experts("weight", weight)
     n, k = weight.shape
     checks.check_rows_of(x, k, weight.dtype, weight.device)
@@ -48,8 +73,12 @@ def apply_grouped(
     if out is not None:
         columns = out_features(n, activation)
         checks.check_tensor("out", out, (out_dtype,), (places, columns), x.device, contiguous=True)
-    if not dispatch and (x.is_cpu or arguments.DEBUG):
+    if (key is not None or not dispatch) and (x.is_cpu or arguments.DEBUG):
         checks.check_routing(expert_offsets, rows, x.shape[0])
+    if key is not None and places:
+        with torch.cuda.device(x.device):
+            launch = keep(_launches, key, _launch_of(places, rows, weight, activation, out_dtype))
+        return launch.run(x, weight, expert_offsets, rows, bias, out)
     size = weight.group_size or 0
     tensors: list[Any] = [x.detach().contiguous(), weight.codes, weight.scales, weight.zeros]
     tensors += [expert_offsets, rows, bias]
@@ -75,10 +104,33 @@ def apply_moe(
 
     A plan is kept for calls that differ from one that has been checked in the contents of memory alone.
     """
-    key = _key_of(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out)
-    plan = _plans.get(key) if key is not None else None
-    if plan is not None:
-        return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
+    key = None
+    if is_direct(x, (gate_up, down), (topk_ids, topk_weights), (out,)):
+        try:
+            key = (
+                x.shape,
+                x.dtype,
+                x.layout,
+                x.get_device(),
+                gate_up.form,
+                down.form,
+                topk_ids.shape,
+                topk_ids.dtype,
+                topk_ids.layout,
+                topk_ids.get_device(),
+                topk_weights.shape,
+                topk_weights.dtype,
+                topk_weights.layout,
+                topk_weights.get_device(),
+                activation,
+                out_dtype,
+                None if out is None else identity(out),
+            )
+            plan = _plans.get(key)
+        except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say so
+            key = plan = None
+        if plan is not None:
+            return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
     checks.check_experts("gate_up", gate_up)
     checks.check_experts("down", down)
     checks.check_pair(gate_up, down)
@@ -101,8 +153,9 @@ def apply_moe(
     numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
     if key is not None and topk_ids.numel():
         with torch.cuda.device(x.device):
-            plan = keep(_plans, key, make_moe_plan(x, Weights.of(gate_up), Weights.of(down), topk_ids, out_dtype))
-        return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
+            made = moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+            plan = keep(_plans, key, made)
+        return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
     if not dispatch:
         work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
         return work(*tensors, *numbers, out_dtype, out)
@@ -111,43 +164,37 @@ def apply_moe(
 
 
 _plans: dict[tuple[Any, ...], MoePlan] = {}
+_launches: dict[tuple[Any, ...], GroupedLaunch] = {}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _key_of(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out) -> tuple[Any, ...] | None:
-    """All that the checks of a call look at; None where it is not one of plain CUDA tensors in eager mode."""
-    if is_compiling() or not all(type(tensor) in _PLAIN for tensor in (x, topk_ids, topk_weights)):
-        return None
-    if not x.is_cuda or type(gate_up) is not PackedExperts or type(down) is not PackedExperts:
-        return None
-    if type(gate_up.codes) is not torch.Tensor or not (out is None or type(out) is torch.Tensor):
-        return None
-    target = None if out is None else identity(out)
-    ids, shares = identity(topk_ids), identity(topk_weights)
-    return identity(x), gate_up.form, down.form, ids, shares, activation, out_dtype, target
+def is_direct(x: Any, weights: Iterable[Any], tensors: Iterable[Any], options: Iterable[Any]) -> bool:
+    """Whether kernels may be launched without the operator: in eager mode, on plain tensors on a GPU.
+
+    options: tensors that may be None.
+    """
+    if is_compiling() or type(x) not in _PLAIN or not x.is_cuda:
+        return False
+    for weight in weights:
+        if type(weight) is not PackedExperts or type(weight.codes) is not torch.Tensor:
+            return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    for tensor in options:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return False
+    return True
 
 
-def _run(
-    plan: MoePlan,
-    x: torch.Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    index = x.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return _run(plan, x, gate_up, down, topk_ids, topk_weights, out)
-    if out is None:
-        out = torch.empty((x.shape[0], down.shape[0]), dtype=plan.out_dtype, device=x.device)
-    x = x.detach() if x.requires_grad else x
-    if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous() or topk_weights.requires_grad:
-        topk_weights = topk_weights.detach().float().contiguous()
-    ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
-    plan.run(x if x.is_contiguous() else x.contiguous(), gate_up, down, ids, topk_weights, out)
-    return out
+def _launch_of(
+    places: int,
+    rows: torch.Tensor | None,
+    weight: PackedExperts | Weights,
+    activation: str | None,
+    out_dtype: torch.dtype,
+) -> GroupedLaunch:
+    return grouped_launch_of(places, rows is not None, weight.form, activation, out_dtype)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -169,7 +216,7 @@ _library.define(
 def _grouped_on_cpu(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
 ) -> torch.Tensor:
-    weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k))
+    weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
     result = grouped_linear_reference(x, weight, expert_offsets, **options)
     return result if out is None else out.copy_(result)
@@ -178,12 +225,13 @@ def _grouped_on_cpu(
 def _grouped_on_cuda(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
 ) -> torch.Tensor:
-    if out is None:
-        places = x.shape[0] if rows is None else rows.shape[0]
-        out = x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
+    places = x.shape[0] if rows is None else rows.shape[0]
+    if not places:
+        return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
+    weights = Weights(codes, scales, zeros, bits, group_size, n, k)
     with torch.cuda.device(x.device):
-        weights = Weights(codes, scales, zeros, bits, group_size, n, k)
-        return launch_grouped(x, weights, Routing(expert_offsets, rows), bias, activation, out)
+        launch = _launch_of(places, rows, weights, activation, out_dtype)
+        return launch.run(x, weights, expert_offsets, rows, bias, out)
 
 
 def _grouped_on_meta(
@@ -197,8 +245,9 @@ def _moe_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
 ) -> torch.Tensor:  # fmt: skip
-    gate_up = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k))
-    down = PackedExperts(down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k))
+    shapes = ((codes, scales, zeros, bits, group_size or None, (n, k)),
+              (down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k)))  # fmt: skip
+    gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
     result = fused_moe_reference(x, gate_up, down, topk_ids, topk_weights, out_dtype=out_dtype)
     return result if out is None else out.copy_(result)
 
@@ -207,14 +256,13 @@ def _moe_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
 ) -> torch.Tensor:  # fmt: skip
-    if out is None:
-        out = x.new_empty((x.shape[0], down_n), dtype=out_dtype)
     if topk_ids.numel() == 0:
-        return out.zero_()
+        return x.new_zeros((x.shape[0], down_n), dtype=out_dtype) if out is None else out.zero_()
+    gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
+    down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
     with torch.cuda.device(x.device):
-        gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
-        down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
-        return launch_moe(x, gate_up, down, topk_ids, topk_weights, out)
+        plan = moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+        return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
 
 
 def _moe_on_meta(

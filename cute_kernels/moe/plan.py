@@ -48,17 +48,6 @@ class GroupedPlan:
         """
         index = self.device_index
         workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
-        self.launch(x, addresses, workspace, routing, numbers)
-
-    def launch(
-        self,
-        x: torch.Tensor,
-        addresses: tuple[int, ...],
-        workspace: int,
-        routing: tuple[int, int],
-        numbers: tuple[int, ...],
-    ) -> None:
-        """:meth:`run` with a workspace of the caller's."""
         n, activation, out_kind = numbers
         for sizes in self.launches:
             self.function(x, *addresses, workspace, *routing, n, *sizes, activation, out_kind)
@@ -104,7 +93,7 @@ class DigitsPlan:
         n, activation, out_kind = numbers
         digits, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
         tail = *self.sizes, activation, out_kind, self.rows.pitch
-        self.function(digits, codes, scales, x_scales, bias, out, offsets, n, *tail)
+        self.function(digits, codes, scales, x_scales.data_ptr(), bias, out, offsets, n, *tail)
 
 
 ProductPlan = GroupedPlan | TilesPlan | DigitsPlan

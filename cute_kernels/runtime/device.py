@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 # Compute capability -> the architecture the kernels are compiled for. Hopper's wgmma and TMA need the "a" variant.
 SUPPORTED_ARCHS: dict[tuple[int, int], str] = {(9, 0): "sm_90a"}
 
@@ -36,8 +38,6 @@ def arch_of(device_index: int | None = None) -> str:
     Raises UnsupportedGPUError, naming the device and what is supported.
     """
     if device_index is None:
-        import torch
-
         device_index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     return _arch_of(device_index)
 
@@ -58,8 +58,6 @@ def portable_arch_of(device_index: int) -> str:
 
 def is_supported(device_index: int) -> bool:
     """Whether all kernels run on a CUDA device, not the portable ones alone."""
-    import torch
-
     return torch.cuda.get_device_capability(device_index) in SUPPORTED_ARCHS
 
 
@@ -74,8 +72,6 @@ def _arch_of(device_index: int) -> str:
 
 def _device(device_index: int, wanted: str) -> tuple[tuple[int, int], str]:
     """Compute capability and name of a CUDA device; UnsupportedGPUError, which ends with ``wanted``, without any."""
-    import torch
-
     if not torch.cuda.is_available():
         build = "built without CUDA" if torch.version.cuda is None else "finds no CUDA GPU"
         raise UnsupportedGPUError(f"no GPU: torch {torch.__version__} {build}; {wanted}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from cute_kernels._version import __version__
 from cute_kernels.runtime import native
@@ -44,10 +45,6 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    if importlib.util.find_spec("torch") is None:
-        return Finding("torch", MISSING, "not installed", "pip install torch")
-    import torch
-
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     status = OK if torch.version.cuda else LIMITED
     remedy = "" if torch.version.cuda else "runs the fp32 reference only; install a CUDA build to run kernels"
@@ -67,11 +64,9 @@ def _driver() -> Finding:
 def _gpu() -> Finding:
     try:
         arch = arch_of()
-        import torch
-
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return Finding("gpu", OK, f"{', '.join(names)}; cuda:0 compiles for {arch}")
-    except (UnsupportedGPUError, ImportError) as error:
+    except UnsupportedGPUError as error:
         portable = _portable_arch()
         if portable is not None:
             remedy = f"weight-only linear layers run, with a kernel compiled for {portable}; all else wants a Hopper"
@@ -83,7 +78,7 @@ def _portable_arch() -> str | None:
     """What portable kernels are compiled for on the first GPU; None without one that runs them."""
     try:
         return portable_arch_of(0)
-    except (UnsupportedGPUError, ImportError):
+    except UnsupportedGPUError:
         return None
 
 

@@ -215,7 +215,7 @@ def open_library(path: Path) -> Callable[[str], Any]:
 
     Raises RuntimeError or OSError if it does not load.
     """
-    import tvm_ffi
+    import tvm_ffi  # here, as it loads a library that CPU tensors have no use for
 
     load_runtime()
     status = path.stat()

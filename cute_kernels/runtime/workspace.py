@@ -59,6 +59,7 @@ class WorkspacePool:
 
 def capture_id(stream: int) -> int:
     """A number that tells the graph capture in progress on a stream from all others of the process."""
+    # Here, as it looks for CUDA's libraries, and a process that captures no graph has no use for them.
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
 
     status, _, identity, *_ = runtime.cudaStreamGetCaptureInfo(stream)

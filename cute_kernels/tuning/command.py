@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from cute_kernels.moe.schedule import MAX_EXPERTS
 from cute_kernels.runtime import native
 from cute_kernels.runtime.cache import ProgressCallback, load_many
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.tuned import TunedTable, own_path
 from cute_kernels.tuning import experts, linear
+from cute_kernels.tuning.timing import ColdTimer
 from cute_kernels.tuning.tuner import Step, Timer, tune
 
 Measurable = linear.LinearSubject | experts.ExpertsSubject
@@ -99,10 +102,6 @@ def run(
     Raises UnsupportedGPUError without a GPU that there is anything to tune on, TableError for a damaged table.
     """
     arch = arch_of()  # raises before anything is done
-    import torch
-
-    from cute_kernels.tuning.timing import ColdTimer
-
     device = torch.cuda.current_device()
     gpu = torch.cuda.get_device_name(device)
     path = arguments.output or own_path(gpu)

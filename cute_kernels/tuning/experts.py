@@ -14,7 +14,7 @@ from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe.compile import GatherSpec, specs_of
 from cute_kernels.moe.config import GatherConfig
-from cute_kernels.moe.launch import Routing, Weights, addresses_of, launch_gather
+from cute_kernels.moe.launch import Routing, addresses_of, launch_gather
 from cute_kernels.moe.plan import ProductPlan, make_product_plan
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.tuned import GroupedCandidate, key_of, worth_measuring
@@ -107,7 +107,7 @@ class ExpertsSubject:
             x, rows = launch_gather(x, routing.offsets, rows), None
         places = routing.offsets.data_ptr(), 0 if rows is None else rows.data_ptr()
         activation = SWIGLU if self.is_first else NO_ACTIVATION
-        addresses = *addresses_of(Weights.of(weight)), 0, out.data_ptr()
+        addresses = *addresses_of(weight), 0, out.data_ptr()
         plan.run(x, addresses, places, (self.problem.n, activation, linear_plan.OUT_KINDS[out.dtype]))
 
 

@@ -15,6 +15,7 @@ import torch
 from cute_kernels.attention import decode_attention, ops, plan
 from cute_kernels.runtime import native
 from tests.attention.cases import make_call
+from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -39,19 +40,6 @@ def arguments(kv_format: Any = "int4_g4", lengths: tuple[int, ...] = (64, 5), **
 def but(change: Callable[[Arguments], Arguments], *of: Any, **options: Any) -> Arguments:
     given = arguments(*of, **options)
     return given | change(given)
-
-
-def offset(x: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """The same numbers, starting ``num_bytes`` past a multiple of 16."""
-    size = x.numel() * x.element_size()
-    room = torch.empty(size + 32, dtype=torch.uint8)
-    start = -room.data_ptr() % 16 + num_bytes
-    return room[start : start + size].view(x.dtype).view(x.shape).copy_(x)
-
-
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers with gaps between rows."""
-    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
 
 
 CALLS: dict[str, Callable[[], Arguments]] = {

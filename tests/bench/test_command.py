@@ -26,3 +26,40 @@ def test_table_and_plot_read_a_recorded_run(record, tmp_path, capsys):
     assert readme.read_text().startswith("<!-- bench:decode -->\n| KV cache |")
     assert main(["plot", str(path), "--folder", str(tmp_path / "figures")]) == 0
     assert (tmp_path / "figures" / "decode_time.svg").is_file()
+    readme.write_text("no marks")
+    for given, words in ((readme, "want exactly these marks"), (tmp_path / "none.md", "No such file")):
+        assert main(["table", str(path), "--readme", str(given)]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "No such file"), ("{", "Expecting property name"), ("[]", "got schema None, want 1"), ("{}", "got schema")],
+)
+@pytest.mark.parametrize("command", [["table"], ["plot"], ["linear", "--peers-from"]], ids=" ".join)
+def test_what_is_no_recorded_run_is_refused_in_words(command, text, words, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, str(path)])
+    said = capsys.readouterr().err
+    assert f"got {path}, want a recorded run" in said and words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("demo --steps 0", "argument --steps: got 0, want a number of at least 1"),
+        ("demo --prompt /there/is/none", "argument --prompt: got /there/is/none, want a file with text in it"),
+        ("demo --prompt /dev/null", "argument --prompt: got /dev/null, want"),
+        ("demo --format int8_head", "argument --format: invalid choice: 'int8_head'"),
+        ("decode --batches 1 x", "argument --batches: got x, want a number of at least 1"),
+        ("linear --rows 8 --samples 0", "argument --samples: got 0, want"),
+        ("moe --tokens 1.5", "argument --tokens: got 1.5, want"),
+    ],
+)
+def test_arguments_that_make_no_run_are_refused_by_name(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert said in capsys.readouterr().err

@@ -165,7 +165,12 @@ def test_tails(n, k, m):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n, k, m", [(130, 320, 7), (1000, 2048, 16), (1024, 512, 40)])
 def test_epilogues(activation, out_dtype, n, k, m):
-    weight = known(n, k).pack().to(CUDA)
+    check_epilogues(known(n, k).pack().to(CUDA), m, activation, out_dtype)
+
+
+def check_epilogues(weight: PackedWeight, m: int, activation: str | None, out_dtype: torch.dtype) -> None:
+    """Products of ``m`` rows with and without bias and residual against those of fp64."""
+    n, k = weight.shape
     x = activations(m, k, torch.bfloat16)
     columns = n // 2 if activation == "swiglu" else n
     bias = activations(1, n, torch.bfloat16, 1)[0]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cute_kernels.linear.plan import OUT_KINDS, make_tile_plan
-from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import DigitRowsSpec, WgmmaSpec
@@ -19,7 +18,17 @@ from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
-from tests.gpu.test_linear import CUDA, DTYPES, TOLERANCE, activations, assert_near, every_format, exact_product, run
+from tests.gpu.test_linear import (
+    CUDA,
+    DTYPES,
+    TOLERANCE,
+    activations,
+    assert_near,
+    check_epilogues,
+    every_format,
+    exact_product,
+    run,
+)
 from tests.gpu.test_linear import FORMATS as FORMAT_PARAMS
 from tests.linear.cases import known
 
@@ -191,16 +200,7 @@ def test_every_schedule_gives_the_same_numbers_each_time(m):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n, k, m", [(200, 520, 65), (1000, 2048, 257)])
 def test_epilogues(activation, out_dtype, n, k, m):
-    weight = known(n, k, group_size=128).pack().to(CUDA)
-    x = activations(m, k, torch.bfloat16)
-    columns = n // 2 if activation == "swiglu" else n
-    bias = activations(1, n, torch.bfloat16, 1)[0]
-    residual = activations(m, columns, out_dtype, 2)
-    for options in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
-        options = {**options, "activation": activation, "out_dtype": out_dtype}
-        exact = linear_reference(x, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
-        out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
-        assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
+    check_epilogues(known(n, k, group_size=128).pack().to(CUDA), m, activation, out_dtype)
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -17,7 +17,7 @@ from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.launch import Weights, addresses_of, launch_routing
+from cute_kernels.moe.launch import addresses_of, launch_routing
 from cute_kernels.moe.plan import GroupedPlan, make_product_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule
@@ -189,9 +189,7 @@ def test_every_tile_gives_the_same_numbers_each_time(number, counts):
     results = []
     for _ in range(3):
         out = torch.full((places, n // 2), math.nan, device=CUDA, dtype=torch.bfloat16)
-        plan.run(
-            given, (*addresses_of(Weights.of(packed)), 0, out.data_ptr()), (starts.data_ptr(), 0), (n, SWIGLU, BF16)
-        )
+        plan.run(given, (*addresses_of(packed), 0, out.data_ptr()), (starts.data_ptr(), 0), (n, SWIGLU, BF16))
         results.append(out[: sum(counts)])
     if sum(counts):
         assert_near(results[0], wanted[: sum(counts)], TOLERANCE[torch.bfloat16])
@@ -214,7 +212,7 @@ def test_tiles_of_every_number_of_few_rows(swiglu, bits, dtype, group, zero):
         results = []
         for _ in range(2):
             out = torch.full((total + SPARE, wanted.shape[1]), math.nan, device=CUDA)
-            addresses = (*addresses_of(Weights.of(packed)), added.data_ptr(), out.data_ptr())
+            addresses = (*addresses_of(packed), added.data_ptr(), out.data_ptr())
             plan.run(given, addresses, (starts.data_ptr(), 0), (n, SWIGLU if swiglu else NO_ACTIVATION, FP32))
             results.append(out)
         assert results[0][total:].isnan().all() and torch.equal(results[0][:total], results[1][:total])

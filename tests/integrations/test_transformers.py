@@ -7,7 +7,7 @@ import torch
 
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache
-from layouts.kv import Int4Row
+from cute_kernels.kv_formats import FORMATS
 from tests.integrations.llamas import small_llama
 
 
@@ -49,20 +49,33 @@ def test_a_bf16_cache_gives_the_logits_of_the_model_without_one(model, tokens, c
     assert relative_error(in_steps(model, tokens, DecodeCache("bf16", 30), chunks), in_one(model, tokens)) < 2e-2
 
 
-@pytest.mark.parametrize("kv_format", ["int4_g1", "int4_g2", "int4_g4", "int4_g8"])
-def test_an_int4_cache_gives_the_logits_of_quantised_keys_and_values(model, tokens, kv_format, monkeypatch):
+QUANTISED = [name for name, form in FORMATS.items() if not (form.given_scale or form.cache_dtype.is_floating_point)]
+
+
+@pytest.mark.parametrize(
+    "kv_format", [name for name in QUANTISED if name != "int8_g8"]
+)  # a group is 8 columns at least
+def test_a_quantised_cache_gives_the_logits_of_quantised_keys_and_values(model, tokens, kv_format, monkeypatch):
     """The yardstick quantises K and V and runs them through a BF16 cache: same values, other bytes."""
     got = in_steps(model, tokens, DecodeCache(kv_format, 30), [1] * 30)
-    row = Int4Row(64, int(kv_format[6:]))
-    pack = integration.DecodeCacheLayer._pack
+    form = FORMATS[kv_format]
     monkeypatch.setattr(
         integration.DecodeCacheLayer,
         "_pack",
-        lambda self, values: pack(self, row.dequantize(row.quantize(values), torch.bfloat16)),
+        lambda self, values: form.dequantize(form.quantize(values), 64, torch.bfloat16),
     )
     want = in_steps(model, tokens, DecodeCache("bf16", 30), [1] * 30)
     assert relative_error(got, want) < 3e-2
-    assert relative_error(got, in_one(model, tokens)) > 3e-2  # and the quantisation is visible at all
+    if kv_format.startswith("int4"):
+        assert relative_error(got, in_one(model, tokens)) > 3e-2  # and the quantisation is visible at all
+
+
+@pytest.mark.parametrize("kv_format", [name for name, form in FORMATS.items() if form.given_scale])
+def test_formats_whose_scales_lie_beside_the_cache_are_refused_by_name(kv_format):
+    with pytest.raises(
+        ValueError, match=f"^kv_format: got '{kv_format}', which wants scales beside the cache, want one"
+    ):
+        DecodeCache(kv_format, 30)
 
 
 def test_the_cache_counts_the_bytes_that_hold_tokens(model, tokens):
@@ -132,6 +145,8 @@ def test_bad_arguments_are_named(model, tokens):
         DecodeCache("int5", 10)
     with pytest.raises(ValueError, match="max_seq_len: got 0"):
         DecodeCache("bf16", 0)
+    with pytest.raises(TypeError, match="max_seq_len: got '8', want an int"):
+        DecodeCache("bf16", "8")  # type: ignore[arg-type]
     model.set_attn_implementation(ATTENTION_NAME)
     with pytest.raises(TypeError, match="kv_format: got 'fp16'"):
         model(tokens, past_key_values=DecodeCache("fp16", 30))

@@ -17,6 +17,7 @@ from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.test_append_cpu import arguments
+from tests.tensors import offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -45,14 +46,6 @@ def of(shape: Shape = PLAIN, **changes: Any) -> Arguments:
 def but(change: Callable[[Arguments], Arguments], **changes: Any) -> Arguments:
     given = of(**changes)
     return given | change(given)
-
-
-def offset(x: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """The same numbers, starting ``num_bytes`` past a multiple of 16."""
-    size = x.numel() * x.element_size()
-    room = torch.empty(size + 32, dtype=torch.uint8)
-    start = -room.data_ptr() % 16 + num_bytes
-    return room[start : start + size].view(x.dtype).view(x.shape).copy_(x)
 
 
 def typed(a: Arguments, dtype: torch.dtype) -> Arguments:

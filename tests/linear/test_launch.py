@@ -15,6 +15,7 @@ import torch
 from cute_kernels.linear import PackedWeight, checks, launch, linear, ops, plan
 from cute_kernels.runtime import native
 from tests.linear.cases import known
+from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -45,9 +46,11 @@ CALLS: dict[str, Any] = {
     "three rows of three dimensions": lambda: {"x": rows(1, 3), "weight": weight()},
     "many rows": lambda: {"x": rows(20), "weight": weight()},
     "no rows": lambda: {"x": rows(0), "weight": weight()},
-    "rows with gaps": lambda: {"x": torch.ones(3, 2 * K, dtype=BF16)[:, :K], "weight": weight()},
-    "rows off 16 bytes": lambda: {"x": torch.ones(3 * K + 1, dtype=BF16)[1:].view(3, K), "weight": weight()},
+    "rows with gaps": lambda: {"x": apart(rows(3)), "weight": weight()},
+    "rows off 16 bytes": lambda: {"x": offset(rows(3), 2), "weight": weight()},
     "short rows": lambda: {"x": torch.ones(3, 250, dtype=BF16), "weight": weight(k=250)},
+    "sparse rows": lambda: {"x": rows(3).to_sparse(), "weight": weight()},
+    "nested rows": lambda: {"x": torch.nested.nested_tensor([rows(3), rows(2)]), "weight": weight()},
     "a parameter": lambda: {"x": torch.nn.Parameter(rows(3)), "weight": weight()},
     "8 bits": lambda: {"x": rows(3), "weight": weight(8)},
     "other groups": lambda: {"x": rows(3), "weight": weight(group_size=64)},
@@ -65,6 +68,7 @@ CALLS: dict[str, Any] = {
     },
     "bias with gaps": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(2 * N, dtype=BF16)[::2]},
     "bias of fp16": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(N, dtype=FP16)},
+    "sparse bias": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(N, dtype=BF16).to_sparse()},
     "short bias": lambda: {"x": rows(3), "weight": weight(), "bias": torch.ones(N - 1, dtype=BF16)},
     "a list for a bias": lambda: {"x": rows(3), "weight": weight(), "bias": [0.0]},
     "residual": lambda: {"x": rows(3), "weight": weight(), "residual": torch.ones(3, N, dtype=BF16)},
@@ -89,6 +93,7 @@ CALLS: dict[str, Any] = {
     "batch-invariant by a number": lambda: {"x": rows(3), "weight": weight(), "batch_invariant": 1},
 }
 REFUSED = {
+    "sparse rows", "nested rows", "sparse bias",
     "fp16 with the weight of bf16", "too wide", "bias with gaps", "bias of fp16", "short bias", "a list for a bias",
     "residual of other rows", "an activation there is not", "a list of activations", "int8 results",
     "out of fp32 for bf16", "out with gaps", "out of other rows", "batch-invariant by a number",

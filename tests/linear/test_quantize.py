@@ -136,7 +136,7 @@ BAD = {
     "a list": ({"w": [1.0]}, "w: got list, want a torch.Tensor"),
     "integers": ({"w": torch.zeros(4, 4).int()}, "w: got dtype torch.int32, want a floating one"),
     "three dimensions": ({"w": torch.zeros(2, 4, 4)}, r"w: got shape \[2, 4, 4\], want \[N, K\]"),
-    "no rows": ({"w": torch.zeros(0, 4)}, r"shape: got \[0, 4\], want"),
+    "no rows": ({"w": torch.zeros(0, 4)}, r"w: got shape \[0, 4\], want"),
     "bits": ({"bits": 2}, "bits: got 2, want 4 or 8"),
     "group_size": ({"group_size": 0}, "group_size: got 0, want one of 32, 64, 128, 256, or None"),
     "zero_point": ({"zero_point": 8}, "zero_point: got 8, want True or False"),

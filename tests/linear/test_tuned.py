@@ -13,13 +13,13 @@ import pytest
 from cute_kernels.linear import tuned
 from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.tuned import Candidate, candidates, find, key_of, modelled, problem_of, worth_measuring
+from cute_kernels.linear.tuned import candidates, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import tuned as of_experts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
+from tests.tuned_tables import GPU, choice, no_tables, table
 
-GPU = "NVIDIA H200"
 SHIPPED = sorted(tables.SHIPPED.glob("*.json"))
 PROBLEMS = [
     Problem(m, n, k, -(-k // 256) * 256, bits, "bf16", group_size)
@@ -30,21 +30,8 @@ PROBLEMS = [
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(tables.VARIABLE, raising=False)
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
-    tables.tables.cache_clear()
-    yield
-    tables.tables.cache_clear()
-
-
-def choice(candidate: Candidate, **changes: Any) -> Choice:
-    kernel, config, cut = candidate.name
-    return Choice(**{"kernel": kernel, "config": config, "cut": cut, "us": 1.0, "model_us": 2.0, **changes})
-
-
-def table(entries: dict[str, Choice], **changes: Any) -> TunedTable:
-    return TunedTable(**{"gpu": GPU, "dsl": None, "entries": entries, **changes})
+    with no_tables(monkeypatch, tmp_path):
+        yield
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels.linear import PackedWeight
+from cute_kernels.linear import PackedWeight, QuantizedLinear, linear
+from cute_kernels.linear import experts as experts_module
 from cute_kernels.linear import weight as weight_module
+from cute_kernels.linear.experts import stack_experts
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import GROUPS, known
@@ -211,6 +215,109 @@ BAD_FIELDS = {
 def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         replace(known(64, 64).pack(), **changes)
+
+
+BAD_VALUES = {
+    "a scale at the limit": (
+        {"scales": torch.full((1, 2, 64), 2.0**27, dtype=BF16)},
+        "scales: got a scale of 1.34218e",
+    ),
+    "a negative one": ({"scales": torch.full((1, 2, 64), -(2.0**30), dtype=BF16)}, "scales: got a scale of 1.07374e"),
+    "an infinite one": ({"scales": torch.full((1, 2, 64), torch.inf, dtype=BF16)}, "scales: got a scale of inf, want"),
+    "one beside NaN": (
+        {"scales": torch.tensor([2.0**28, torch.nan]).to(BF16).repeat(64).view(1, 2, 64)},
+        r"scales: got a scale of 2.68435e.08, want bf16 scales below 2\*\*27 = 134217728",
+    ),
+    "zero points": (
+        {"zeros": torch.full((1, 2, 64), 17).byte()},
+        "zeros: got the zero point 17, want 0 to 16 for 4-bit",
+    ),
+    "no permutation": ({"perm": torch.zeros(64).int()}, "perm: got indices that are missing or repeated"),
+    "inputs there are not": ({"perm": torch.arange(1, 65).int()}, "perm: got indices that are missing or repeated"),
+}
+
+
+@pytest.mark.parametrize(
+    "make", [replace, lambda w, **changes: PackedWeight(**vars(w) | changes)], ids=["replaced", "made"]
+)
+@pytest.mark.parametrize(("changes", "message"), BAD_VALUES.values(), ids=list(BAD_VALUES))
+def test_numbers_that_kernels_cannot_take_are_refused_in_a_weight_made_by_hand(changes, message, make):
+    packed = known(64, 64).pack()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make(packed, **changes)
+    assert make(packed, **changes, check_values=False).shape == packed.shape  # whoever has looked need not wait again
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(BF16, 2.0**26.9), (BF16, -(2.0**26.9)), (BF16, torch.nan), (FP16, 65504.0), (FP16, torch.inf)]
+)
+def test_scales_that_kernels_can_take(dtype, value):
+    packed = known(64, 64, dtype=dtype).pack()
+    assert replace(packed, scales=torch.full_like(packed.scales, value)).dtype == dtype
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(4, 16), (8, 255)])
+def test_zero_points_that_kernels_can_take(bits, zero):
+    packed = known(64, 64, bits, zero_point=True).pack()
+    replace(packed, zeros=torch.full_like(packed.scales, zero, dtype=torch.uint8))
+
+
+def test_the_greatest_zero_point_is_what_the_decoder_has_room_for():
+    """Four bits further up it is a bf16 number in units of the smallest one, and the next is not."""
+    bits = torch.tensor([16 << 4, 17 << 4], dtype=torch.int16)
+    assert (bits.view(BF16).double() * 2.0**133).tolist() == [16 << 4, 18 << 4]
+
+
+@pytest.mark.parametrize("wrong", [1, None, "no"])
+def test_check_values_is_a_flag(wrong):
+    with pytest.raises(TypeError, match=f"^check_values: got {wrong!r}, want True or False"):
+        replace(known(64, 64).pack(), check_values=wrong)
+
+
+def test_numbers_are_looked_at_once(monkeypatch):
+    """What is made of a weight that was checked, or only looks at it, does not wait for a GPU again."""
+    packed = known(128, 128, 4, 64, True).pack(perm=torch.arange(128))
+    experts = stack_experts([replace(packed, perm=None)] * 2)
+    layer = QuantizedLinear(packed)
+    for name in ("check_scales", "check_zeros", "check_permutation"):
+        for module in (weight_module, experts_module):
+            monkeypatch.setattr(module, name, lambda *arguments: pytest.fail("looked at again"), raising=False)
+    for one in (
+        packed.to("cpu"),
+        packed.shard_n(1, 2),
+        packed.shard_k(1, 2),
+        layer.weight,
+        experts[1],
+        experts.to("cpu"),
+    ):
+        assert one.bits == 4
+    layer(torch.ones(1, 128, dtype=BF16))
+    with pytest.raises(BaseException, match="looked at again"):
+        replace(packed)
+
+
+def unlooked(packed: PackedWeight) -> PackedWeight:
+    """A weight made of tensors whose numbers no one may look at, with a scale that would be refused."""
+    return replace(packed, scales=packed.scales * 2.0**40)
+
+
+def test_tensors_without_numbers_are_not_looked_at():
+    assert unlooked(known(64, 64).pack(perm=torch.arange(64)).to("meta")).device.type == "meta"
+    packed = known(64, 64).pack()
+    with FakeTensorMode() as mode:
+        tensors: dict[str, Any] = {name: mode.from_tensor(getattr(packed, name)) for name in ("codes", "scales")}
+        assert unlooked(PackedWeight(**tensors, zeros=None, bits=4, group_size=32, shape=(64, 64))).dtype == BF16
+
+
+def test_a_weight_is_made_within_a_compiled_function_without_a_break():
+    packed = known(64, 64).pack()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def layer(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return linear(x, PackedWeight(codes, scales, None, 4, 32, (64, 64)))
+
+    x = torch.ones(2, 64, dtype=BF16)
+    assert torch.equal(layer(x, packed.codes, packed.scales), linear(x, packed))
 
 
 @pytest.mark.parametrize(

@@ -292,12 +292,29 @@ def dequantized_weight() -> Call:
 
 
 @case
+def moved_weight() -> Call:
+    return packed().to, {"device": "cpu"}
+
+
+@case
+def moved_experts() -> Call:
+    return experts().to, {"device": "cpu"}
+
+
+@case
 def packed_weight() -> Call:
     weight = packed(zero_point=True)
     tensors = {name: getattr(weight, name) for name in ("codes", "scales", "zeros")}
     order = torch.arange(128, dtype=torch.int32)
     form = {"bits": 4, "group_size": 64, "shape": (64, 128)}
-    return ck.PackedWeight, {**tensors, **form, "perm": order, "input_scale": numbers(128)}
+    return ck.PackedWeight, {**tensors, **form, "perm": order, "input_scale": numbers(128), "check_values": True}
+
+
+@case
+def packed_experts() -> Call:
+    weights = quantize_experts(numbers(4, 64, 64), group_size=64, zero_point=True)
+    tensors = {name: getattr(weights, name) for name in ("codes", "scales", "zeros")}
+    return ck.PackedExperts, {**tensors, "bits": 4, "group_size": 64, "shape": (64, 64), "check_values": True}
 
 
 @case

@@ -20,7 +20,8 @@ def wrong_kinds(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield 7
         yield value.tolist()
-        yield None if value.dim() > 1 and value.numel() > 1e9 else value.to_sparse() if value.dim() else object()
+        if value.dim():
+            yield value.to_sparse()
 
 
 def mistakes(value: Any) -> Iterator[Any]:

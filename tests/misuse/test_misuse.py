@@ -21,7 +21,7 @@ from tests.misuse.mistakes import mistakes, wrong_kinds
 
 FORM = re.compile(r"^[\w.]+: .*\b(got|is)\b.*\bwant", re.DOTALL)
 UNUSED = {("flash_mla_sparse", "block_table"), ("flash_mla_sparse", "cache_seqlens")}  # by this call, so not looked at
-TESTED_APART = {"OutOfPagesError", "UnsupportedGPUError", "QuantizedMoE", "PackedExperts", "__version__"}
+TESTED_APART = {"OutOfPagesError", "UnsupportedGPUError", "QuantizedMoE", "__version__"}
 
 
 def refusal(call: Call, argument: str, wrong: Any) -> str | None:
@@ -92,4 +92,36 @@ def test_a_device_that_is_none(device, error, words):
 
 def test_a_device_that_is_one():
     assert arguments.device_of(None) is None
-    assert arguments.device_of("cuda:1") == arguments.device_of(torch.device("cuda", 1)) == torch.device("cuda:1")
+    for one in ("cpu", "meta", torch.device("cpu", 0)):
+        assert arguments.device_of(one) == torch.device(one)
+
+
+@pytest.mark.parametrize(("count", "there"), [(0, "cpu"), (2, "cpu, cuda:0, cuda:1")])
+def test_a_device_that_is_not_here(count, there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    for one in ("cuda:2", torch.device("cuda", 2), *(["cuda"] if not count else [])):
+        wanted = f"^device: got '{one}', want one of the devices that torch finds here: {there}$"
+        with pytest.raises(ValueError, match=wanted):
+            arguments.device_of(one)
+    if count:
+        assert arguments.device_of("cuda:1") == arguments.device_of(torch.device("cuda", 1)) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "said"),
+    [
+        ((1,), 0, "count: got 0, want at least 1"),
+        ((1,), 10**40, f"count: got {10**40}, want 1 to {2**63 - 1}"),
+        ((1, 8), 9, "count: got 9, want 1 to 8"),
+        ((1, 8), -1, "count: got -1, want 1 to 8"),
+    ],
+)
+def test_a_number_that_counts_nothing(bounds, value, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        arguments.check_count("count", value, *bounds)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 10**400])
+def test_a_number_that_is_no_positive_finite_one(value):
+    with pytest.raises(ValueError, match=f"^number: got {value}, want a positive finite number$"):
+        arguments.check_positive("number", value)

@@ -103,6 +103,23 @@ def test_partial_results_are_fp16_of_any_size(monkeypatch, size):
     assert (np.abs(found - sums) <= np.maximum(2.0**-11 * np.abs(sums), 2.0**-26 * top) + 2.0**-126).all()
 
 
+SCORE_SCALE = np.float32(0.3)  # of the softmax tests
+
+
+def assert_softmax_of(blocks, maxima, totals, sums, exact: bool) -> None:
+    """That a warp's maxima and totals are those of its 16 rows over all blocks of raw scores, and totals those of the
+    weights that were summed; ``exact``: the maxima are the greatest scores."""
+    scale = np.float64(SCORE_SCALE)
+    every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * scale
+    wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
+    for row in range(2):
+        own, top = slice(8 * row, 8 * row + 8), maxima[row].reshape(8, 4)[:, 0] * scale
+        found = top + np.log2(totals[row].reshape(8, 4).sum(1))
+        assert np.allclose(found, wanted[own], rtol=1e-5, atol=1e-4)
+        assert np.allclose(totals[row], sums[row], rtol=1e-5)
+        assert not exact or np.array_equal(top, every.max(1)[own])
+
+
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(monkeypatch, slack):
     """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does.
@@ -114,7 +131,7 @@ def test_softmax_over_blocks(monkeypatch, slack):
     generator = np.random.default_rng(2)
     blocks = [generator.standard_normal((64, BLOCK_TOKENS)) * 20 * growth for growth in (1, 0.1, 3, 3, 8)]
     blocks[0][5], blocks[1][5] = -np.inf, -np.inf
-    scale = Float32(0.3)
+    scale = Float32(SCORE_SCALE)
     maxima, totals = [Float32(softmax.LOWEST)] * 2, [Float32(0.0)] * 2
     sums = np.zeros(32), np.zeros(32)
     for block in blocks:
@@ -126,16 +143,7 @@ def test_softmax_over_blocks(monkeypatch, slack):
             own = sum(scores[i] for i in range(softmax.NUM_SCORES) if softmax.row_of(i) == row)
             sums[row][:] = sums[row] * factors[row] + own
             assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**slack * 1.01
-    every = np.concatenate(blocks, axis=1).astype(np.float32)[:16] * np.float64(np.float32(0.3))
-    wanted = np.log2(np.exp2(every - every.max(1, keepdims=True)).sum(1)) + every.max(1)
-    for row in range(2):
-        total = totals[row].reshape(8, 4).sum(1)
-        found = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3)) + np.log2(total)
-        assert np.allclose(found, wanted[8 * row : 8 * row + 8], rtol=1e-5, atol=1e-4)
-        assert np.allclose(totals[row], sums[row], rtol=1e-5)
-        if not slack:
-            top = maxima[row].reshape(8, 4)[:, 0] * np.float64(np.float32(0.3))
-            assert np.array_equal(top, every.max(1)[8 * row : 8 * row + 8])
+    assert_softmax_of(blocks, maxima, totals, sums, exact=not slack)
 
 
 def row_max(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,6 +175,17 @@ def test_layer_arguments_that_do_not_fit_are_refused_by_name(changes, message):
         fused_moe(**(given | changes))
 
 
+def test_an_expert_that_there_is_not():
+    weights = experts(2, 64, 64)[0]
+    assert torch.equal(weights[-1].codes, weights[1].codes)
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"^expert: got {index}, want -2 to 1"):
+            weights[index]
+    for wrong in ("a", 1.0, True, slice(0, 1)):
+        with pytest.raises(TypeError, match="^expert: got .*, want an int"):
+            weights[wrong]  # type: ignore[index]
+
+
 def test_stacked_experts_must_be_alike():
     one: Any = known(64, 64).pack()
     cases: list[tuple[Any, str]] = [
@@ -187,6 +199,22 @@ def test_stacked_experts_must_be_alike():
     with pytest.raises(ValueError, match="weights: got none"):
         stack_experts([])
     assert isinstance(stack_experts([one])[0], PackedWeight)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scales", 2.0**27, r"scales: got a scale of 1\.342.*, want bf16 scales below 2\*\*27"),
+        ("zeros", 17, "zeros: got the zero point 17, want 0 to 16 for 4-bit codes"),
+    ],
+)
+def test_numbers_that_kernels_cannot_take_are_refused_in_any_expert(name, value, message):
+    weights, _ = experts(3, 64, 64, zero_point=True)
+    spoilt = getattr(weights, name).clone()
+    spoilt[2, 0, 1, 63] = value
+    with pytest.raises(ValueError, match=f"^{message}"):
+        replace(weights, **{name: spoilt})
+    assert len(replace(weights, **{name: spoilt}, check_values=False)) == 3
 
 
 # -- the operators -----------------------------------------------------------------------------------------------------

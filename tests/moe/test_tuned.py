@@ -19,7 +19,6 @@ from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import (
-    GroupedCandidate,
     candidates,
     find,
     key_of,
@@ -30,9 +29,8 @@ from cute_kernels.moe.tuned import (
 )
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import tuned as tables
-from cute_kernels.runtime.tuned import Choice, TunedTable, own_path
-
-GPU = "NVIDIA H200"
+from cute_kernels.runtime.tuned import own_path
+from tests.tuned_tables import GPU, choice, no_tables, table
 
 
 def grouped(places: int, experts: int, n: int, k: int, bits=4, dtype="bf16", group_size=128, zero=False):
@@ -51,23 +49,10 @@ PROBLEMS = [
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(tables.VARIABLE, raising=False)
-    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
-    tables.tables.cache_clear()
     plan.plan_of.cache_clear()
-    yield
-    tables.tables.cache_clear()
+    with no_tables(monkeypatch, tmp_path):
+        yield
     plan.plan_of.cache_clear()
-
-
-def choice(candidate: GroupedCandidate, **changes: Any) -> Choice:
-    kernel, config, cut = candidate.name
-    return Choice(**{"kernel": kernel, "config": config, "cut": cut, "us": 1.0, "model_us": 2.0, **changes})
-
-
-def table(entries: dict[str, Choice]) -> TunedTable:
-    return TunedTable(GPU, None, entries)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)

@@ -6,7 +6,6 @@ import argparse
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from cute_kernels.runtime.tuned import TunedTable
 from cute_kernels.tuning import command, experts
 from cute_kernels.tuning.experts import Experts, ExpertsSubject, random_routing
 from cute_kernels.tuning.linear import Format
+from tests.tuning.gpu import stand_for_a_gpu
 
 LAYER = 4, 2, 128, 192
 
@@ -79,12 +79,7 @@ class Machine:
         self.seen: list[Any] = []
         self.loaded: list[Any] = []
         self.brought: list[int] = []
-        monkeypatch.setattr(command, "arch_of", lambda: "sm_90a")
-        monkeypatch.setattr(command, "load_many", lambda specs, arch, progress: self.loaded.extend(specs))
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
-        properties = SimpleNamespace(multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        stand_for_a_gpu(monkeypatch, self.loaded)
         monkeypatch.setattr(experts, "launch_gather", self._gather)
         monkeypatch.setattr(ExpertsSubject, "plan", lambda subject, one, device: CpuPlan(self, subject, one))
         monkeypatch.setattr(Experts, "__init__", self._on_the_cpu)

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from cute_kernels.linear.reference import linear_reference
 from cute_kernels.runtime.tuned import Choice, TunedTable
 from cute_kernels.tuning import command, linear
 from cute_kernels.tuning.tuner import Step, measure, tune
+from tests.tuning.gpu import stand_for_a_gpu
 
 
 @dataclass
@@ -112,12 +112,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: set[int], times: Callable[[int], float]):
         self.times, self.loaded = times, []
-        monkeypatch.setattr(command, "arch_of", lambda: "sm_90a")
-        monkeypatch.setattr(command, "load_many", lambda specs, arch, progress: self.loaded.extend(specs))
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
-        properties = SimpleNamespace(multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        stand_for_a_gpu(monkeypatch, self.loaded)
         monkeypatch.setattr(linear.Weights, "__init__", self._on_the_cpu)
         monkeypatch.setattr(linear.LinearSubject, "plan", lambda subject, candidate, device: candidate)
         monkeypatch.setattr(linear, "_run", self._run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 from cute_kernels.linear.wgmma.config import DIGIT_GROUP, DIGIT_TOKENS, X_SCALE_ALIGNMENT, DigitRowsConfig
 from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.memory import Blank, blank, empty_strided
 
-ROW_SCALES = DIGIT_GROUP // 2  # scales of a group that take the bytes of one of its rows
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -21,32 +23,38 @@ class DigitRows:
 
     Attributes:
         function: the compiled kernel.
+        dtype: of x, "bf16" or "fp16".
         places: rows of the product.
         groups: of `DIGIT_GROUP` inputs of the padded K.
     """
 
     function: Callable[..., Any]
+    dtype: str
     places: int
     groups: int
 
-    @property
+    @cached_property
     def pitch(self) -> int:
         """Scales from a group to the next: a tile's come from a multiple of 16 bytes on, whatever rows it has."""
         return -(-self.places // X_SCALE_ALIGNMENT) * X_SCALE_ALIGNMENT + DIGIT_TOKENS + X_SCALE_ALIGNMENT
 
-    def make(self, x: torch.Tensor, end: int = 0, rows: int = 0) -> tuple[torch.Tensor, int]:
-        """(digits, address of their scales), in one piece of memory, as `DigitWgmmaKernel.__call__` takes them.
+    @cached_property
+    def new_digits(self) -> Blank:
+        """Both digits take the bytes of an element of x; the product has as many rows as what it is given."""
+        return blank((self.places, self.groups * DIGIT_GROUP), DTYPES[self.dtype])
 
-        x: [.., k], 16-byte aligned, k a multiple of 8. end, rows: addresses, see `DigitRowsKernel.__call__`.
+    @cached_property
+    def new_scales(self) -> Blank:
+        return blank((self.groups, self.pitch), torch.float32)
+
+    def make(self, x: torch.Tensor, end: int = 0, rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(digits, their scales) on the current device, as `DigitWgmmaKernel.__call__` takes them.
+
+        x: [.., k], 16-byte aligned. end, rows: addresses, see `DigitRowsKernel.__call__`.
         """
-        pitch, row_bytes = self.pitch, 2 * self.groups * DIGIT_GROUP
-        # Digits take the bytes of x; all groups' scales lie behind the last place's.
-        size = (self.places + -(-pitch // ROW_SCALES), self.groups * DIGIT_GROUP)
-        memory = torch.empty(size, dtype=x.dtype, device=x.device)
-        digits = memory.data_ptr()
-        scales = digits + self.places * row_bytes
-        self.function(x, end, rows, digits, scales, self.places, self.groups, pitch)
-        return memory[: self.places], scales  # the product has as many rows as what it is given
+        digits, scales = empty_strided(*self.new_digits), empty_strided(*self.new_scales)
+        self.function(x, end, rows, digits.data_ptr(), scales.data_ptr(), self.places, self.groups, self.pitch)
+        return digits, scales
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,10 @@ class DigitProduct:
         *numbers: int,
     ) -> None:
         digits, x_scales = self.rows.make(x)
-        self.function(
-            digits, codes, scales, x_scales, bias, residual, out, workspace, *numbers, self.rows.pitch
-        )  # fmt: skip
+        x_scales_at, pitch = x_scales.data_ptr(), self.rows.pitch
+        self.function(digits, codes, scales, x_scales_at, bias, residual, out, workspace, *numbers, pitch)
 
 
 def digit_rows(dtype: str, places: int, groups: int, arch: str) -> DigitRows:
     """What makes digits of so many rows of a dtype, "bf16" or "fp16"."""
-    return DigitRows(load(DigitRowsSpec(DigitRowsConfig(dtype)), arch), places, groups)
+    return DigitRows(load(DigitRowsSpec(DigitRowsConfig(dtype)), arch), dtype, places, groups)

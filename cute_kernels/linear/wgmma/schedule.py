@@ -29,6 +29,7 @@ SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS = 20, 0.25, 10
 FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
+BULK_START_CLOCKS, BULK_ITEM_CLOCKS = 1100, 2200  # where TMA stores: beyond the start, and instead of the item's
 COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
@@ -61,7 +62,7 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-LARGE_TOKENS = 256  # of tiles whose results leave by TMA, and whose last round may be cut along rows of x
+LARGE_TOKENS = 256  # of tiles whose results may leave by TMA, and whose last round may be cut along rows of x
 ROW_CUTS = 2
 # Those of CTAs that share activations: less is read from L2, which counts under the power limit.
 SHARING = 2
@@ -194,10 +195,11 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
     unit = unit_clocks(problem, schedule)
     if config.digits:
         return (START_CLOCKS + digit_clocks(schedule, unit)) / CLOCKS_PER_US
-    clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
+    item = BULK_ITEM_CLOCKS if config.bulk_stores else ITEM_CLOCKS
+    clocks = -(-schedule.whole // resident) * (schedule.units * unit + item)
+    part = schedule.split_units * unit + (item if config.pushes else item / config.cluster)
     if config.cuts_rows:
-        part = schedule.units * unit_clocks(problem, in_small_tiles(schedule)) + ITEM_CLOCKS / config.row_parts
+        part = schedule.units * unit_clocks(problem, in_small_tiles(schedule)) + item / config.row_parts
     if config.pushes:
         part += PUSH_CLOCKS
     elif config.cluster > 1:
@@ -207,6 +209,7 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += SHARING_CLOCKS if config.sharing > 1 else 0
+    clocks += BULK_START_CLOCKS if config.bulk_stores else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
@@ -268,21 +271,21 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             chunk=SHORT_CHUNK if tokens == 128 and (problem.bits == 8 or cluster > 1) else CHUNK_TOKENS,
             splits_k=True,
             cluster=cluster,
-            bulk_stores=tokens == LARGE_TOKENS and cluster == 1,
         )
         config = with_ring(config)
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
-            if config.bulk_stores:
+            if tokens == LARGE_TOKENS and cluster == 1:
                 configs += large_configs(config)
     return configs + push_configs(problem) + digit_configs(problem)
 
 
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
-    """Other ways to cut what would be a last, incomplete round of large tiles, and to bring their activations."""
-    in_rows = replace(config, splits_k=False, cuts_rows=True, row_parts=ROW_CUTS)
-    return [with_ring(one) for one in (replace(config, sharing=SHARING), in_rows)]
+    """Large tiles that TMA stores: alone, of CTAs that share activations, and with a last round cut along rows of x."""
+    stored = replace(config, bulk_stores=True)
+    in_rows = replace(stored, splits_k=False, cuts_rows=True, row_parts=ROW_CUTS)
+    return [with_ring(one) for one in (stored, replace(stored, sharing=SHARING), in_rows)]
 
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:

@@ -1,0 +1,374 @@
+"""What a layer of experts on a GPU launches depends on that call alone, whatever was launched and kept before.
+
+With functions in the kernels' places that look at what they are given as those do and launch nothing: no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.linear.wgmma import digit_launch
+from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, launch, layer, ops, plan
+from cute_kernels.moe.layer import Scratch
+from cute_kernels.moe.tuned import candidates, modelled
+from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.runtime import native
+from tests.tensors import apart, offset
+
+pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-ins are made with nvidia-cutlass-dsl")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+EXPERTS, TOPK, HIDDEN, INNER = 6, 2, 192, 128
+ROUTING, GATHER, DIGITS, COMBINE = "moe_routing", "moe_gather", "linear_digits", "moe_combine"
+
+
+@functools.cache
+def experts(n: int, k: int, zero_point: bool = False, dtype: torch.dtype = BF16) -> PackedExperts:
+    tiles, groups = -(-n // 64), -(-k // 128)
+    codes = torch.zeros(EXPERTS, tiles, 2 * groups, 2048, dtype=torch.uint8)
+    scales = torch.ones(EXPERTS, tiles, groups, 64, dtype=dtype)
+    zeros = torch.zeros_like(scales, dtype=torch.uint8) if zero_point else None
+    return PackedExperts(codes, scales, zeros, 4, 128, (n, k))
+
+
+def call(tokens: int = 3, hidden: int = HIDDEN, inner: int = INNER, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    return {
+        "x": torch.ones(tokens, hidden, dtype=dtype),
+        "gate_up": experts(2 * inner, hidden, dtype=dtype),
+        "down": experts(hidden, inner, dtype=dtype),
+        "topk_ids": torch.zeros(tokens, TOPK, dtype=torch.int32),
+        "topk_weights": torch.ones(tokens, TOPK),
+    }
+
+
+def but(**others: Any) -> dict[str, Any]:
+    return call() | others
+
+
+def sparse(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_sparse()
+
+
+CALLS: dict[str, Any] = {
+    "plain": call,
+    "one token": lambda: call(1),
+    "many tokens": lambda: call(700),
+    "no tokens": lambda: call(0),
+    "fp16": lambda: call(dtype=FP16),
+    "x of fp16 for bf16": lambda: but(x=torch.ones(3, HIDDEN, dtype=FP16)),
+    "x with gaps": lambda: but(x=apart(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x off 16 bytes": lambda: but(x=offset(torch.ones(3, HIDDEN, dtype=BF16), 2)),
+    "x, a parameter": lambda: but(x=torch.nn.Parameter(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x, sparse": lambda: but(x=sparse(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x in a list": lambda: but(x=[1.0]),
+    "short rows": lambda: call(hidden=180),
+    "short rows between the products": lambda: call(inner=100),
+    "zero points": lambda: but(gate_up=experts(2 * INNER, HIDDEN, True), down=experts(HIDDEN, INNER, True)),
+    "another layer's weight": lambda: but(down=experts(HIDDEN, 2 * INNER)),
+    "ids of 64 bits": lambda: but(topk_ids=torch.zeros(3, TOPK, dtype=torch.int64)),
+    "ids of 16 bits": lambda: but(topk_ids=torch.zeros(3, TOPK, dtype=torch.int16)),
+    "ids with gaps": lambda: but(topk_ids=torch.zeros(3, 2 * TOPK, dtype=torch.int32)[:, ::2]),
+    "ids, sparse": lambda: but(topk_ids=sparse(torch.ones(3, TOPK, dtype=torch.int32))),
+    "ids of other tokens": lambda: but(topk_ids=torch.zeros(2, TOPK, dtype=torch.int32)),
+    "more experts a token": lambda: but(topk_ids=torch.zeros(3, 3, dtype=torch.int32), topk_weights=torch.ones(3, 3)),
+    "weights of bf16": lambda: but(topk_weights=torch.ones(3, TOPK, dtype=BF16)),
+    "weights with gaps": lambda: but(topk_weights=torch.ones(3, 2 * TOPK)[:, ::2]),
+    "weights, a parameter": lambda: but(topk_weights=torch.nn.Parameter(torch.ones(3, TOPK))),
+    "weights, sparse": lambda: but(topk_weights=sparse(torch.ones(3, TOPK))),
+    "weights of fp64": lambda: but(topk_weights=torch.ones(3, TOPK, dtype=torch.float64)),
+    "fp32 results": lambda: but(out_dtype=torch.float32),
+    "int8 results": lambda: but(out_dtype=torch.int8),
+    "results in a list": lambda: but(out_dtype=[BF16]),
+    "out": lambda: but(out=torch.empty(3, HIDDEN, dtype=BF16)),
+    "out of fp32": lambda: but(out=torch.empty(3, HIDDEN)),
+    "out with gaps": lambda: but(out=torch.empty(3, 2 * HIDDEN, dtype=BF16)[:, ::2]),
+    "out of other tokens": lambda: but(out=torch.empty(2, HIDDEN, dtype=BF16)),
+    "an activation there is not": lambda: but(activation="gelu"),
+    "a list of activations": lambda: but(activation=["silu"]),
+}
+REFUSED = {
+    "x of fp16 for bf16": "x", "x, sparse": "x", "x in a list": "x", "another layer's weight": "down",
+    "ids of 16 bits": "topk_ids", "ids, sparse": "topk_ids", "ids of other tokens": "topk_ids",
+    "weights, sparse": "topk_weights", "weights of fp64": "topk_weights", "int8 results": "out_dtype",
+    "results in a list": "out_dtype", "out with gaps": "out", "out of other tokens": "out",
+    "an activation there is not": "activation", "a list of activations": "activation",
+}  # fmt: skip
+KINDS = ("few rows", "tiles", "digits", "modelled")  # of kernels that the products are by
+
+made = functools.cache(lambda name: CALLS[name]())
+
+
+def checked(config: Any) -> Any:
+    """A function that refuses what no compiled function takes as its one tensor."""
+
+    def function(tensor: torch.Tensor, *numbers: int) -> None:
+        assert tensor.dim() == 2 and tensor.is_contiguous() and tensor.layout is torch.strided
+        whole = tensor.shape[1] % 8 == 0 and tensor.data_ptr() % 16 == 0
+        assert whole or config.name.startswith((ROUTING, COMBINE))
+        assert all(isinstance(number, int) for number in numbers)
+
+    return function
+
+
+@pytest.fixture
+def products(request):
+    """Which kernels serve the products: a kind of KINDS."""
+    return getattr(request, "param", "modelled")
+
+
+@pytest.fixture
+def launches(monkeypatch, products):
+    from tests.host_functions import standing_in
+
+    def is_direct(x: Any, weights: Any, tensors: Any, options: Any) -> bool:
+        plain = all(type(tensor) in {*ops._PLAIN, type(None)} for tensor in (x, *tensors, *options))
+        return plain and all(type(weight) is PackedExperts for weight in weights)
+
+    def chosen(problem: Any, gpu: str) -> Any:
+        if products == "modelled":
+            return modelled(problem)
+        wanted = {"few rows": (False, False), "tiles": (True, False), "digits": (True, True)}[products]
+        for one in candidates(problem):
+            if (isinstance(one.schedule, GroupedTiles), bool(getattr(one.schedule.config, "digits", False))) == wanted:
+                return one.schedule
+        return modelled(problem)
+
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_launches", {})
+    monkeypatch.setattr(ops, "is_direct", is_direct)
+    monkeypatch.setattr(ops, "_moe_on_cpu", ops._moe_on_cuda)
+    monkeypatch.setattr(ops, "_grouped_on_cpu", ops._grouped_on_cuda)
+    monkeypatch.setattr(plan, "chosen", chosen)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
+    launches = standing_in(monkeypatch, plan, checked)
+    monkeypatch.setattr(digit_launch, "load", plan.load)
+    for module in (digit_launch, launch, layer):
+        monkeypatch.setattr(module, "empty_strided", lambda *blank: torch.empty_strided(*blank[:2], dtype=blank[2]))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
+    forget()
+    yield launches
+    forget()
+
+
+def forget() -> None:
+    of_plans = plan.plan_of, plan.routing_function, plan.gather_function, plan.combine_function
+    for cached in (layer.moe_plan_of, launch.grouped_launch_of, *of_plans):
+        cached.cache_clear()
+
+
+def run(launches: list[Any], given: dict[str, Any]) -> Any:
+    from tests.host_functions import outcome
+
+    tensors, function = dict(given), fused_moe if "down" in given else grouped_linear
+    for name in given.keys() & {"gate_up", "down", "weight"}:
+        tensors |= {f"{name}.{part}": getattr(given[name], part, None) for part in ("codes", "scales", "zeros")}
+    return outcome(launches, lambda: function(**given), tensors)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_launches_the_same_after_any_other(name, launches):
+    from tests.host_functions import assert_launched_alike_after_any_other
+
+    others = CALLS if name in ("plain", "out", *REFUSED) else ("plain", name)
+    want = assert_launched_alike_after_any_other(name, others, lambda other: run(launches, made(other)), ops._plans)
+    assert (name in REFUSED) == isinstance(want, tuple), want
+    if name in REFUSED:
+        error, message = want
+        assert error in (TypeError, ValueError) and message.startswith(f"{REFUSED[name]}: got ")
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED and name != "no tokens"])
+def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
+    first = run(launches, made(name))
+    monkeypatch.setattr(checks, "check_experts", lambda *arguments: pytest.fail("checked again"))
+    assert run(launches, made(name)) == first
+
+
+@pytest.mark.parametrize(
+    "products, kernels",
+    [
+        ("few rows", [ROUTING, "grouped", "grouped", COMBINE]),
+        ("tiles", [ROUTING, GATHER, "grouped", "grouped", COMBINE]),
+        ("digits", [ROUTING, DIGITS, "grouped", DIGITS, "grouped", COMBINE]),
+    ],
+    indirect=["products"],
+)
+def test_one_launch_a_step(products, kernels, launches):
+    fused_moe(**call(20))
+    assert len(launches) == len(kernels)
+    assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
+
+
+@pytest.mark.parametrize("products", KINDS, indirect=True)
+@pytest.mark.parametrize(
+    "name", ["plain", "short rows", "short rows between the products", "x with gaps", "out of fp32"]
+)
+def test_the_operator_launches_what_the_call_does(name, products, launches, monkeypatch):
+    want = run(launches, made(name))
+    monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
+    assert run(launches, made(name)) == want and len(want) >= 4
+
+
+@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
+def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
+    given = call(20)
+    result = fused_moe(**given)
+    (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, topk) = (
+        launch.arguments for launch in launches
+    )
+    assert ids is given["topk_ids"] and (count, topk) == (EXPERTS, TOPK)
+    assert out is result and places_read == places and shares == given["topk_weights"].data_ptr()
+    end = offsets + 4 * EXPERTS
+    if products == "few rows":
+        first, second = between
+        assert first[0] is given["x"] and first[7:9] == (offsets, rows) and second[7:9] == (offsets, 0)
+    elif products == "tiles":
+        gather, first, second = between
+        assert gather == (given["x"], end, rows, first[0].data_ptr(), 20 * TOPK)
+        assert first[0].shape == (20 * TOPK, HIDDEN) and first[6] == second[6] == offsets
+    else:
+        digits, first, more_digits, second = between
+        assert digits[:3] == (given["x"], end, rows) and more_digits[1:3] == (end, 0)
+        for made_at, product in ((digits, first), (more_digits, second)):
+            assert (made_at[3], made_at[4]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
+            assert product[0].shape[0] == made_at[5] == 20 * TOPK
+    hidden = (more_digits if products == "digits" else second)[0]
+    assert first[5] == hidden.data_ptr() and hidden.shape[1] == INNER and second[5] == results
+    assert hidden.data_ptr() < offsets < rows < places < results
+
+
+@pytest.mark.parametrize(
+    "places, columns, result_bytes", [(1, 8, 32), (6, 128, 6 * 192 * 4), (700, 1000, 700 * 64 * 2)]
+)
+def test_parts_of_the_memory_between_launches_do_not_overlap(places, columns, result_bytes):
+    scratch = Scratch.of(places, EXPERTS, columns, result_bytes, BF16)
+    (rows, width), strides, dtype = scratch.hidden
+    assert (width, strides, dtype) == (columns, (columns, 1), BF16)
+    starts = [0, scratch.offsets, scratch.token_rows, scratch.places, scratch.results, 2 * rows * columns]
+    sizes = [2 * places * columns, 4 * (EXPERTS + 1), 4 * places, 4 * places, result_bytes]
+    for start, size, following in zip(starts[:-1], sizes, starts[1:], strict=True):
+        assert start % 16 == 0 and start + size <= following
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_result_has_no_gradient(again, launches):
+    given = call()
+    given["x"].requires_grad_()
+    for _ in range(1 + again):
+        out = fused_moe(**given)
+    assert out.shape == (3, HIDDEN) and out.dtype == BF16 and not out.requires_grad
+
+
+# -- one product -------------------------------------------------------------------------------------------------------
+
+OFFSETS = torch.tensor([0, 1, 1, 2, 3, 3, 3], dtype=torch.int32)
+ROWS = torch.tensor([2, 0, 1], dtype=torch.int32)
+
+
+def product(**others: Any) -> dict[str, Any]:
+    x = torch.ones(3, HIDDEN, dtype=BF16)
+    return {"x": x, "weight": experts(2 * INNER, HIDDEN), "expert_offsets": OFFSETS} | others
+
+
+PRODUCTS: dict[str, Any] = {
+    "plain": product,
+    "rows by index": lambda: product(rows=ROWS),
+    "more places than rows": lambda: product(rows=ROWS.repeat(2)),
+    "no places": lambda: product(rows=ROWS[:0], expert_offsets=torch.zeros_like(OFFSETS)),
+    "x with gaps": lambda: product(x=apart(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x off 16 bytes": lambda: product(x=offset(torch.ones(3, HIDDEN, dtype=BF16), 2)),
+    "x, a parameter": lambda: product(x=torch.nn.Parameter(torch.ones(3, HIDDEN, dtype=BF16))),
+    "x, sparse": lambda: product(x=torch.ones(3, HIDDEN, dtype=BF16).to_sparse()),
+    "short rows": lambda: product(x=torch.ones(3, 180, dtype=BF16), weight=experts(2 * INNER, 180)),
+    "short rows by index": lambda: product(x=torch.ones(3, 180, dtype=BF16), weight=experts(64, 180), rows=ROWS),
+    "another weight": lambda: product(weight=experts(HIDDEN, INNER)),
+    "a layer's weight": lambda: product(weight="gate_up"),
+    "zero points": lambda: product(weight=experts(2 * INNER, HIDDEN, True)),
+    "offsets of fewer experts": lambda: product(expert_offsets=OFFSETS[:-1]),
+    "offsets of 64 bits": lambda: product(expert_offsets=OFFSETS.long()),
+    "offsets with gaps": lambda: product(expert_offsets=OFFSETS.repeat_interleave(2)[::2]),
+    "offsets, sparse": lambda: product(expert_offsets=OFFSETS.to_sparse()),
+    "rows of 64 bits": lambda: product(rows=ROWS.long()),
+    "rows with gaps": lambda: product(rows=ROWS.repeat_interleave(2)[::2]),
+    "bias": lambda: product(bias=torch.ones(EXPERTS, 2 * INNER, dtype=BF16)),
+    "bias of fp32": lambda: product(bias=torch.ones(EXPERTS, 2 * INNER)),
+    "bias in a list": lambda: product(bias=[1.0]),
+    "swiglu": lambda: product(activation="swiglu"),
+    "a list of activations": lambda: product(activation=["silu"]),
+    "an activation there is not": lambda: product(activation="relu"),
+    "fp32 results": lambda: product(out_dtype=torch.float32),
+    "int8 results": lambda: product(out_dtype=torch.int8),
+    "out": lambda: product(out=torch.empty(3, 2 * INNER, dtype=BF16)),
+    "out of fp32": lambda: product(out=torch.empty(3, 2 * INNER)),
+    "out of swiglu's columns": lambda: product(out=torch.empty(3, INNER, dtype=BF16)),
+}
+REFUSED_PRODUCTS = {
+    "x, sparse": "x", "another weight": "x", "a layer's weight": "weight", "offsets of fewer experts": "expert_offsets",
+    "offsets of 64 bits": "expert_offsets", "offsets with gaps": "expert_offsets", "offsets, sparse": "expert_offsets",
+    "rows of 64 bits": "rows", "rows with gaps": "rows", "bias of fp32": "bias", "bias in a list": "bias",
+    "a list of activations": "activation", "an activation there is not": "activation", "int8 results": "out_dtype",
+    "out of swiglu's columns": "out",
+}  # fmt: skip
+
+product_made = functools.cache(lambda name: PRODUCTS[name]())
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_launches_the_same_after_any_other(name, launches):
+    from tests.host_functions import assert_launched_alike_after_any_other
+
+    kept = ops._launches
+    others = PRODUCTS if name in ("plain", "out", *REFUSED_PRODUCTS) else ("plain", name)
+    want = assert_launched_alike_after_any_other(name, others, lambda other: run(launches, product_made(other)), kept)
+    assert (name in REFUSED_PRODUCTS) == isinstance(want, tuple), want
+    if name in REFUSED_PRODUCTS:
+        error, message = want
+        assert error in (TypeError, ValueError) and message.startswith(f"{REFUSED_PRODUCTS[name]}: got ")
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in REFUSED_PRODUCTS and name != "no places"])
+def test_a_repeated_product_is_not_checked_again(name, launches, monkeypatch):
+    first = run(launches, product_made(name))
+    monkeypatch.setattr(checks, "check_experts", lambda *arguments: pytest.fail("checked again"))
+    assert run(launches, product_made(name)) == first
+
+
+@pytest.mark.parametrize("products", KINDS, indirect=True)
+@pytest.mark.parametrize("name", ["plain", "rows by index", "short rows by index", "bias", "swiglu", "out of fp32"])
+def test_the_products_operator_launches_what_the_call_does(name, products, launches, monkeypatch):
+    want = run(launches, product_made(name))
+    monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
+    assert run(launches, product_made(name)) == want and want
+
+
+@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
+def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(products, launches):
+    given = product(rows=ROWS)
+    out = grouped_linear(**given)
+    assert out.shape == (3, 2 * INNER) and out.dtype == BF16 and out.is_contiguous()
+    offsets, rows = OFFSETS.data_ptr(), ROWS.data_ptr()
+    *before, last = (launch.arguments for launch in launches)
+    assert last[5] == out.data_ptr() and offsets in last[1:]
+    if products == "few rows":
+        assert not before and last[0] is given["x"] and last[8] == rows
+    elif products == "tiles":
+        ((source, *others),) = before
+        assert source is given["x"] and others == [offsets + 4 * EXPERTS, rows, last[0].data_ptr(), 3]
+    else:
+        ((source, *others),) = before
+        assert source is given["x"] and others[:3] == [offsets + 4 * EXPERTS, rows, last[0].data_ptr()]
+
+
+def test_values_are_looked_at_in_every_call_where_that_is_asked_for(launches, monkeypatch):
+    monkeypatch.setattr(ops.arguments, "DEBUG", True)
+    grouped_linear(**product())
+    with pytest.raises(ValueError, match="^expert_offsets: got .*, want them to rise from 0 to at most 3"):
+        grouped_linear(**product(expert_offsets=OFFSETS.flip(0).contiguous()))
