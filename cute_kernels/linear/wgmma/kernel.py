@@ -20,7 +20,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
@@ -125,10 +124,6 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        if const_expr(config.bulk_stores):
-            if warp == config.math_warps + 1:
-                cpasync.prefetch_descriptor(copy_x)
-                cpasync.prefetch_descriptor(operands.copy_out)
         if const_expr(config.sharing > 1):
             self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
         else:

@@ -66,7 +66,7 @@ LARGE_TOKENS = 256  # of tiles whose results may leave by TMA, and whose last ro
 ROW_CUTS = 2
 # Those of CTAs that share activations: less is read from L2, which counts under the power limit.
 SHARING = 2
-SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
+SHARING_GAIN = 0.02  # of a unit's time, in a launch between others; 0.05 in launches of the same kind
 SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
 # The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
