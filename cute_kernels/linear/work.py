@@ -48,6 +48,11 @@ class Shape:
         """``base`` as a divisor."""
         return self.base
 
+    def run_of(self, group):
+        """(first, count) of a group's units, over all blocks."""
+        first = group * self.base + cutlass.min(group, self.rest)
+        return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
+
     def block_of(self, unit):
         """The block of a unit, counted over all blocks of a slice."""
         return Int32((Int64(unit) * self.slice_reciprocal) >> RECIPROCAL_BITS)
@@ -85,8 +90,7 @@ class Work:
 
     @staticmethod
     def of(shape: Shape, group, slice_index) -> Work:
-        first = group * shape.base + cutlass.min(group, shape.rest)
-        count = shape.base + cutlass.select_(group < shape.rest, Int32(1), Int32(0))
+        first, count = shape.run_of(group)
         # A division would take over 100 cycles on the way to the first copy.
         first_block = shape.block_of(first)
         num_segments = shape.block_of(first + count - 1) - first_block + 1

@@ -12,6 +12,9 @@ used. The ring of weights goes on meanwhile.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
@@ -19,9 +22,8 @@ from cutlass import Int32, Int64, Uint32, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.kernel import LinearKernel
-from cute_kernels.linear.work import RECIPROCAL_BITS, Work
-from cute_kernels.moe.schedule import EXPERTS_PER_LANE, TABLE_BYTES, TABLE_ENTRY_BYTES
-from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork
+from cute_kernels.moe.schedule import MAX_EXPERTS, TABLE_BYTES, TABLE_ENTRY_BYTES
+from cute_kernels.moe.work import GroupedOperands, GroupedShape, GroupedWork, reciprocal
 from cute_kernels.sm90 import WARP_THREADS
 
 
@@ -48,10 +50,12 @@ class GroupedKernel(LinearKernel):
         num_slices: Int32,
         num_groups: Int32,
         num_experts: Int32,
+        entry_shift: Int32,
         x_slots: Int32,
         first_entry: Int32,
         max_entries: Int32,
         max_parts: Int32,
+        slack: Int32,
         activation: Int32,
         out_kind: Int32,
         stream,
@@ -60,20 +64,22 @@ class GroupedKernel(LinearKernel):
 
         x: [.., k], k a multiple of 8. Addresses as in :class:`.work.GroupedOperands`, codes uint8 [experts, num_tiles,
         units * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
-        Entries first_entry to first_entry + max_entries are computed, as far as there are. units: padded K / unit_k.
+        Entries, of up to 1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
+        are. units: padded K / unit_k.
+        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
         """
         config = self.config
         k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
         slice_units = cute.ceil_div(units, num_slices)
         shape = GroupedShape(
-            m=Int32(config.max_tokens),
+            m=Int32(1) << entry_shift,
             n=n,
             k=k,
             num_tiles=num_tiles,
             units=units,
             slice_units=slice_units,
-            slice_reciprocal=self.reciprocal(slice_units),
+            slice_reciprocal=reciprocal(slice_units),
             num_slices=num_slices,
             base=Int32(0),
             rest=Int32(0),
@@ -81,13 +87,17 @@ class GroupedKernel(LinearKernel):
             activation=activation,
             out_kind=out_kind,
             num_blocks=num_blocks,
-            block_reciprocal=self.reciprocal(num_blocks),
+            entry_units=num_blocks * slice_units,
+            block_reciprocal=reciprocal(num_blocks),
             num_groups=num_groups,
-            group_reciprocal=self.reciprocal(num_groups),
+            group_reciprocal=reciprocal(num_groups),
             num_experts=num_experts,
+            entry_shift=entry_shift,
             x_slots=x_slots,
             first_entry=first_entry,
             max_entries=max_entries,
+            slack=slack,
+            grain=Int32(1),
         )
         operands = GroupedOperands(
             ptx.address(x), codes, scales, zeros, bias, Int64(0), out, workspace, offsets, rows
@@ -100,10 +110,6 @@ class GroupedKernel(LinearKernel):
             stream=stream,
         )
 
-    def reciprocal(self, divisor):
-        """2**RECIPROCAL_BITS over a divisor, rounded up: see `RECIPROCAL_BITS`."""
-        return ((Int64(1) << RECIPROCAL_BITS) + divisor - 1) // divisor
-
     @cute.kernel
     def kernel(self, operands, shape):
         config = self.config
@@ -111,63 +117,77 @@ class GroupedKernel(LinearKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate(shape)
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_wait()
+        thread = warp * WARP_THREADS + lane
+        ends = self.load_ends(operands, shape, thread)
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        elif warp == config.math_warps + 1:
-            if const_expr(config.use_pdl):
-                cute.arch.griddepcontrol_wait()
-            self.make_table(operands, memory.table, shape, group, lane)
         else:
             # What is beyond K does not depend on how entries are dealt out.
             work = GroupedWork.of_entries(shape, group, slice_index, memory.table)
-            self.clear_tail(memory, work, warp * WARP_THREADS + lane)
+            self.clear_tail(memory, work, thread)
+        count, before = self.count_entries(shape, ends, lane)
+        if lane == WARP_THREADS - 1:
+            ptx.store_shared(memory.staging + warp * 4, 0, [Uint32(before + count)])  # which nobody else needs yet
         cute.arch.sync_threads()
-        num_entries = cute.arch.make_warp_uniform(Int32(ptx.load_shared(memory.table, 0)))
+        earlier, total = self.sum_warps(memory.staging, warp, lane)
+        num_entries = cutlass.min(cutlass.max(total - shape.first_entry, 0), shape.max_entries)
         own = GroupedWork.of_entries(shape.cut(num_entries), group, slice_index, memory.table)
+        self.list_entries(own, ends, thread, earlier + before - shape.first_entry)
+        cute.arch.sync_threads()
         self.take_roles(operands, memory, own, warp, lane)
 
-    @cute.jit
-    def make_table(self, operands, table, shape, group, lane):
-        """One warp counts entries, and lists those of the CTA; a lane has ``each`` neighbouring experts."""
-        each = cute.ceil_div(shape.num_experts, WARP_THREADS)
-        expert = lane * each
-        ends = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
-        for i in cutlass.range_constexpr(EXPERTS_PER_LANE + 1):
-            # All at once; behind a lane's last expert the same end again, so no rows.
-            place = cutlass.min(expert + cutlass.min(Int32(i), each), shape.num_experts)
-            words = ptx.load_global_words(operands.offsets + Int64(place) * 4, 0, 1, constant=False)
-            ends[i] = Int32(words[0])
+    @property
+    def thread_experts(self) -> int:
+        """Neighbouring experts whose entries a thread counts: all threads together those that there may be."""
+        return -(-MAX_EXPERTS // self.config.num_threads)
+
+    def load_ends(self, operands, shape, thread) -> list[Any]:
+        """Where the first of a thread's experts begins, and where each of them ends."""
+        expert = thread * self.thread_experts
+        # Behind the last expert the same end again, so no rows.
+        places = [cutlass.min(expert + i, shape.num_experts) for i in range(self.thread_experts + 1)]
+        addresses = [operands.offsets + Int64(place) * 4 for place in places]
+        return [Int32(ptx.load_global_words(address, 0, 1, constant=False)[0]) for address in addresses]
+
+    def count_entries(self, shape, ends, lane) -> tuple[Any, Any]:
+        """Entries of a thread's experts, and of those of the lanes before it."""
         count = Int32(0)
-        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-            count = count + self.entries_of(ends[i + 1] - ends[i])
+        for begin, end in pairwise(ends):
+            count = count + shape.entries_of(end - begin)
         before = count
-        for step in cutlass.range_constexpr(5):
+        for step in range(5):
             other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
             before = before + cutlass.select_(lane >= (1 << step), other, Int32(0))
-        total = cute.arch.shuffle_sync(before, WARP_THREADS - 1)
-        num_entries = cutlass.min(cutlass.max(total - shape.first_entry, 0), shape.max_entries)
-        cut = shape.cut(num_entries)
-        work = Work.of(cut, group, Int32(0))
-        first = cut.entry_of(work.first_block)
-        end = cut.entry_of(work.first_block + work.num_segments - 1) + 1
-        entry = before - count - shape.first_entry
-        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+        return count, before - count
+
+    @cute.jit
+    def sum_warps(self, counts, warp, lane):
+        """Entries that the warps before this one have counted, and all of them; counts: one of each warp."""
+        count = Int32(0)
+        if lane < self.config.num_threads // WARP_THREADS:
+            count = Int32(ptx.load_shared(counts + lane * 4, 0))
+        earlier = ptx.warp_sum(cutlass.select_(lane < warp, count, Int32(0)))
+        return earlier, cute.arch.make_warp_uniform(ptx.warp_sum(count))
+
+    @cute.jit
+    def list_entries(self, work, ends, thread, entry):
+        """Writes those of a thread's entries that the CTA takes part in to its table; entry: number of the first."""
+        most = work.shape.m
+        end = work.end_entry - work.own_entry
+        entry = entry - work.own_entry  # among the CTA's
+        for i in cutlass.range_constexpr(self.thread_experts):
             rows = ends[i + 1] - ends[i]
-            entries = self.entries_of(rows)
-            begin, stop = cutlass.max(first - entry, 0), cutlass.min(end - entry, entries)
-            for j in cutlass.range(begin, stop, unroll=1):  # pyright: ignore[reportCallIssue]
-                done = j * self.config.max_tokens
-                values = [expert + i, ends[i] + done, cutlass.min(rows - done, self.config.max_tokens), Int32(0)]
-                address = table + (entry + j - first + 1) * TABLE_ENTRY_BYTES
+            entries = work.shape.entries_of(rows)
+            first, stop = cutlass.max(-entry, 0), cutlass.min(end - entry, entries)
+            for j in cutlass.range(first, stop, unroll=1):  # pyright: ignore[reportCallIssue]
+                done = j * most
+                values = [thread * self.thread_experts + i, ends[i] + done, cutlass.min(rows - done, most), Int32(0)]
+                address = work.table + (entry + j) * TABLE_ENTRY_BYTES
                 ptx.store_shared(address, 0, [Uint32(value) for value in values])
             entry = entry + entries
-        if lane == 0:
-            ptx.store_shared(table, 0, [Uint32(num_entries)])
-
-    def entries_of(self, rows):
-        """Entries of an expert with so many rows."""
-        return (rows + (self.config.max_tokens - 1)) >> (self.config.max_tokens.bit_length() - 1)
 
     @cute.jit
     def copy_activations(self, operands, memory, work, lane):

@@ -138,14 +138,15 @@ def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, devi
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
     """The plan of a given schedule of few rows an expert."""
-    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups, num_experts, schedule.x_slots
+    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups
+    entries = num_experts, schedule.entry_rows.bit_length() - 1, schedule.x_slots
     return GroupedPlan(
         function=load(GroupedSpec(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
         num_words=schedule.workspace_words,
         launches=tuple(
-            (*sizes, number * schedule.max_entries, schedule.max_entries, schedule.max_parts)
+            (*sizes, *entries, number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack)
             for number in range(schedule.num_launches)
         ),
     )

@@ -1,7 +1,7 @@
 """How a grouped product is laid out, decided by upper bounds alone: which rows go where is known on the device only.
 
 The cut of a launch with so many entries (:mod:`.work`) is that of a dense product whose blocks are those of all
-entries, so :class:`cute_kernels.linear.schedule.Schedule` describes it, and what is proved for that one holds.
+entries, so what is proved for :class:`cute_kernels.linear.schedule.Schedule` holds.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cute_kernels.linear.config import X_PAD, LinearConfig
-from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, Schedule, candidate_configs, in_flight
+from cute_kernels.linear.schedule import IN_FLIGHT_BYTES, Problem, candidate_configs, in_flight
 from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 EXPERTS_PER_LANE = 16  # of the warp that counts entries
 MAX_EXPERTS = EXPERTS_PER_LANE * WARP_THREADS
-TABLE_ENTRIES = 63  # of a CTA, in shared memory
+TABLE_ENTRIES = 64  # of a CTA, in shared memory
 TABLE_ENTRY_BYTES = 16  # expert, first row, rows, and a word that is not used
-TABLE_BYTES = (TABLE_ENTRIES + 1) * TABLE_ENTRY_BYTES  # the first word: how many entries the launch has
+TABLE_BYTES = TABLE_ENTRIES * TABLE_ENTRY_BYTES
+MOST_DIVIDED = 2**31 - 1  # a count times what it is divided by
 MAX_WORKSPACE_WORDS = 1 << 24  # of partial results of slices; more entries are computed by further launches
-CAPACITIES = (8, 16, 32)  # rows of an entry
+CAPACITIES = (8, 16, 32)  # rows of an entry, at most
+MOST_DEVIATIONS = 8  # beyond the mean, of an expert's rows: with room for routing that is far from even
+# Partial results cost as long as an SM takes for so many bytes of codes: within them blocks stay whole.
+SLACK_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,16 @@ class GroupedSchedule:
     """How the launches of one product are laid out: ``num_groups`` groups of ``num_slices`` CTAs each.
 
     Attributes:
-        config: the compiled variant; its ``max_tokens`` are the rows that an entry may have.
+        config: the compiled variant; its ``max_tokens`` are the rows that an entry may have at most.
         num_tiles: tiles of 64 output features of an expert.
         units: of the padded K.
         num_slices: parts of K, one for each CTA of a group.
         num_groups: parts of all blocks' units.
+        entry_rows: rows that an entry may have, a power of two: what a set of activations has room for.
         x_slots: sets of activations that a CTA has room for, 1 or 2.
         max_entries: that one launch computes at most.
         num_launches: that all entries there may be take.
+        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
     """
 
     config: LinearConfig
@@ -81,9 +87,11 @@ class GroupedSchedule:
     units: int
     num_slices: int
     num_groups: int
+    entry_rows: int
     x_slots: int = 1
     max_entries: int = 1
     num_launches: int = 1
+    slack: int = -1
 
     @property
     def num_blocks(self) -> int:
@@ -104,13 +112,16 @@ class GroupedSchedule:
     def workspace_words(self) -> int:
         """fp32 words of partial results: a part for each CTA; with slices parts for every block."""
         parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts
-        return parts * self.config.max_tokens * self.config.block_rows
+        return parts * self.entry_rows * self.config.block_rows
 
-    def cut(self, entries: int) -> Schedule:
-        """The cut of a launch that finds so many entries, at least 1: a dense one. Groups beyond its have no part."""
-        num_tiles = entries * self.num_blocks * self.config.n_tiles
-        groups = min(self.num_groups, entries * self.num_blocks * self.slice_units)
-        return Schedule(self.config, num_tiles, self.units, self.num_slices, groups)
+    def group_units(self, entries: int) -> list[int]:
+        """Units of each group of a launch that finds so many entries."""
+        blocks = entries * self.num_blocks
+        units = blocks * self.slice_units
+        is_whole = -(-blocks // self.num_groups) * self.slice_units - units // self.num_groups <= self.slack
+        count, grain = (blocks, self.slice_units) if is_whole else (units, 1)
+        base, rest = divmod(count, self.num_groups)
+        return [grain * (base + (group < rest)) for group in range(self.num_groups)]
 
 
 @lru_cache(maxsize=4096)
@@ -141,8 +152,19 @@ def usual_rows(problem: GroupedProblem) -> float:
     return min(problem.places, mean + 2 * math.sqrt(mean))
 
 
+def most_rows(problem: GroupedProblem) -> int:
+    """Rows that hardly any expert has more of, if rows fall to them at random, as a power of two.
+
+    Where those are fewer than the columns of an MMA, activations leave the room of the others to a longer ring.
+    """
+    mean = problem.places / problem.num_experts
+    rows = math.ceil(min(problem.places, mean + MOST_DEVIATIONS * math.sqrt(mean)))
+    return 1 << (rows - 1).bit_length()
+
+
 def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedule]:
     """All ways that are possible."""
+    rows = min(capacity, most_rows(problem))
     for candidate in candidate_configs(problem.dense(capacity)):
         config = with_table(candidate)
         if in_flight(config) < IN_FLIGHT_BYTES:
@@ -152,11 +174,13 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
             slice_units = -(-units // num_slices)
             if -(-units // slice_units) != num_slices:
                 continue  # the last slice would be empty
-            slot_bytes = capacity * (2 * slice_units * config.unit_k + X_PAD)
+            slot_bytes = rows * (2 * slice_units * config.unit_k + X_PAD)
             if slot_bytes <= config.x_bytes:
-                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1)
+                slack = SLACK_BYTES // (config.n_tiles * config.unit_bytes) if num_slices == 1 else -1
+                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1, rows, slack=slack)
                 slots = 2 if 2 * slot_bytes <= config.x_bytes and may_take_turns(schedule) else 1
-                yield with_launches(replace(schedule, x_slots=slots), problem)
+                if most_entries(replace(schedule, num_groups=problem.num_sms)):  # else an expert of 60 GB
+                    yield with_launches(replace(schedule, x_slots=slots), problem)
 
 
 def with_table(config: LinearConfig) -> LinearConfig:
@@ -177,13 +201,20 @@ def may_take_turns(schedule: GroupedSchedule) -> bool:
     return chunks >= schedule.config.num_stages
 
 
+def most_entries(schedule: GroupedSchedule) -> int:
+    """Entries of a launch whose units and blocks are counted in numbers that `cute_kernels.moe.work.quotient` takes."""
+    divisor = max(schedule.num_groups, schedule.slice_units)
+    of_entry = schedule.num_blocks * max(schedule.slice_units * divisor, schedule.num_blocks)
+    return (MOST_DIVIDED - divisor**2) // of_entry
+
+
 def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:
     """With as many groups as there are SMs for, and as many launches as entries want."""
-    bound = problem.max_entries(schedule.config.max_tokens)
+    bound = problem.max_entries(schedule.entry_rows)
     block_units = schedule.num_blocks * schedule.slice_units
     schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_units))
     # A run of 1 / num_groups of all units touches at most 2 entries more than its share.
-    entries = min(bound, (TABLE_ENTRIES - 3) * schedule.num_groups)
+    entries = min(bound, (TABLE_ENTRIES - 3) * schedule.num_groups, most_entries(schedule))
     if schedule.num_slices > 1:
         of_entry = replace(schedule, max_entries=1).workspace_words
         entries = min(entries, max(1, MAX_WORKSPACE_WORDS // of_entry))

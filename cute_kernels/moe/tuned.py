@@ -64,7 +64,7 @@ def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
 
 def few_rows_us(problem: GroupedProblem, schedule: GroupedSchedule) -> float:
     """Microseconds of the memory-bound kernel: the weights of all entries, each read once, and what slices cost."""
-    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, schedule.config.max_tokens)
+    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, schedule.entry_rows)
     weight_bytes = schedule.num_blocks * schedule.units * schedule.config.unit_stage_bytes
     return entries * weight_bytes / MEMORY_BYTES_PER_US + SLICE_US * (schedule.num_slices - 1)
 

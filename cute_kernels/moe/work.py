@@ -12,15 +12,28 @@ place of the CTA's number in the workspace, however many blocks there are; the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
-from cute_kernels.device import ptx
-from cute_kernels.linear.work import RECIPROCAL_BITS, Shape, Work
+from cute_kernels.device import numbers, ptx
+from cute_kernels.linear.work import Shape, Work
 from cute_kernels.moe.schedule import TABLE_ENTRY_BYTES
+
+
+def reciprocal(divisor):
+    """What `quotient` divides by ``divisor`` with: 2**31 over it, rounded up."""
+    return Uint32(((Int64(1) << 31) + divisor - 1) // divisor)
+
+
+def quotient(count, of):
+    """A division in two instructions, of a count of at least 0 whose product with the divisor is below 2**31.
+
+    Each CTA divides on the way to its first weights: 64 bits would be seven instructions, a division itself thirty.
+    """
+    return Int32(numbers.multiply_high_u32(Uint32(2 * count), of))
 
 
 @dataclass(frozen=True)
@@ -42,30 +55,53 @@ class GroupedOperands:
 @dataclass(frozen=True)
 class GroupedShape(Shape):
     """Sizes of a launch; run-time integers. ``m`` is the rows that an entry may have; ``base`` and ``rest`` are 0
-    until :meth:`cut`."""
+    until :meth:`cut`, and count ``grain`` units each."""
 
     num_blocks: Any  # of an expert
-    block_reciprocal: Any  # 2**RECIPROCAL_BITS over num_blocks, rounded up
+    entry_units: Any  # of all blocks of an entry, in a slice
+    block_reciprocal: Any  # as `reciprocal`, of num_blocks; slice_reciprocal is another
     num_groups: Any
     group_reciprocal: Any
     num_experts: Any
+    entry_shift: Any  # of 1, the rows that an entry may have
     x_slots: Any  # sets of activations that shared memory holds, 1 or 2
     first_entry: Any  # that this launch computes,
     max_entries: Any  # and how many of those that there are
+    slack: Any  # units that a group may have beyond its share so that blocks stay whole
+    grain: Any  # 1, or the units of a block where blocks stay whole
 
     @property
     def base_divisor(self):
         return cutlass.max(self.base, 1)
 
+    def entries_of(self, rows):
+        """Entries of an expert with so many rows."""
+        return (rows + (self.m - 1)) >> self.entry_shift
+
+    def block_of(self, unit):
+        return quotient(unit, self.slice_reciprocal)
+
     def entry_of(self, block):
         """The entry of a block, counted over all entries of the launch."""
-        return Int32((Int64(block) * self.block_reciprocal) >> RECIPROCAL_BITS)
+        return quotient(block, self.block_reciprocal)
+
+    def run_of(self, group):
+        first, count = super().run_of(group)
+        return first * self.grain, count * self.grain
 
     def cut(self, num_entries) -> GroupedShape:
-        """With the units of ``num_entries`` entries dealt out: groups without any if there are too few."""
-        total = num_entries * self.num_blocks * self.slice_units
-        base = Int32((Int64(total) * self.group_reciprocal) >> RECIPROCAL_BITS)
-        return replace(self, base=base, rest=total - base * self.num_groups)
+        """With the units of ``num_entries`` entries dealt out: groups without any if there are too few.
+
+        Blocks stay whole, and leave no partial results, where no group has more than ``slack`` units more by that.
+        """
+        blocks = num_entries * self.num_blocks
+        units = num_entries * self.entry_units
+        each, blocks_each = quotient(units, self.group_reciprocal), quotient(blocks, self.group_reciprocal)
+        more = cutlass.select_(blocks > blocks_each * self.num_groups, Int32(1), Int32(0))
+        whole = (blocks_each + more) * self.slice_units - each <= self.slack
+        base = cutlass.select_(whole, blocks_each, each)
+        rest = cutlass.select_(whole, blocks, units) - base * self.num_groups
+        return replace(self, base=base, rest=rest, grain=cutlass.select_(whole, self.slice_units, Int32(1)))
 
 
 @dataclass(frozen=True)
@@ -91,25 +127,40 @@ class GroupedSegment:
 class GroupedWork(Work):
     """A CTA's part of the units of all entries.
 
-    table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry: the first of them.
+    table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry, end_entry: the
+    first of them, and what is behind the last.
     """
 
     shape: Any  # GroupedShape
     table: Any
     own_entry: Any
+    end_entry: Any
 
     @staticmethod
     def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
         """``shape`` is cut already."""
-        work = Work.of(shape, group, slice_index)
-        values = {field.name: getattr(work, field.name) for field in fields(Work)}
-        return GroupedWork(**values, table=table, own_entry=shape.entry_of(work.first_block))
+        first, count = shape.run_of(group)
+        first_block = shape.block_of(first)
+        end_block = shape.block_of(first + count + (shape.slice_units - 1))
+        return GroupedWork(
+            shape=shape,
+            group=group,
+            slice_index=slice_index,
+            first=first,
+            count=count,
+            first_block=first_block,
+            num_segments=cutlass.select_(count > 0, end_block - first_block, Int32(0)),
+            own_units=cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units),
+            table=table,
+            own_entry=shape.entry_of(first_block),
+            end_entry=shape.entry_of(end_block + (shape.num_blocks - 1)),
+        )
 
     def segment(self, index) -> GroupedSegment:
         flat = super().segment(index)
         entry = self.shape.entry_of(flat.block)
         own = entry - self.own_entry
-        words = ptx.load_shared_vector(self.table + (own + 1) * TABLE_ENTRY_BYTES, 0, 4)
+        words = ptx.load_shared_vector(self.table + own * TABLE_ENTRY_BYTES, 0, 4)
         expert, first_row, rows = (Int32(word) for word in words[:3])
         block = flat.block - entry * self.shape.num_blocks
         return GroupedSegment(block, flat.begin, flat.end, flat.last, flat.block, own, expert, first_row, rows)
@@ -119,7 +170,9 @@ class GroupedWork(Work):
         return self.shape.m * self.shape.x_slots
 
     def x_start(self, segment, slot_bytes):
-        return (segment.entry & (self.shape.x_slots - 1)) * slot_bytes
+        # Kept in a register: ptxas has the loop of products read each operand just before its use where it may compute
+        # this again, which takes 1 to 2 % more of a long stream.
+        return ptx.pinned(Int32((segment.entry & (self.shape.x_slots - 1)) * slot_bytes))
 
     def tile(self, segment, index: int, n_tiles: int):
         return segment.expert * self.shape.num_tiles + super().tile(segment, index, n_tiles)

@@ -80,6 +80,22 @@ CONFIGS = [
     )
     for tokens, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 2, 2), (32, 1, 2), (32, 2, 3))
 ]
+CONFIGS += [
+    WgmmaConfig(
+        8,
+        "bf16",
+        128,
+        tokens=tokens,
+        row_parts=tokens // 8,
+        warpgroups=warpgroups,
+        unit_k=128,
+        num_stages=2,
+        splits_k=True,
+        cluster=cluster,
+        pushes=True,
+    )
+    for tokens, warpgroups, cluster in ((16, 1, 2), (16, 2, 3), (32, 1, 3))
+]
 
 
 def store_of(warp: int) -> epilogue.Store:

@@ -215,7 +215,9 @@ class Machine:
             bf16x2_low_to_float=lambda word: np.uint32((int(word) << 16) % 2**32).view(np.float32),
             fma=lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
             exp2=lambda x: np.float32(2.0 ** float(x)),
+            pinned=lambda x: x,
             reciprocal=lambda x: np.float32(1.0 / float(x)),
+            warp_sum=lambda x: sum(self.exchanged(x)),
             LOG2_E=1.4426950408889634,
         )
 
@@ -228,7 +230,9 @@ class Machine:
             content = (int(value) % 256**size).to_bytes(size, "little")
             self.memory[address + offset : address + offset + size] = np.frombuffer(content, np.uint8)
 
-        return SimpleNamespace(load_global_part=load, store_global_part=store)
+        return SimpleNamespace(
+            load_global_part=load, store_global_part=store, multiply_high_u32=lambda a, b: Word(int(a) * int(b) >> 32)
+        )
 
     def cute(self) -> SimpleNamespace:
         def shuffle_up(value: int, offset: int, mask_and_clamp: int = 0) -> int:

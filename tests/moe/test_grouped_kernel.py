@@ -24,7 +24,14 @@ from cute_kernels.linear.plan import ACTIVATIONS
 from cute_kernels.moe import kernel as moe_kernel
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule, make_schedule, with_launches
+from cute_kernels.moe.schedule import (
+    MOST_DIVIDED,
+    GroupedProblem,
+    GroupedSchedule,
+    make_schedule,
+    schedules,
+    with_launches,
+)
 from cute_kernels.runtime.workspace import EMPTY
 from layouts.transform import unpack
 from layouts.weights import hopper
@@ -88,7 +95,7 @@ def weights(shared: np.ndarray, stage: int, tile: int, unit: int, config: Linear
 
 
 def make_kernel(machine: Machine, config: LinearConfig) -> Any:
-    kind = unwrapped(moe_kernel.GroupedKernel, "make_table", "copy_activations", "source_row")
+    kind = unwrapped(moe_kernel.GroupedKernel, "sum_warps", "list_entries", "copy_activations", "source_row")
     base = linear_kernel.LinearKernel
     for name in ("take_roles", "clear_tail", "copy_weights"):
         setattr(kind, name, getattr(base, name).__wrapped__)
@@ -146,8 +153,9 @@ def launch(
     for number in range(schedule.num_launches):
         moe_kernel.GroupedKernel.__call__.__wrapped__(
             kernel, given, *addresses, n, schedule.num_tiles, schedule.units, schedule.num_slices,
-            schedule.num_groups, len(weight), schedule.x_slots, number * schedule.max_entries, schedule.max_entries,
-            schedule.max_parts, ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+            schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
+            number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack,
+            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
         )  # fmt: skip
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)
     assert torch.all(words == EMPTY), "partial results are left"
@@ -160,7 +168,9 @@ def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
     places, experts = fields.pop("places"), fields.pop("experts")
     problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, 4, "bf16", 64, num_sms=num_sms)
     units = problem.k_pad // config.unit_k
-    base = GroupedSchedule(config, -(-n // 64), units, fields.pop("num_slices", 1), 1, **fields)
+    base = GroupedSchedule(
+        config, -(-n // 64), units, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields
+    )
     return with_launches(base, problem)
 
 
@@ -174,6 +184,14 @@ CASES = {
     "slices of K": ((3, 9, 1), 130, 320, 4, {"num_slices": 2, "n_tiles": 2}),
     "slices of K, of which the last is short": ((1, 2, 1, 1, 1), 70, 320, 6, {"num_slices": 3, "num_buffers": 1}),
     "more experts than lanes": (tuple(i % 3 == 0 for i in range(40)), 64, 64, 3, {}),
+    "more experts than a thread each": (tuple(i % 100 == 99 for i in range(300)), 64, 64, 2, {}),
+    "whole blocks": ((3, 0, 1, 17), 160, 192, 5, {"slack": 2}),
+    "whole blocks, not the same number for all": ((3, 1, 8), 250, 128, 8, {"slack": 1}),
+    "blocks that would be whole but for a unit": ((3, 1, 8), 250, 128, 8, {"slack": 0}),
+    "fewer whole blocks than groups": ((1, 0, 1), 64, 320, 3, {"slack": 2}),
+    "entries of up to two rows": ((3, 0, 1, 5, 0, 8), 160, 192, 3, {"entry_rows": 2, "x_slots": 2, "num_buffers": 2}),
+    "entries of one row": ((0, 2, 1), 66, 192, 4, {"entry_rows": 1}),
+    "whole blocks of slices of K": ((3, 1), 130, 320, 4, {"num_slices": 2, "slack": 3}),
 }
 
 
@@ -202,7 +220,7 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
 
 
 def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, counts, schedule) -> None:
-    """Every entry's codes are copied once, and every group copies as much as the others, but for a unit."""
+    """Every entry's codes are copied once, and every group copies its share, but for a unit or as much slack."""
     config, of_expert = schedule.config, weight.codes[0].numel()
     copied, own = Counter(), Counter()
     for block, source, size in machine.copies:
@@ -212,11 +230,13 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
     tiles = of_expert // 2048
     for expert, count in enumerate(counts):
         times = {copied[tile] for tile in range(expert * tiles, (expert + 1) * tiles)}
-        entries = -(-count // config.max_tokens)
+        entries = -(-count // schedule.entry_rows)
         assert times <= {entries, 2 * entries} and entries in times  # the last tile of an odd number may come twice
     each = [sum(size for block, size in own.items() if block[1] == group) for group in range(schedule.num_groups)]
     if schedule.num_slices == 1 and schedule.num_launches == 1:
-        assert max(each) - min(each) <= config.n_tiles * config.unit_bytes
+        entries = sum(-(-count // schedule.entry_rows) for count in counts)
+        assert each == [config.n_tiles * config.unit_bytes * units for units in schedule.group_units(entries)]
+        assert max(each) - sum(each) / len(each) <= config.n_tiles * config.unit_bytes * max(1, schedule.slack + 1)
 
 
 def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
@@ -246,4 +266,24 @@ def test_every_product_has_a_schedule(places, experts, n, k):
     schedule = make_schedule(GroupedProblem(places, experts, n, k, k, 4, "bf16", 128))
     assert schedule.num_launches * schedule.max_entries >= GroupedProblem(
         places, experts, n, k, k, 4, "bf16", 128
-    ).max_entries(schedule.config.max_tokens)
+    ).max_entries(schedule.entry_rows)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 12, 14, 32, 56, 66, 131, 132, 224, 448, 4097, 46340])
+def test_quotients_are_exact(divisor, monkeypatch):
+    Machine().install(monkeypatch, moe_work)
+    of, most = moe_work.reciprocal(divisor), MOST_DIVIDED // divisor
+    counts = {0, 1, most} | {i * divisor + j for i in (1, 2, 7, most // divisor) for j in (-1, 0, 1)}
+    for count in filter(range(most + 1).__contains__, counts):
+        assert moe_work.quotient(count, of) == count // divisor
+
+
+@pytest.mark.parametrize(
+    "places, experts, n, k", [(8, 256, 4096, 7168), (65536, 8, 28672, 4096), (200000, 2, 8192, 64)]
+)
+def test_launches_count_no_further_than_quotients_hold(places, experts, n, k):
+    for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), 4, "bf16", 128), 8):
+        units = schedule.max_entries * schedule.num_blocks * schedule.slice_units + schedule.slice_units
+        assert units * max(schedule.num_groups, schedule.slice_units) <= MOST_DIVIDED
+        assert (schedule.max_entries + 1) * schedule.num_blocks * schedule.num_blocks <= MOST_DIVIDED
+        assert schedule.num_launches * schedule.max_entries >= places // 8 and schedule.max_entries >= 1

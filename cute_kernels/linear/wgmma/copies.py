@@ -138,6 +138,18 @@ class CopyingWarps:
                     self.copy_unit(operands, shape, memory, item, unit, stage)
                 stage, phase = advance(stage, phase, config.num_stages)
 
+    @cute.jit
+    def copy_part(self, operands, shape, memory, items, lane):
+        """As :meth:`copy_weights`, of a CTA that has a part of K of one tile."""
+        config = self.config
+        if lane == 0:
+            item = items.item(items.first)
+            stage, phase = Int32(0), Int32(1)
+            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                self.copy_unit(operands, shape, memory, item, unit, stage)
+                stage, phase = advance(stage, phase, config.num_stages)
+
     def copy_unit(self, operands, shape, memory, item, unit, stage):
         """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config

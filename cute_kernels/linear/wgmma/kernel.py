@@ -42,6 +42,7 @@ from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 
+BEGIN = 8  # number of the barrier that others are there, behind those of `.epilogue`
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 
@@ -121,18 +122,20 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
-        if warp == config.math_warps:
-            if lane == 0:
-                self.init_barriers(memory)
-        if const_expr(config.sharing > 1):
-            self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
+        if const_expr(config.pushes):
+            self.begin_part(memory, warp, lane)
+            self.take_roles_of_part(operands, shape, memory, items, copy_x, x_view, warp, lane)
         else:
-            cute.arch.sync_threads()
-        if const_expr(config.part_slots > 0):
-            cute.arch.cluster_arrive()
-        self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
-        if const_expr(config.sharing > 1):
-            self.leave_cluster()
+            if warp == config.math_warps:
+                if lane == 0:
+                    self.init_barriers(memory)
+            if const_expr(config.sharing > 1):
+                self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
+            else:
+                cute.arch.sync_threads()
+            self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+            if const_expr(config.sharing > 1):
+                self.leave_cluster()
 
     def meet_cluster(self):
         """Waits until all CTAs of the cluster have their barriers: what is fenced as such needs no other release.
@@ -160,6 +163,39 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             if warp == config.math_warps + 1:
                 self.copy_weights(operands, shape, memory, items)
 
+    # -- one part of K ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def begin_part(self, memory, warp, lane):
+        """Makes the barriers of a CTA that pushes; all know when they are there but the warp that makes them.
+
+        It asks for weights at once: of a launch of 6 us, 1 us would be over until all have met and found their items.
+        """
+        threads = self.config.num_threads
+        if warp == self.config.math_warps + 1:
+            if lane == 0:
+                self.init_barriers(memory)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=threads)
+        else:
+            cute.arch.barrier(barrier_id=BEGIN, number_of_threads=threads)
+        # CTAs of the cluster are to see nothing but barriers, which have a fence of their own: no fence of all memory.
+        cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def take_roles_of_part(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
+        config = self.config
+        if warp == config.math_warps + 1:
+            cute.arch.setmaxregister_decrease(config.copy_registers)
+            self.copy_part(operands, shape, memory, items, lane)
+        elif warp >= config.math_warps:
+            cute.arch.setmaxregister_decrease(config.copy_registers)
+            if warp == config.math_warps:
+                self.copy_activations(shape, memory, items, copy_x, x_view)
+        else:
+            cute.arch.setmaxregister_increase(config.math_registers)
+            self.multiply(operands, shape, memory, items, warp, lane)
+
     def allocate(self) -> Memory:
         return allocate(self.config, self.x_layout(), ELEMENTS[self.config.dtype], self.table_bytes)
 
@@ -168,6 +204,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items:
         config, rank = self.config, 0
+        if const_expr(config.pushes):
+            return Items(shape, cta, Int32(1), cta + 1, Int32(0), Int32(1), Int32(1), cluster=config.cluster)
         if const_expr(config.sharing > 1):
             cta, rank, num_ctas = cta // config.sharing, cta % config.sharing, num_ctas // config.sharing
         blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)

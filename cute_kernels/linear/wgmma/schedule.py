@@ -78,10 +78,12 @@ DIGIT_SHAPES = (
     (32, 4, 1, 2),
     (32, 4, 2, 1),
 )
-# (tokens, row_parts, cluster) of two warpgroups of 64 features whose parts of K are pushed, and (bits, dtype,
-# group_size, zero_point) of the weights that they were measured with.
-PUSH_SHAPES = ((32, 4, 2), (32, 4, 3), (16, 2, 3))
-PUSH_FORMATS = ((4, "bf16", 128, False),)
+# Of weights by (bits, dtype, group_size, zero_point): (tokens, row_parts, warpgroups of 64 features, cluster) of tiles
+# whose parts of K are pushed, as measured.
+PUSH_SHAPES = {
+    (4, "bf16", 128, False): ((32, 4, 2, 2), (32, 4, 2, 3), (16, 2, 2, 3)),
+    (8, "bf16", 128, False): ((32, 4, 2, 2), (32, 4, 1, 2), (16, 2, 2, 2), (16, 2, 1, 2)),
+}
 PUSH_UNIT_K = 128
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
@@ -184,8 +186,10 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
-    """A cluster for each tile; None if they do not all run at once."""
+    """A cluster for each tile; None if they do not all run at once, or rows of x that are pushed are not one tile."""
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, config.cluster, 0)
+    if config.pushes and schedule.token_tiles > 1:
+        return None
     return replace(schedule, num_ctas=schedule.num_items) if schedule.num_items <= problem.num_sms else None
 
 
@@ -290,21 +294,21 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations whose CTAs push parts of K."""
-    form = problem.bits, problem.dtype, problem.group_size, problem.zero_point
-    if problem.batch_invariant or form not in PUSH_FORMATS:
+    if problem.batch_invariant:
         return []
     configs = (
         of_format(
             problem,
             tokens=tokens,
             row_parts=row_parts,
+            warpgroups=warpgroups,
             unit_k=PUSH_UNIT_K,
             splits_k=True,
             cluster=cluster,
             pushes=True,
         )
-        for tokens, row_parts, cluster in PUSH_SHAPES
-        if tokens >= problem.m > tokens // 2
+        for tokens, row_parts, warpgroups, cluster in PUSH_SHAPES.get(form_of(problem), ())
+        if tokens >= problem.m and (tokens == SHAPES[-1][0] or problem.m > tokens // 2)
     )
     return implementable(configs)
 
@@ -351,11 +355,17 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
-    for form, (tokens, *_) in product(PUSH_FORMATS, PUSH_SHAPES):
-        configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
+    for form, shapes in PUSH_SHAPES.items():
+        for tokens, *_ in shapes:
+            configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
+
+
+def form_of(problem: Problem) -> tuple[int, str, int, bool]:
+    """What weights are told apart by."""
+    return problem.bits, problem.dtype, problem.group_size, problem.zero_point
 
 
 def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
