@@ -140,7 +140,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
     def meet_cluster(self):
         """Waits until all CTAs of the cluster have their barriers: what is fenced as such needs no other release.
 
-        An arrival that releases all that was written waits for the memory of the GPU, 1.6 us before the first copy.
+        An arrival that releases all that was written waits for the memory of the GPU, 1.1 us before the first copy.
         """
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()

@@ -1,6 +1,6 @@
 """Which configuration serves a product of many rows, and into how many items it is cut. Plain Python, no GPU.
 
-Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K. What an item takes is the
+Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. What an item takes is the
 slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of rows that x does not have.
 Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an H200's, fitted to measured
 times (tests/linear/measured.py, docs/design/weight_only_linear.md).
@@ -91,7 +91,7 @@ NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K.
+    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K or rows of x.
 
     Attributes:
         config: the compiled variant.

@@ -54,7 +54,7 @@ class Items:
     """The items of one CTA: every ``stride``-th; run-time integers.
 
     The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
-    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023). The parts of a tile follow one another, so
+    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along the tile's rows of x. The parts of a tile follow one another, so
     neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
     CTAs wait for each other.
 
@@ -98,19 +98,21 @@ class Items:
         rest = tile - band * per_band
         width = cutlass.min(self.band, self.token_tiles - band * self.band)
         block = rest // width
-        begin, end = Int32(0), shape.units
-        if not self.cuts_rows:
-            begin = split * shape.split_units
-            end = cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units)
+        begin = Int32(0) if self.cuts_rows else split * shape.split_units
         return Item(
             block=self.own(block),
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
-            end=end,
+            end=shape.units if self.cuts_rows else self.end(cut, begin),
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
             number=self.own(number),
         )
+
+    def end(self, cut, begin):
+        """Behind the last unit of what begins at ``begin``, a part of K if it is ``cut``."""
+        units = self.shape.units
+        return cutlass.select_(cut, cutlass.min(begin + self.shape.split_units, units), units)
 
     def own(self, number):
         """This CTA's of what those that share activations count as one."""
