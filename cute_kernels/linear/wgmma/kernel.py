@@ -89,8 +89,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
         out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles that are cut, splits - 1,
         block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; whole: tiles that are not
-        cut; splits: parts of K of the others, none of them empty, 1 unless the configuration splits K. activation,
-        out_kind: see `cute_kernels.linear.epilogue`.
+        cut, of CTAs that share activations together one; splits: parts of the others, of K, none of them empty, or of
+        rows of x, 1 unless the configuration cuts tiles. activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         copy_x, x_view = self.box_copy(x)
         shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))

@@ -1,9 +1,9 @@
 """Which configuration serves a product of many rows, and into how many items it is cut. Plain Python, no GPU.
 
-Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. What an item takes is the
-slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of rows that x does not have.
-Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an H200's, fitted to measured
-times (tests/linear/measured.py, docs/design/weight_only_linear.md).
+Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. What an
+item takes is the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of rows
+that x does not have. Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an H200's,
+fitted to measured times (tests/linear/measured.py, docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ class Items:
     """The items of one CTA: every ``stride``-th; run-time integers.
 
     The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
-    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along the tile's rows of x. The parts of a tile follow one another, so
-    neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
-    CTAs wait for each other.
+    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow
+    one another, so neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its
+    own: no two CTAs wait for each other.
 
     CTAs that share activations, ``sharing`` of them, have neighbouring blocks of one token tile and take their items
     together: they are counted as one, and ``blocks`` as many of theirs.
