@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.plan import make_tile_plan
+from cute_kernels.linear.plan import OUT_KINDS, make_tile_plan
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import DigitRowsSpec
@@ -44,6 +45,8 @@ ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LONG = (20_000, 512)  # many tiles, with several for each CTA
+MARGIN = 512  # elements before and behind an output that nobody may touch
+LARGE = ((700, 20_000, 512), (257, 1000, 2048), (1000, 33_800, 256))  # (m, n, k)
 
 
 def problem(m: int, n: int, k: int, bits: int = 4, dtype=torch.bfloat16, group=128, zero: bool = False) -> Problem:
@@ -59,6 +62,7 @@ def specs() -> list[KernelSpec]:
     configs = [make_tile_schedule(one).config for one in found]
     for m in (40, 300):
         configs += [schedule.config for schedule in tile_schedules(problem(m, 1000, 2048))]
+    configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem(m, n, k))]
     for m in INVARIANT_ROWS:
         configs += [make_tile_schedule(replace(problem(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
     for dtype, group in DIGIT_FORMATS:
@@ -107,11 +111,46 @@ def test_any_number_of_rows(n, k):
         assert_near(run(weight, x, out=out), exact_product(x, reference), SUMS)
 
 
-def launch(schedule: TileSchedule, weight, x: torch.Tensor) -> torch.Tensor:
-    out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
+def in_large_tiles(case: Problem) -> list[TileSchedule]:
+    """Schedules of tiles that TMA stores."""
+    return [schedule for schedule in tile_schedules(case) if schedule.config.bulk_stores]
+
+
+def launch(schedule: TileSchedule, weight, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if out is None:
+        out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0, out.data_ptr())
-    make_tile_plan(schedule, x.shape[0], torch.cuda.current_device()).run(x, addresses, weight.shape[0], 0, 2)
+    make_tile_plan(schedule, x.shape[0], torch.cuda.current_device()).run(
+        x, addresses, weight.shape[0], 0, OUT_KINDS[out.dtype]
+    )
     return out
+
+
+@pytest.mark.parametrize("m, n, k", LARGE)
+def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
+    """Whatever CTAs share, and whichever way a last round is cut; one-hot rows return the weights."""
+    reference = known(n, k, group_size=128)
+    packed = reference.pack()
+    weight, x = packed.to(CUDA), activations(m, k, torch.bfloat16)
+    exact = exact_product(x, reference)
+    inputs = (torch.arange(m) * 61 + 7) % k
+    one_hot = torch.zeros(m, k, dtype=torch.bfloat16)
+    one_hot[torch.arange(m), inputs] = 1
+    columns = packed.dequantize(torch.bfloat16)[:, inputs].T
+    schedules = in_large_tiles(problem(m, n, k))
+    assert any(one.config.sharing > 1 for one in schedules)
+    assert any(one.config.cuts_rows for one in schedules) == (n > 1000)
+    memory = torch.empty(m * n + 2 * MARGIN, device=CUDA, dtype=torch.bfloat16)
+    out = memory[MARGIN : MARGIN + m * n].view(m, n)
+    for schedule, rows in product(schedules, (x, one_hot.to(CUDA))):
+        memory.fill_(7.0)
+        out.fill_(math.nan)
+        launch(schedule, weight, rows, out)
+        if rows is x:
+            assert_near(out, exact, TOLERANCE[torch.bfloat16])
+        else:
+            assert torch.equal(out.cpu(), columns)
+        assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + m * n :] == 7.0)
 
 
 @pytest.mark.parametrize("m", DIGIT_ROWS)

@@ -407,3 +407,24 @@ PUSHED = {
     (8192, 28672, 24): (60.3, 58.9),
     (8192, 28672, 32): (59.8, 59.3),
 }
+
+# Large tiles that TMA stores, one launch between others on a cold L2, 2026-11-22: microseconds by (whether a last round
+# is cut along rows of x, CTAs that share activations, parts) of (n, k, bits, m).
+LARGE = {
+    (28672, 4096, 8, 512): {(True, 1, 2): 158.6, (False, 1, 2): 162.8, (False, 1, 1): 175.8},
+    (28672, 4096, 4, 512): {(True, 1, 2): 154.7, (False, 1, 2): 159.6, (False, 1, 1): 171.7},
+    (57344, 8192, 8, 256): {(True, 1, 2): 305.4, (False, 1, 2): 311.6, (False, 1, 1): 341.3},
+    (57344, 8192, 4, 256): {(True, 1, 2): 295.3, (False, 1, 2): 300.4, (False, 1, 1): 330.3},
+    (57344, 8192, 8, 2048): {
+        (True, 1, 2): 2742.6, (False, 2, 5): 2748.6, (False, 2, 3): 2749.4,
+        (False, 2, 1): 2790.2, (False, 1, 1): 2794.6,
+    },
+    (57344, 8192, 4, 2048): {
+        (True, 1, 2): 2653.8, (False, 2, 5): 2630.4, (False, 2, 3): 2640.5,
+        (False, 2, 1): 2689.2, (False, 1, 1): 2708.1,
+    },
+    (57344, 8192, 4, 4096): {
+        (True, 1, 2): 5332.4, (False, 2, 5): 5328.7, (False, 2, 3): 5288.1,
+        (False, 2, 1): 5354.7, (False, 1, 1): 5380.9,
+    },
+}  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma.compile import WgmmaSpec
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import STORE_TOKENS, WgmmaConfig
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.artifact import Artifact
 from tests import golden
@@ -57,6 +57,8 @@ def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
 
 
+STORED = WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, sharing=2, bulk_stores=True)
+IN_ROWS = WgmmaConfig(8, "bf16", 128, row_parts=2, num_stages=4, cuts_rows=True, bulk_stores=True)
 WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, num_stages=5),
     WgmmaConfig(4, "bf16", 32, True, num_stages=5),
@@ -68,6 +70,7 @@ WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
     WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, num_stages=3, splits_k=True, cluster=2),
     WgmmaConfig(4, "bf16", 128, num_stages=5, sharing=2),
+    STORED,
 ]
 EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
@@ -83,7 +86,9 @@ OPCODES = {
 def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     shipped = LinearSpec(LinearConfig(4, "bf16", 128))
-    default_cache().artifacts([shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, *OPCODES))], ARCH)
+    default_cache().artifacts(
+        [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *OPCODES))], ARCH
+    )
 
 
 def compiled_apart(spec: WgmmaSpec) -> Artifact:
@@ -135,6 +140,19 @@ def test_shared_activations_are_multicast(tmp_path):
     copies = [opcode for opcode in opcodes if opcode.startswith("UTMALDG")]
     assert len(copies) == 1 and "MULTICAST" in copies[0]
     assert sum(opcode.startswith("UCGABAR_ARV") for opcode in opcodes) == 2
+    # Only who leaves waits for memory of the GPU: who meets would do so before the first copy.
+    assert opcodes.count("MEMBAR.ALL.GPU") == 1
+
+
+@pytest.mark.parametrize("config", [STORED, IN_ROWS], ids=lambda config: config.name)
+def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
+    """One instruction for each box; a loop of MMAs for each number of a tile's parts of rows, none of them spilling."""
+    spec = WgmmaSpec(config)
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.row_parts
+    opcodes = [opcode for _, opcode, _ in machine_code.instructions(compiled_apart(spec).object_code, tmp_path)]
+    assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == config.tokens // STORE_TOKENS
 
 
 def test_an_early_write_is_seen():

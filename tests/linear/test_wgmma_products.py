@@ -13,12 +13,12 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import epilogue, kernel, reading, synchronous
-from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
+from cute_kernels.linear.wgmma import box_stores, epilogue, kernel, reading, synchronous
+from cute_kernels.linear.wgmma.config import BOX_K, STORE_BUFFERS, STORE_BYTES, STORE_TOKENS, WgmmaConfig
 from layouts import banks
 from layouts.weights import hopper
 from tests.attention import warp as machine
-from tests.linear.warpgroup import WarpgroupWarp, put_box
+from tests.linear.warpgroup import WarpgroupWarp, put_box, take_box
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 X, CODES, SCALES, ZEROS, STAGING = 0, 1 << 16, 5 << 15, 6 << 15, 7 << 15  # in shared memory
@@ -45,6 +45,13 @@ SYNCHRONOUS = [
     WgmmaConfig(4, "fp16", 0, tokens=16, unit_k=128, num_stages=2, synchronous=True),
     WgmmaConfig(8, "bf16", 128, True, tokens=16, m_tiles=2, unit_k=128, num_stages=2, synchronous=True),
     WgmmaConfig(8, "fp16", 0, True, tokens=16, unit_k=64, num_stages=2, synchronous=True),
+]
+
+BULK = [
+    WgmmaConfig(4, "bf16", 128, num_stages=2, bulk_stores=True),
+    WgmmaConfig(8, "bf16", 128, num_stages=2, bulk_stores=True),
+    WgmmaConfig(4, "fp16", 128, True, tokens=128, unit_k=128, num_stages=2, bulk_stores=True),
+    WgmmaConfig(4, "bf16", 0, tokens=256, num_stages=2, bulk_stores=True),
 ]
 
 
@@ -92,7 +99,7 @@ class Machine:
         scales = weight.scales.view(torch.uint8).numpy().reshape(-1)
         zeros = weight.zeros.numpy().reshape(-1) if weight.zeros is not None else np.zeros(0, np.uint8)
         self.gpu = WarpgroupWarp(self.shared, np.concatenate([scales, zeros]))
-        self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, synchronous)
+        self.gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, synchronous, box_stores)
         self.operands = SimpleNamespace(scales=0, zeros=scales.size)
         self.subject = kernel.WgmmaKernel(config)
         self.subject.release = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,6 +155,23 @@ class Machine:
                     found[start : start + config.chunk_tokens, first : first + 32] = part.view(
                         DTYPES[config.dtype]
                     ).double()
+        return found
+
+    def boxes(self) -> np.ndarray:
+        """[tokens, block_rows]: as :meth:`stage`, box by box as TMA takes them out of their buffers."""
+        config = self.config
+        found = np.zeros((config.tokens, config.block_rows))
+        for group in range(config.warpgroups):
+            warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
+            for number in range(config.tokens // STORE_TOKENS):
+                offset = number % STORE_BUFFERS * STORE_BYTES
+                for warp, sums in warps:
+                    store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
+                    self.subject.epilogue.boxes.stage(store, sums, number * STORE_TOKENS // 2, offset)
+                bits = take_box(self.shared, STAGING + offset, STORE_TOKENS)
+                box = torch.from_numpy(bits.view(np.int16)).view(DTYPES[config.dtype]).double().numpy()
+                rows = slice(64 * group, 64 * (group + 1))
+                found[number * STORE_TOKENS : (number + 1) * STORE_TOKENS, rows] = box
         return found
 
     def staged(self, packed: bool) -> np.ndarray:
@@ -224,3 +248,32 @@ def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig
     assert len(subject.gpu.accesses) > 32
     for access in subject.gpu.accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
+
+
+@pytest.mark.parametrize("config", BULK, ids=lambda config: config.name)
+def test_boxes_are_what_tma_stores(config: WgmmaConfig, monkeypatch):
+    """One-hot rows of x come out as the weights, and nobody waits for banks."""
+    weight = make_weight(config)
+    x = torch.zeros(config.tokens, config.unit_k, dtype=weight.dtype)
+    inputs = (torch.arange(config.tokens) * 5 + 3) % config.unit_k
+    x[torch.arange(config.tokens), inputs] = 1
+    subject = Machine(config, weight, x, monkeypatch)
+    wanted = weight.dequantize(weight.dtype)[:, inputs].T.double().numpy()
+    assert np.array_equal(subject.boxes(), wanted)
+    stores = [access for access in subject.gpu.accesses if access.kind == "stmatrix"]
+    assert len(stores) == config.tokens // 16 * config.math_warps
+    for access in stores:
+        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
+
+
+@pytest.mark.parametrize("config", BULK, ids=lambda config: config.name)
+def test_a_buffer_is_free_when_the_next_box_is_put_there(config: WgmmaConfig):
+    """Also that of the next tile's first box: buffers are taken in turn over all tiles."""
+    boxes = config.tokens // STORE_TOKENS
+    assert boxes % STORE_BUFFERS == 0 and STORE_BUFFERS * STORE_BYTES <= config.staging_bytes
+    assert config.staging_bytes % 1024 == 0
+    in_flight: list[int] = []  # buffers of boxes that may not have left yet, the oldest first
+    for number in (number for _ in range(3) for number in range(boxes)):
+        in_flight = in_flight[max(len(in_flight) - (STORE_BUFFERS - 1), 0) :]  # what the wait leaves
+        assert number % STORE_BUFFERS not in in_flight
+        in_flight.append(number % STORE_BUFFERS)

@@ -25,6 +25,13 @@ def put_box(shared: np.ndarray, start: int, box: np.ndarray) -> None:
     shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2] = box
 
 
+def take_box(shared: np.ndarray, start: int, num_rows: int) -> np.ndarray:
+    """What TMA finds in a box of 16-bit elements, [num_rows, 64]."""
+    assert start % SWIZZLE_BYTES == 0
+    rows, columns = np.indices((num_rows, 64))
+    return shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2]
+
+
 @dataclass
 class WarpgroupWarp(LinearWarp):
     """Also stands for `cute_kernels.device.wgmma`; MMAs are done at once, and registers may not be changed early."""

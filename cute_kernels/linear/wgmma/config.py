@@ -21,6 +21,9 @@ SHARINGS = (1, 2)
 MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
 CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else is said
+STORE_TOKENS = 64  # rows of x of a box of results,
+STORE_BYTES = STORE_TOKENS * 2 * TILE_N  # of 64 features in 16 bits
+STORE_BUFFERS = 2  # of boxes: one is stored while the next is put together
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -66,6 +69,8 @@ class WgmmaConfig:
             the others' to them; for few rows. See `.cluster_parts`.
         sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
             brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
+        cuts_rows: whether the tiles of a last round are cut into the parts of their rows of x, instead of along K.
+        bulk_stores: whether results leave by TMA, where they are plain and in 16 bits. See `.box_stores`.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale sums; for few rows.
         digits: whether x comes as two digits of 8 bits and a scale for each row and `DIGIT_GROUP` inputs, and products
             are those of bytes, exact in int32; for few rows. See `cute_kernels.linear.wgmma.digits`.
@@ -89,6 +94,8 @@ class WgmmaConfig:
     cluster: int = 1
     pushes: bool = False
     sharing: int = 1
+    cuts_rows: bool = False
+    bulk_stores: bool = False
     synchronous: bool = False
     digits: bool = False
     ahead: bool = False
@@ -263,7 +270,8 @@ class WgmmaConfig:
     @property
     def staging_bytes(self) -> int:
         """Staging buffer of a warpgroup."""
-        return self.chunk_tokens * self.staging_pitch
+        size = self.chunk_tokens * self.staging_pitch
+        return -(-size // BOX_ALIGNMENT) * BOX_ALIGNMENT if self.bulk_stores else size
 
     @property
     def sum_bytes(self) -> int:
@@ -302,10 +310,11 @@ class WgmmaConfig:
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
         parts = f"p{self.row_parts}" if self.row_parts > 1 else ""
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
-        split = "_split" if self.splits_k else ""
+        split = "_split" if self.splits_k else "_rows" if self.cuts_rows else ""
         if self.cluster > 1:
             split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
         split += f"_share{self.sharing}" if self.sharing > 1 else ""
+        split += "_bulk" if self.bulk_stores else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
         groups += "ahead" if self.ahead else ""
         groups += f"f{self.in_flight}" if self.in_flight > 1 else ""
@@ -350,10 +359,8 @@ class WgmmaConfig:
             return f"{self.tokens} tokens of {self.m_tiles} tiles are more sums than a thread has registers for"
         if problem := self.cluster_problem():
             return problem
-        if self.sharing > 1 and (self.splits_k or self.cluster > 1 or self.row_parts > 1):
-            return f"{self.sharing} CTAs that share activations want tiles in one part, of K and of rows"
-        if self.sharing > 1 and (self.synchronous or self.digits):
-            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
+        if problem := self.tile_problem():
+            return problem
         if self.synchronous and self.tokens * self.warpgroups > SYNCHRONOUS_TOKENS:
             most = SYNCHRONOUS_TOKENS // self.warpgroups
             return f"{self.tokens} tokens are more than the {most} of {self.warpgroups} synchronous warpgroups"
@@ -371,6 +378,23 @@ class WgmmaConfig:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None
+
+    def tile_problem(self) -> str | None:
+        """Why tiles cannot be shared, cut along rows, or stored as the configuration says, or None."""
+        plain = not (self.synchronous or self.digits) and self.cluster == 1
+        if self.sharing > 1 and (self.cluster > 1 or (self.row_parts > 1 and not self.cuts_rows)):
+            return f"{self.sharing} CTAs that share activations want tiles that no cluster cuts and rows in one part"
+        if self.sharing > 1 and not plain:
+            return f"{self.sharing} CTAs share activations only for MMAs of warpgroups, not in digits"
+        if self.cuts_rows and (self.row_parts == 1 or self.splits_k or not plain):
+            return (
+                f"tiles are cut along rows into more than {self.row_parts} part, not along K, not in digits or clusters"
+            )
+        if self.bulk_stores and not (plain and self.own_tokens % (STORE_BUFFERS * STORE_TOKENS) == 0):
+            return f"TMA stores {STORE_BUFFERS * STORE_TOKENS} tokens at a time, not of digits or clusters"
+        if self.bulk_stores and self.staging_bytes < STORE_BUFFERS * STORE_BYTES:
+            return f"{self.staging_bytes} bytes of staging are less than {STORE_BUFFERS} boxes of {STORE_BYTES}"
         return None
 
     def cluster_problem(self) -> str | None:

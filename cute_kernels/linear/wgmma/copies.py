@@ -109,7 +109,12 @@ class CopyingWarps:
 
     def rows_of(self, shape, item) -> tuple[Any, Any]:
         """The first row of x of an item, and what is behind the last that its tile may have."""
-        return item.token_tile * self.config.tokens, shape.m
+        first = item.token_tile * self.config.tokens
+        if const_expr(self.config.cuts_rows):
+            part = self.config.part_tokens
+            first = first + item.split * part
+            return first, cutlass.min(shape.m, cutlass.select_(item.splits > 1, first + part, shape.m))
+        return first, shape.m
 
     def x_scale_shift(self, item):
         """How many scales of x lie between the last multiple of 16 bytes and an item's first one."""

@@ -11,11 +11,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
+from cute_kernels.linear.wgmma.box_stores import BoxStores
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
 from cute_kernels.sm90 import EMPTY_WORD
 from layouts.weights.hopper import TILE_N
@@ -56,6 +57,7 @@ class TileEpilogue:
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
+        self.boxes = BoxStores(config)
         self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
@@ -65,8 +67,11 @@ class TileEpilogue:
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
-            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
-                self.store_packed(operands, shape, store, corner, sums, first, chunk)
+            if const_expr(self.config.bulk_stores):
+                self.boxes.store(operands, store, corner, sums, first)
+            else:
+                for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
+                    self.store_packed(operands, shape, store, corner, sums, first, chunk)
         elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
             for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):

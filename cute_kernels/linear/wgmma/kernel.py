@@ -89,12 +89,14 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
         out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [tiles that are cut, splits - 1,
         block_rows * tokens], every word EMPTY before and after. units: padded K / unit_k; whole: tiles that are not
-        cut; splits: parts of K of the others, none of them empty, 1 unless the configuration splits K. activation,
-        out_kind: see `cute_kernels.linear.epilogue`.
+        cut, of CTAs that share activations together one; splits: parts of the others, of K, none of them empty, or of
+        rows of x, 1 unless the configuration cuts tiles. activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         copy_x, x_view = self.box_copy(x)
         shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
+        if const_expr(self.config.bulk_stores):
+            operands = self.epilogue.boxes.operands(operands, shape.m, n)
         self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
     def launch_options(self, num_ctas, stream) -> dict[str, Any]:
@@ -133,10 +135,18 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 cute.arch.sync_threads()
             self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
             if const_expr(config.sharing > 1):
-                self.meet_cluster()  # a CTA's memory stays until others have arrived there for the last time
+                self.leave_cluster()
 
     def meet_cluster(self):
-        """Waits for all threads of the cluster."""
+        """Waits until all CTAs of the cluster have their barriers: what is fenced as such needs no other release.
+
+        An arrival that releases all that was written waits for the memory of the GPU, 1.1 us before the first copy.
+        """
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+    def leave_cluster(self):
+        """Waits until nobody arrives in this CTA's memory any more."""
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -210,6 +220,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
             sharing=config.sharing,
             rank=rank,
+            cuts_rows=config.cuts_rows,
         )
 
     # -- products -----------------------------------------------------------------------------------------------------
@@ -294,10 +305,12 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             else:
                 if const_expr(config.splits_k):
                     self.epilogue.combine(operands, store, item, sums)
-                if item.split == item.splits - 1:
+                if (item.split == item.splits - 1) | const_expr(config.cuts_rows):
                     for i in cutlass.range_constexpr(config.m_tiles):
                         corner = self.corner(shape, item, first_tile + i)
                         self.epilogue.run(operands, shape, store, corner, sums, i * tile_sums)
+        if const_expr(config.bulk_stores):
+            self.epilogue.boxes.finish()
 
     def corner(self, shape, item, index, token=0) -> Corner:
         """Where the ``index``-th tile of an item's block belongs in the output, from its ``token``-th row of x on."""

@@ -48,7 +48,8 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
     x_scales = Int32(0)
     if const_expr(config.digits):
         x_scales = smem.allocate(config.x_scale_bytes, byte_alignment=128).toint()
-    staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=128)
+    alignment = BOX_ALIGNMENT if config.bulk_stores else 128
+    staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=alignment)
     parts = Int32(0)
     if const_expr(config.parts_bytes):
         parts = smem.allocate(config.parts_bytes, byte_alignment=128).toint()

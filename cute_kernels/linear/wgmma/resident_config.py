@@ -103,6 +103,8 @@ class ResidentConfig(WgmmaConfig):
             "digits": (True,),
             "zero_point": (False,),
             "synchronous": (False,),
+            "bulk_stores": (False,),
+            "cuts_rows": (False,),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)

@@ -1,9 +1,9 @@
 """Which configuration serves a product of many rows, and into how many items it is cut. Plain Python, no GPU.
 
-Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K. What an item takes is the
-slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of rows that x does not have.
-Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an H200's, fitted to measured
-times (tests/linear/measured.py, docs/design/weight_only_linear.md).
+Every CTA takes a tile in each round; the tiles of a last, incomplete round are cut along K or along rows of x. What an
+item takes is the slowest of four: the tensor cores, decoding, the memory's rate for weights, the filling in of rows
+that x does not have. Small tiles waste decoding, large ones the last round; see `efficiency`. The rates are an H200's,
+fitted to measured times (tests/linear/measured.py, docs/design/weight_only_linear.md).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS = 20, 0.25, 10
 FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
+BULK_START_CLOCKS, BULK_ITEM_CLOCKS = 1100, 2200  # where TMA stores: beyond the start, and instead of the item's
 COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
@@ -68,10 +69,11 @@ SHAPES = (
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
 )
-# Tiles of CTAs that share activations, where no K is cut: less is read from L2, which counts under the power limit.
-SHARED_TOKENS = 256
+LARGE_TOKENS = 256  # of tiles whose results may leave by TMA, and whose last round may be cut along rows of x
+ROW_CUTS = 2
+# Those of CTAs that share activations: less is read from L2, which counts under the power limit.
 SHARING = 2
-SHARING_GAIN = 0.03  # of a unit's time: up to 0.02 in a launch between others, 0.05 in launches of the same kind
+SHARING_GAIN = 0.02  # of a unit's time, in a launch between others; 0.05 in launches of the same kind
 SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
 # The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows.
 MOST_DIGIT_ROWS = 24
@@ -96,14 +98,14 @@ NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K.
+    """How one launch is laid out: tiles of the output, those of a last, incomplete round cut along K or rows of x.
 
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features.
         token_tiles: tiles of rows of x.
         units: of the padded K.
-        splits: parts of K of a tile that is cut, none of them empty.
+        splits: parts of a tile that is cut, of K, none of them empty, or of its rows of x.
         num_ctas: that run.
         whole: tiles that are not cut.
     """
@@ -137,9 +139,10 @@ class TileSchedule:
     @property
     def workspace_words(self) -> int:
         """fp32 words of partial sums."""
-        if self.config.cluster > 1:
-            return 0  # they meet in shared memory
-        return self.num_tiles_cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
+        if self.config.cluster > 1 or self.config.cuts_rows:
+            return 0  # they meet in shared memory, or nowhere
+        cut = self.num_tiles_cut * self.config.sharing
+        return cut * (self.splits - 1) * self.config.block_rows * self.config.tokens
 
 
 def efficiency(items: int, ctas: int) -> float:
@@ -173,19 +176,20 @@ def schedule_of(problem: Problem, config: WgmmaConfig, splits: int = 1) -> TileS
     Whole rounds of all CTAs are of whole tiles. CTAs that share activations have an item together.
     """
     units = problem.k_pad // config.unit_k
-    if -(-units // -(-units // splits)) != splits:
+    if splits != config.row_parts if config.cuts_rows else -(-units // -(-units // splits)) != splits:
         return None
     if config.cluster > 1:
         return cluster_schedule_of(problem, config, units) if splits == config.cluster else None
-    if splits > 1 and config.sharing > 1:
+    if splits > 1 and not (config.splits_k or config.cuts_rows):
         return None
+    teams = problem.num_sms // config.sharing
     schedule = TileSchedule(config, problem.num_tiles, -(-problem.m // config.tokens), units, splits, 0)
     if splits > 1:
-        schedule = replace(schedule, whole=schedule.num_tiles_cut // problem.num_sms * problem.num_sms)
-        if not schedule.num_tiles_cut:
+        schedule = replace(schedule, whole=schedule.num_tiles_cut // teams * teams)
+        # Of fewer rows than those of a round smaller tiles have units of more inputs.
+        if not schedule.num_tiles_cut or (config.cuts_rows and not schedule.whole):
             return None
-    teams = min(problem.num_sms // config.sharing, schedule.num_items)
-    return replace(schedule, num_ctas=teams * config.sharing)
+    return replace(schedule, num_ctas=min(teams, schedule.num_items) * config.sharing)
 
 
 def cluster_schedule_of(problem: Problem, config: WgmmaConfig, units: int) -> TileSchedule | None:
@@ -205,17 +209,21 @@ def estimate_us(problem: Problem, schedule: TileSchedule) -> float:
         if isinstance(config, ResidentConfig):
             start = resident_start_clocks(problem, config, schedule.split_units, schedule.units)
         return (START_CLOCKS + start + digit_clocks(schedule, unit)) / CLOCKS_PER_US
-    clocks = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_CLOCKS)
-    part = schedule.split_units * unit + (ITEM_CLOCKS if config.pushes else ITEM_CLOCKS / config.cluster)
+    item = BULK_ITEM_CLOCKS if config.bulk_stores else ITEM_CLOCKS
+    clocks = -(-schedule.whole // resident) * (schedule.units * unit + item)
+    part = schedule.split_units * unit + (item if config.pushes else item / config.cluster)
+    if config.cuts_rows:
+        part = schedule.units * unit_clocks(problem, in_small_tiles(schedule)) + item / config.row_parts
     if config.pushes:
         part += PUSH_CLOCKS
     elif config.cluster > 1:
         others = config.cluster - 1
         part += JOIN_CLOCKS + JOIN_SUM_CLOCKS * others * config.own_tokens / 2
-    elif schedule.splits > 1:
+    elif schedule.splits > 1 and not config.cuts_rows:
         part += COMBINE_CLOCKS + COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     clocks += -(-schedule.num_tiles_cut * schedule.splits // resident) * part
     clocks += SHARING_CLOCKS if config.sharing > 1 else 0
+    clocks += BULK_START_CLOCKS if config.bulk_stores else 0
     return (START_CLOCKS + clocks) / CLOCKS_PER_US
 
 
@@ -228,6 +236,13 @@ def digit_clocks(schedule: TileSchedule, unit: float) -> float:
     if schedule.splits > 1 and not config.pushes:
         part += DIGIT_COMBINE_CLOCKS + DIGIT_COMBINE_PART_CLOCKS * config.thread_sums * (schedule.splits - 1)
     return clocks + -(-schedule.num_tiles_cut * schedule.splits // resident) * part
+
+
+def in_small_tiles(schedule: TileSchedule) -> TileSchedule:
+    """The schedule with its tiles' parts of rows for tiles."""
+    config = schedule.config
+    small = replace(config, tokens=config.part_tokens, row_parts=1, cuts_rows=False)
+    return replace(schedule, config=small, token_tiles=schedule.token_tiles * config.row_parts)
 
 
 def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
@@ -278,9 +293,16 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
         # A tile half as large would do for the rows there are.
         if config.can_implement() is None and (tokens == SHAPES[-1][0] or problem.m > tokens // 2):
             configs.append(config)
-            if tokens == SHARED_TOKENS and cluster == 1:
-                configs.append(with_ring(replace(config, splits_k=False, sharing=SHARING)))
+            if tokens == LARGE_TOKENS and cluster == 1:
+                configs += large_configs(config)
     return configs + push_configs(problem) + digit_configs(problem) + resident_configs(problem)
+
+
+def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
+    """Large tiles that TMA stores: alone, of CTAs that share activations, and with a last round cut along rows of x."""
+    stored = replace(config, bulk_stores=True)
+    in_rows = replace(stored, splits_k=False, cuts_rows=True, row_parts=ROW_CUTS)
+    return [with_ring(one) for one in (stored, replace(stored, sharing=SHARING), in_rows)]
 
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:

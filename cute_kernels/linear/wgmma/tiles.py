@@ -36,9 +36,9 @@ class Item:
     token_tile: Any
     begin: Any  # units
     end: Any
-    split: Any  # which part of K,
+    split: Any  # which part of K, or of the tile's rows,
     splits: Any  # of how many
-    number: Any  # of the tile among those that are cut
+    number: Any  # of the tile among those of all CTAs that are cut
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Items:
     """The items of one CTA: every ``stride``-th; run-time integers.
 
     The first tiles are computed whole, as many as there are rounds of all CTAs; what would be a last, incomplete round
-    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023). The parts of a tile follow one another, so
-    neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its own: no two
-    CTAs wait for each other.
+    is cut along K (the hybrid schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile follow
+    one another, so neighbouring CTAs have them at the same time, and whoever waits for parts waits for items before its
+    own: no two CTAs wait for each other.
 
     CTAs that share activations, ``sharing`` of them, have neighbouring blocks of one token tile and take their items
     together: they are counted as one, and ``blocks`` as many of theirs.
@@ -69,6 +69,7 @@ class Items:
     band: Any
     sharing: int = 1
     rank: Any = 0  # among those that share
+    cuts_rows: bool = False  # tiles, into parts of their rows of x, not along K
     cluster: int = 1
 
     def item(self, index) -> Item:
@@ -89,16 +90,25 @@ class Items:
         rest = tile - band * per_band
         width = cutlass.min(self.band, self.token_tiles - band * self.band)
         block = rest // width
-        begin = split * shape.split_units
+        begin = Int32(0) if self.cuts_rows else split * shape.split_units
         return Item(
-            block=block if self.sharing == 1 else block * self.sharing + self.rank,
+            block=self.own(block),
             token_tile=Int32(band * self.band + rest - block * width),
             begin=begin,
-            end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
+            end=shape.units if self.cuts_rows else self.end(cut, begin),
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
-            number=number,
+            number=self.own(number),
         )
+
+    def end(self, cut, begin):
+        """Behind the last unit of what begins at ``begin``, a part of K if it is ``cut``."""
+        units = self.shape.units
+        return cutlass.select_(cut, cutlass.min(begin + self.shape.split_units, units), units)
+
+    def own(self, number):
+        """This CTA's of what those that share activations count as one."""
+        return number if self.sharing == 1 else number * self.sharing + self.rank
 
 
 def parts_with(config: WgmmaConfig, rows):
@@ -106,4 +116,5 @@ def parts_with(config: WgmmaConfig, rows):
     if config.row_parts == 1:
         return Int32(1)
     bits = config.part_tokens.bit_length() - 1
-    return cutlass.min((rows + (config.part_tokens - 1)) >> bits, config.row_parts)
+    present = cutlass.min((rows + (config.part_tokens - 1)) >> bits, config.row_parts)
+    return cutlass.max(present, 1) if config.cuts_rows else present
