@@ -18,6 +18,7 @@ from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import addresses_of, launch_routing
+from cute_kernels.moe.layer import moe_plan_of
 from cute_kernels.moe.plan import GroupedPlan, make_product_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule
@@ -269,6 +270,7 @@ def forget() -> None:
     """What was decided with other tables."""
     tables.tables.cache_clear()
     plan.plan_of.cache_clear()
+    moe_plan_of.cache_clear()
     ops._plans.clear()
 
 
