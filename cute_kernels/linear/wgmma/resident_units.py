@@ -17,12 +17,9 @@ from cutlass import Int32, const_expr
 from cute_kernels.device import wgmma
 from cute_kernels.linear.wgmma.config import MMA_TOKENS
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
-from cute_kernels.linear.wgmma.reading import Lane
+from cute_kernels.linear.wgmma.reading import Lane, ReadingWarps
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES
-
-if TYPE_CHECKING:
-    from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,28 @@ class ResidentLane(Lane):
     fits: Any  # whether all of x that the CTA needs is made at once, before the first item
 
 
+class ResidentWarps(ReadingWarps):
+    """The part of a kernel that these units are made and read by: see `.resident_kernel.ResidentKernel`."""
+
+    if TYPE_CHECKING:
+
+        def bring_units(self, place: ResidentLane, first, begin, end, tokens: int) -> None:
+            """Asks for x of units [begin, end), as the ``first`` of those there is room for."""
+
+        def make_units(self, place: ResidentLane, memory, begin, end, x_phase, tokens: int) -> None:
+            """Digits of units [begin, end), once x has come."""
+
+        def meet(self) -> None:
+            """Waits for all multiplying warps."""
+
+        def first_resident(self, item) -> Any:
+            """The first unit that an item's CTA has the digits of."""
+
+
 class ResidentUnits(AheadUnits):
     """What a multiplying warpgroup does with the units of an item whose digits its CTA makes."""
 
-    kernel: ResidentKernel
+    kernel: ResidentWarps
     config: ResidentConfig
 
     @cute.jit
