@@ -6,7 +6,7 @@ them together; :func:`cute_kernels.attention.call.check_device_values` is what w
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -195,9 +195,9 @@ def check_positive(name: str, value: Any) -> None:
     """
     if value is None:
         return
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, want None or a number")
-    if not 0 < value < math.inf:
+    if not 0 < value <= sys.float_info.max:  # an int may be beyond all floats, too
         raise ValueError(f"{name}: got {value}, want None or a positive finite number")
 
 

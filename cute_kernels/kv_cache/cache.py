@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cute_kernels import attention
-from cute_kernels.arguments import check_count, check_tensors, device_of, is_one_of
+from cute_kernels.arguments import check_count, check_floating, device_of, is_one_of
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.memory import MemoryReport
@@ -328,6 +328,8 @@ class KVCache:
 
     def _check_step(self, layer: int, batch: Batch) -> None:
         self._check_layer(layer)
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch: got {type(batch).__name__}, want a Batch, as from make_batch")
         if batch.version != self._pages.version:
             raise ValueError("batch: sequences have changed since its last update; want batch.update(...) before")
         if self._needs_scales and layer not in self._layers_with_scales:
@@ -339,8 +341,7 @@ class KVCache:
             raise ValueError(f"batch: the new tokens of {batch.shared!r} lie in pages that it shares; extend it first")
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: got {layer}, want 0 to {self.num_layers - 1}")
+        check_count("layer", layer, 0, self.num_layers - 1)
 
     def _make_scales(self, form: KvFormat, head_dim: int) -> torch.Tensor | None:
         """All layers' scales of a format that keeps them beside the cache, to be set; None for others."""
@@ -370,7 +371,7 @@ def _checked_scale(
     want = tuple(held.shape[1:])
     if scale is None:
         raise ValueError(f"{name}: got None, want {list(want)} for {form.name}")
-    check_tensors(**{name: scale})
+    check_floating(**{name: scale})
     flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
     if tuple(scale.shape) not in (want, flat):
         raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")

@@ -99,6 +99,8 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("scale-negative", {"softmax_scale": -0.1}, ValueError, r"softmax_scale: got -0\.1"),
     ("scale-nan", {"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan"),
     ("scale-inf", {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf"),
+    ("scale-bool", {"softmax_scale": True}, TypeError, "softmax_scale: got bool, want None or a number"),
+    ("scale-huge", {"softmax_scale": 10**400}, ValueError, "softmax_scale: got 10+, want None or a positive finite"),
     ("scale-str", {"softmax_scale": "0.1"}, TypeError, "softmax_scale: got str, want None or a number"),
     # devices
     ("k-elsewhere", {"k_cache": rows(3, 12, 2, 80).to("meta")}, ValueError,

@@ -1,5 +1,7 @@
 """`KVCache`: what a model's layers see of it, and what it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -251,8 +253,17 @@ def test_refused_changes_change_nothing():
     ):
         with pytest.raises(ValueError, match=message):
             refused()
-    with pytest.raises(TypeError, match="num_tokens: got 1.5, want an int"):
-        cache.extend("a", 1.5)  # type: ignore[arg-type]
+    wrong: Any = cache
+    for refused, message in (
+        (lambda: wrong.extend("a", 1.5), "num_tokens: got 1.5, want an int"),
+        (lambda: wrong.allocate(["b"], 1), r"seq_id: got \['b'\], want what a dict takes as a key, a str or an int"),
+        (lambda: wrong.fork("a", ["b"]), r"new_id: got \['b'\], want what a dict takes"),
+        (lambda: wrong.free(["a"]), r"seq_id: got \['a'\], want what a dict takes"),
+        (lambda: wrong.extend(["a"]), r"seq_ids: got \['a'\], want what a dict takes"),
+        (lambda: wrong.extend_all(3), "seq_ids: got 3, want a sequence of those that the cache holds"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            refused()
     assert snapshot(cache) == before
 
 
@@ -270,6 +281,10 @@ def test_scales_are_asked_for_checked_and_kept_per_layer():
     ):
         with pytest.raises(ValueError, match=message):
             cache.set_scales(0, **wrong)
+    with pytest.raises(ValueError, match=r"v_scale: got a tensor without data \(meta\)"):
+        cache.set_scales(0, k_scale=k_scale, v_scale=v_scale.to("meta"))
+    with pytest.raises(TypeError, match=r"v_scale: got dtype torch.int64, want one of torch.bfloat16"):
+        cache.set_scales(0, k_scale=k_scale, v_scale=v_scale.long())
     cache.set_scales(0, k_scale=k_scale, v_scale=v_scale)
     cache.allocate("a", 1)
     batch.update(["a"])
@@ -325,6 +340,12 @@ def test_a_stale_batch_and_a_missing_layer_are_refused():
         cache.append(0, batch, tokens(1), tokens(1))
     with pytest.raises(ValueError, match="layer: got 2, want 0 to 1"):
         cache.attend(2, batch.update(["a"]), q)
+    wrong: Any = cache
+    for layer in (0.0, "0", True):
+        with pytest.raises(TypeError, match=f"layer: got {layer!r}, want an int"):
+            wrong.attend(layer, batch, q)
+    with pytest.raises(TypeError, match="batch: got str, want a Batch, as from make_batch"):
+        wrong.attend(0, "b", q)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
