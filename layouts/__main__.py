@@ -91,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 

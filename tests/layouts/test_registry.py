@@ -137,6 +137,7 @@ def test_draw_takes_a_layout(tmp_path):
         (["draw", "nothing", "-o", "x.svg"], "no entry is named nothing"),
         (["draw", "(4,8):", "-o", "x.svg"], "layout is '(4,8):'"),
         (["draw", "u4_f16", "-o", "x.png"], "ends in .svg or .html"),
+        (["draw", "u4_f16", "-o", "nowhere/x.svg"], "nowhere/x.svg cannot be written: No such file or directory"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, words):
