@@ -82,12 +82,11 @@ class PageTable:
 
     def __getitem__(self, seq_id: SeqId) -> SequencePages:
         """The sequence; ValueError if there is none, TypeError for what none is called."""
+        check_name("seq_id", seq_id)
         try:
             return self._sequences[seq_id]
         except KeyError:
             raise ValueError(f"seq_id: got {seq_id!r}, want one of the cache's {len(self)} sequences") from None
-        except TypeError:
-            raise no_name("seq_id", seq_id) from None
 
     @property
     def num_free(self) -> int:
@@ -226,8 +225,7 @@ class PageTable:
         return per_sequence("num_tokens", num_tokens, len(seq_ids))
 
     def _check_new(self, name: str, seq_id: SeqId) -> None:
-        if not isinstance(seq_id, Hashable):
-            raise no_name(name, seq_id)
+        check_name(name, seq_id)
         if seq_id in self._sequences:
             raise ValueError(f"{name}: got {seq_id!r}, which the cache already holds; want a new one")
 
@@ -254,9 +252,12 @@ def per_sequence(name: str, counts: int | Sequence[int], num_sequences: int) -> 
     return list(counts)
 
 
-def no_name(name: str, seq_id: object) -> TypeError:
-    """What is raised for what no sequence can be called."""
-    return TypeError(f"{name}: got {seq_id!r}, want what a dict takes as a key, a str or an int")
+def check_name(name: str, seq_id: object) -> None:
+    """Raises TypeError for what no sequence can be called."""
+    try:
+        hash(seq_id)
+    except TypeError:
+        raise TypeError(f"{name}: got {seq_id!r}, want what a dict takes as a key, a str or an int") from None
 
 
 def check_distinct(seq_ids: Sequence[SeqId]) -> None:
@@ -264,8 +265,7 @@ def check_distinct(seq_ids: Sequence[SeqId]) -> None:
     if not isinstance(seq_ids, Sequence):
         raise TypeError(f"seq_ids: got {seq_ids!r}, want a sequence of those that the cache holds")
     for seq_id in seq_ids:
-        if not isinstance(seq_id, Hashable):
-            raise no_name("seq_ids", seq_id)
+        check_name("seq_ids", seq_id)
     if len(set(seq_ids)) < len(seq_ids):
         twice = next(seq_id for number, seq_id in enumerate(seq_ids) if seq_id in seq_ids[:number])
         raise ValueError(f"seq_ids: got {twice!r} twice, want every sequence once")

@@ -63,37 +63,17 @@ class Cluster:
         return [Uint32(self.shared.view(np.uint32)[places // 4 + i]) for i in range(count)]
 
 
+def pushing(bits: int, tokens: int, cluster: int, **choices) -> WgmmaConfig:
+    tile = {"tokens": tokens, "row_parts": tokens // 8, "unit_k": 128, "num_stages": 2}
+    return WgmmaConfig(bits, "bf16", 128, **tile, splits_k=True, cluster=cluster, pushes=True, **choices)
+
+
 CONFIGS = [
-    WgmmaConfig(
-        4,
-        "bf16",
-        128,
-        tokens=tokens,
-        row_parts=tokens // 8,
-        m_tiles=tiles,
-        unit_k=128,
-        num_stages=2,
-        digits=True,
-        splits_k=True,
-        cluster=cluster,
-        pushes=True,
-    )
+    pushing(4, tokens, cluster, m_tiles=tiles, digits=True)
     for tokens, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 2, 2), (32, 1, 2), (32, 2, 3))
 ]
 CONFIGS += [
-    WgmmaConfig(
-        8,
-        "bf16",
-        128,
-        tokens=tokens,
-        row_parts=tokens // 8,
-        warpgroups=warpgroups,
-        unit_k=128,
-        num_stages=2,
-        splits_k=True,
-        cluster=cluster,
-        pushes=True,
-    )
+    pushing(8, tokens, cluster, warpgroups=warpgroups)
     for tokens, warpgroups, cluster in ((16, 1, 2), (16, 2, 3), (32, 1, 3))
 ]
 

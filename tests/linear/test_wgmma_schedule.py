@@ -286,8 +286,9 @@ def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tokens, cluster, monk
     shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names})
     done = np.zeros((schedule.blocks, schedule.units), int)
     for cta in range(schedule.num_ctas):
-        items = tiles.Items(shape, cta, 0, 0, schedule.blocks, 1, 1, cluster=cluster)  # pyright: ignore[reportArgumentType]
-        item = items.item(cta)
+        items = tiles.ClusterItems(shape, cta, cluster)  # pyright: ignore[reportArgumentType]
+        (index,) = range(items.first, items.count, items.stride)
+        item = items.item(index)
         assert item.begin < item.end and (item.split, item.splits) == (cta % cluster, cluster)
         assert (item.block, item.token_tile) == (cta // cluster, 0)
         done[item.block, item.begin : item.end] += 1

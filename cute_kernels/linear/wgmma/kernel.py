@@ -37,7 +37,7 @@ from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
 from cute_kernels.linear.wgmma.reading import Lane, ReadingWarps, make_decoder
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
-from cute_kernels.linear.wgmma.tiles import Items, Shape
+from cute_kernels.linear.wgmma.tiles import ClusterItems, Items, Shape
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
@@ -93,11 +93,18 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         rows of x, 1 unless the configuration cuts tiles. activation, out_kind: see `cute_kernels.linear.epilogue`.
         """
         copy_x, x_view = self.box_copy(x)
-        shape = Shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
-        operands = Operands(Int64(0), codes, scales, zeros, bias, residual, out, workspace)
+        shape = self.make_shape(*self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind))
+        operands = Operands(self.x_address(x), codes, scales, zeros, bias, residual, out, workspace)
         if const_expr(self.config.bulk_stores):
             operands = self.epilogue.boxes.operands(operands, shape.m, n)
         self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
+
+    def make_shape(self, *sizes) -> Shape:
+        return Shape(*sizes)
+
+    def x_address(self, x) -> Int64:
+        """Of what warps load themselves: nothing of x, which comes by TMA."""
+        return Int64(0)
 
     def launch_options(self, num_ctas, stream) -> dict[str, Any]:
         config = self.config
@@ -202,10 +209,10 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
     def init_barriers(self, memory: Memory) -> None:
         init_barriers(self.config, memory)
 
-    def items_of(self, shape: Shape, cta, num_ctas) -> Items:
+    def items_of(self, shape: Shape, cta, num_ctas) -> Items | ClusterItems:
         config, rank = self.config, 0
         if const_expr(config.pushes):
-            return Items(shape, cta, Int32(1), cta + 1, Int32(0), Int32(1), Int32(1), cluster=config.cluster)
+            return ClusterItems(shape, cta, config.cluster)
         if const_expr(config.sharing > 1):
             cta, rank, num_ctas = cta // config.sharing, cta % config.sharing, num_ctas // config.sharing
         blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)

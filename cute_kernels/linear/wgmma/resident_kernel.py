@@ -26,7 +26,6 @@ from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES, ResidentRows
 from cute_kernels.linear.wgmma.resident_units import ResidentLane, ResidentUnits
-from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES
 
@@ -42,7 +41,10 @@ class ResidentShape(FewRowsShape):
 
 
 class ResidentKernel(FewRowsKernel):
-    """One compiled variant; :class:`.resident_config.ResidentConfig` says which."""
+    """One compiled variant; :class:`.resident_config.ResidentConfig` says which.
+
+    Takes what :class:`.kernel.WgmmaKernel` does, of at most a tile of rows of x; zeros are not used.
+    """
 
     config: ResidentConfig
 
@@ -51,33 +53,11 @@ class ResidentKernel(FewRowsKernel):
         self.digits = ResidentUnits(self)
         self.rows = ResidentRows(config)
 
-    @cute.jit
-    def __call__(  # type: ignore[override]
-        self,
-        x: cute.Tensor,
-        codes: Int64,
-        scales: Int64,
-        zeros: Int64,
-        bias: Int64,
-        residual: Int64,
-        out: Int64,
-        workspace: Int64,
-        n: Int32,
-        num_tiles: Int32,
-        units: Int32,
-        whole: Int32,
-        splits: Int32,
-        num_ctas: Int32,
-        activation: Int32,
-        out_kind: Int32,
-        stream,
-    ):
-        """As :class:`WgmmaKernel`, of at most a tile of rows of x; zeros are not used."""
-        sizes = self.sizes(x, n, num_tiles, units, whole, splits, activation, out_kind)
-        shape = ResidentShape(*sizes, fits=Int32(1))
-        operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        copy_x, x_view = self.box_copy(x)
-        self.kernel(operands, shape, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
+    def make_shape(self, *sizes) -> ResidentShape:
+        return ResidentShape(*sizes, fits=Int32(1))
+
+    def x_address(self, x) -> Int64:
+        return ptx.address(x)
 
     def x_layout(self):
         return self.boxes_layout(MMA_TOKENS, UNIT_BOXES * self.config.boxes)

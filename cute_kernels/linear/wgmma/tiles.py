@@ -55,9 +55,6 @@ class Items:
 
     Tiles are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
     reads few activations and each weight once per band.
-
-    Where CTAs of a cluster, ``cluster`` of them, push their parts of K, each has one part of a tile of all rows of x:
-    that takes none of the divisions which others have on the way to their first copy, some 100 clocks each.
     """
 
     shape: Shape
@@ -70,16 +67,9 @@ class Items:
     sharing: int = 1
     rank: Any = 0  # among those that share
     cuts_rows: bool = False  # tiles, into parts of their rows of x, not along K
-    cluster: int = 1
 
     def item(self, index) -> Item:
         shape = self.shape
-        if self.cluster > 1:
-            block = index // self.cluster
-            split = index - block * self.cluster
-            begin = split * shape.split_units
-            end = cutlass.min(begin + shape.split_units, shape.units)
-            return Item(Int32(block), Int32(0), begin, end, split, Int32(self.cluster), Int32(block))
         place = cutlass.max(index - shape.whole, 0)
         number = place // shape.splits
         cut = index >= shape.whole
@@ -109,6 +99,35 @@ class Items:
     def own(self, number):
         """This CTA's of what those that share activations count as one."""
         return number if self.sharing == 1 else number * self.sharing + self.rank
+
+
+@dataclass(frozen=True)
+class ClusterItems:
+    """As :class:`Items`, of CTAs that push parts of K: each has one, of a tile of all rows of x.
+
+    That takes none of the divisions which others have on the way to their first copy, some 100 clocks each.
+    """
+
+    shape: Shape
+    first: Any  # the CTA's number
+    cluster: int
+
+    @property
+    def count(self):
+        """Behind the CTA's only item."""
+        return self.first + 1
+
+    @property
+    def stride(self):
+        return Int32(1)
+
+    def item(self, index) -> Item:
+        shape = self.shape
+        block = index // self.cluster
+        split = index - block * self.cluster
+        begin = split * shape.split_units
+        end = cutlass.min(begin + shape.split_units, shape.units)
+        return Item(Int32(block), Int32(0), begin, end, split, Int32(self.cluster), Int32(block))
 
 
 def parts_with(config: WgmmaConfig, rows):
