@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,27 +12,22 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import few_rows, tiles
 from cute_kernels.linear.wgmma.schedule import digit_configs, schedule_of
 from cute_kernels.linear.work import RECIPROCAL_BITS
+from tests.linear import plain_items
 
 
 @pytest.mark.parametrize("n", [64, 1000, 8192, 57344])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 @pytest.mark.parametrize("whole", [0, 5])
 def test_items_are_those_of_one_tile_of_rows(n: int, splits: int, whole: int, monkeypatch):
-    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
-    for module in (few_rows, tiles):
-        monkeypatch.setattr(module, "cutlass", choose)
-        monkeypatch.setattr(module, "Int32", int)
-    monkeypatch.setattr(few_rows, "Int64", int)
+    plain_items.install(monkeypatch, few_rows)
     case = Problem(16, n, 2688, 2688, 4, "bf16", 128)
     config = next(one for one in digit_configs(case) if not one.pushes)
     schedule = schedule_of(case, config, splits)
     assert schedule is not None
     schedule = replace(schedule, whole=min(whole, schedule.num_tiles_cut))
-    names = ("whole", "splits", "split_units", "units")
     reciprocal = -(-(1 << RECIPROCAL_BITS) // splits)
-    shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names}, split_reciprocal=reciprocal)
-    known = tiles.Items(shape, 0, 1, schedule.num_items, schedule.blocks, 1, 1)  # pyright: ignore[reportArgumentType]
-    found = few_rows.FewRowsItems(shape, 0, 1, schedule.num_items)  # pyright: ignore[reportArgumentType]
+    shape = plain_items.shape_of(schedule, grid=plain_items.grid_of(schedule), split_reciprocal=reciprocal)
+    known, found = tiles.Items(shape, 0, 1), few_rows.FewRowsItems(shape, 0, 1, schedule.num_items)
     assert schedule.num_items > 0
     for index in range(schedule.num_items):
         assert found.item(index) == known.item(index)

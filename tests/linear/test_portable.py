@@ -29,7 +29,7 @@ from cute_kernels.linear.wgmma import epilogue, reading, tiles
 from cute_kernels.linear.wgmma import kernel as wgmma_kernel
 from layouts import banks
 from tests.attention import warp as machine
-from tests.linear import measured_portable
+from tests.linear import measured_portable, plain_items
 from tests.linear.cases import known
 from tests.linear.test_schedule import problems
 from tests.linear.warpgroup import WarpgroupWarp
@@ -81,10 +81,13 @@ class Launch:
         k_pad = weight.codes.shape[1] * config.tile_k
         units, num_tiles = k_pad // config.unit_k, weight.codes.shape[0]
         aligned = torch.nn.functional.pad(x, (0, -k % 8))
+        plain_items.install(monkeypatch)
+        blocks, token_tiles = -(-num_tiles // config.block_tiles), -(-m // config.tokens)
+        grid = tiles.TileGrid.of(blocks, token_tiles, 0, splits)
         self.shape = tiles.Shape(
             m=m, n=self.n, k=aligned.shape[1], num_tiles=num_tiles, units=units,
             scale_groups=k_pad // config.group_size if config.group_size else 1, whole=0, splits=splits,
-            split_units=-(-units // splits), activation=0, out_kind=0,
+            split_units=-(-units // splits), activation=0, out_kind=0, grid=grid,
         )  # fmt: skip
         parts = {"x": aligned, "codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros}
         pieces, places, end = [], {}, 0
@@ -96,7 +99,7 @@ class Launch:
         self.operands = SimpleNamespace(**places)
         self.shared = np.full(MAX_SHARED_BYTES, POISON, np.uint8)
         self.gpu = PortableWarp(self.shared, np.concatenate(pieces))
-        modules = kernel, wgmma_kernel, reading, decode, portable_decode, epilogue, linear_epilogue, tiles
+        modules = kernel, wgmma_kernel, reading, decode, portable_decode, epilogue, linear_epilogue
         self.gpu.install(monkeypatch, *modules)
         self.subject = kernel.PortableKernel(config)
         stages = config.num_stages
@@ -153,8 +156,7 @@ class Launch:
     def product(self) -> np.ndarray:
         """[m, n]: all items, the parts of K of a tile added up."""
         config, shape = self.config, self.shape
-        items = self.subject.items_of.__func__  # which wants ceil_div
-        kernel.cute.ceil_div = wgmma_kernel.cute.ceil_div = lambda a, b: -(-a // b)
+        items = self.subject.items_of.__func__
         out = np.zeros((-(-shape.m // config.tokens) * config.tokens, shape.num_tiles * 64 + 64))
         count = int(np.asarray(items(self.subject, shape, 0, 1).count).flat[0])
         for cta in range(count):

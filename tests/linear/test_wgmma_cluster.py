@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import tile_schedules, with_ring
 from layouts import banks
 from tests.attention import warp as machine
+from tests.linear import plain_items
 from tests.linear.warpgroup import WarpgroupWarp
 
 RING = 1024
@@ -97,9 +96,7 @@ def test_clusters_that_cannot_be_are_refused(options, reason):
 @pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])
 def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
     """Each CTA has one item, no part of K is empty, and all run at once: nobody waits for who has not begun."""
-    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
-    monkeypatch.setattr(tiles, "cutlass", choose)
-    monkeypatch.setattr(tiles, "Int32", int)
+    plain_items.install(monkeypatch)
     problem = Problem(m, n, k, k, 4, "bf16", 128)
     schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
     assert schedules
@@ -107,18 +104,10 @@ def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
         cluster = schedule.config.cluster
         assert schedule.num_ctas == schedule.num_items <= problem.num_sms and schedule.num_ctas % cluster == 0
         assert (schedule.splits, schedule.whole, schedule.workspace_words) == (cluster, 0, 0)
-        names = ("whole", "splits", "split_units", "units")
+        shape = plain_items.shape_of(schedule)
         done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
         for cta in range(schedule.num_ctas):
-            items = tiles.Items(
-                shape=SimpleNamespace(**{name: getattr(schedule, name) for name in names}),  # pyright: ignore[reportArgumentType]
-                first=cta,
-                stride=schedule.num_ctas,
-                count=schedule.num_items,
-                blocks=schedule.blocks,
-                token_tiles=schedule.token_tiles,
-                band=min(8, schedule.token_tiles),
-            )
+            items = tiles.ClusterItems(shape, cta, cluster)
             (index,) = range(items.first, items.count, items.stride)
             item, first = items.item(index), items.item(cta - cta % cluster)
             assert (item.split, item.splits) == (cta % cluster, cluster)

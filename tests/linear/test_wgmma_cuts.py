@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import copies, kernel, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of, with_ring
+from tests.linear import plain_items
 
 ROWS = WgmmaConfig(4, "bf16", 128, row_parts=2, cuts_rows=True)
 ALONG_K = WgmmaConfig(4, "bf16", 128, splits_k=True)
@@ -21,17 +21,12 @@ ALONG_K = WgmmaConfig(4, "bf16", 128, splits_k=True)
 
 @pytest.fixture(autouse=True)
 def plain_integers(monkeypatch):
-    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
-    for module in (tiles, kernel, copies):
-        monkeypatch.setattr(module, "cutlass", choose)
-        monkeypatch.setattr(module, "Int32", int)
-    monkeypatch.setattr(kernel, "cute", SimpleNamespace(ceil_div=lambda a, b: -(-a // b)))
+    plain_items.install(monkeypatch, kernel, copies)
 
 
 def items_of(subject: kernel.WgmmaKernel, schedule: TileSchedule, m: int, cta: int) -> tiles.Items:
     """Those of a CTA, as the kernel finds them."""
-    names = ("whole", "splits", "split_units", "units", "num_tiles")
-    shape = SimpleNamespace(m=m, **{name: getattr(schedule, name) for name in names})
+    shape = plain_items.shape_of(schedule, m=m)
     return subject.items_of(shape, cta, schedule.num_ctas)  # type: ignore
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TypeGuard
 
 import numpy as np
@@ -234,28 +233,19 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
 def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
+    from tests.linear import plain_items
 
-    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
-    monkeypatch.setattr(tiles, "cutlass", choose)
-    monkeypatch.setattr(tiles, "Int32", int)
+    plain_items.install(monkeypatch)
     schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64, splits_k=True), splits)
     assert schedule is not None
     whole = min(whole, schedule.num_tiles_cut)
     schedule = replace(schedule, whole=whole)
-    names = ("whole", "splits", "split_units", "units")
-    shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names})
+    shape = plain_items.shape_of(schedule)
     done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
     parts: dict[tuple[int, int], int] = {}
     for cta in range(num_ctas):
-        items = tiles.Items(
-            shape=shape,  # pyright: ignore[reportArgumentType]
-            first=cta,
-            stride=num_ctas,
-            count=schedule.num_items,
-            blocks=schedule.blocks,
-            token_tiles=schedule.token_tiles,
-            band=min(8, schedule.token_tiles),
-        )
+        items = tiles.Items(shape, cta, num_ctas)
+        assert items.count == schedule.num_items
         for index in range(items.first, items.count, items.stride):
             item = items.item(index)
             assert item.begin < item.end
@@ -274,19 +264,18 @@ def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole,
 def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tokens, cluster, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
+    from tests.linear import plain_items
 
-    monkeypatch.setattr(tiles, "cutlass", SimpleNamespace(min=min))
-    monkeypatch.setattr(tiles, "Int32", int)
+    plain_items.install(monkeypatch)
     config = WgmmaConfig(
         4, "bf16", 128, tokens=tokens, row_parts=2, unit_k=128, splits_k=True, cluster=cluster, pushes=True
     )
     schedule = schedule_of(problem(tokens, n, k), config, cluster)
     assert schedule is not None and schedule_of(problem(tokens + 1, n, k), config, cluster) is None
-    names = ("whole", "splits", "split_units", "units")
-    shape = SimpleNamespace(**{name: getattr(schedule, name) for name in names})
+    shape = plain_items.shape_of(schedule)
     done = np.zeros((schedule.blocks, schedule.units), int)
     for cta in range(schedule.num_ctas):
-        items = tiles.ClusterItems(shape, cta, cluster)  # pyright: ignore[reportArgumentType]
+        items = tiles.ClusterItems(shape, cta, cluster)
         (index,) = range(items.first, items.count, items.stride)
         item = items.item(index)
         assert item.begin < item.end and (item.split, item.splits) == (cta % cluster, cluster)

@@ -14,6 +14,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import kernel, memory, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, schedule_of
+from tests.linear import plain_items
 
 SHARED = WgmmaConfig(4, "bf16", 128, sharing=2)
 
@@ -35,8 +36,7 @@ def test_what_cannot_be_shared_is_refused(options, reason):
 
 def items_of(schedule: TileSchedule, m: int, cta: int) -> tiles.Items:
     """Those of a CTA, as the kernel finds them."""
-    names = ("whole", "splits", "split_units", "units", "num_tiles")
-    shape = SimpleNamespace(m=m, **{name: getattr(schedule, name) for name in names})
+    shape = plain_items.shape_of(schedule, m=m)
     return kernel.WgmmaKernel(schedule.config).items_of(shape, cta, schedule.num_ctas)  # type: ignore
 
 
@@ -45,11 +45,7 @@ def items_of(schedule: TileSchedule, m: int, cta: int) -> tiles.Items:
 )
 def test_sharers_have_neighbouring_blocks_of_the_same_rows_all_the_time(m, n, k, num_sms, monkeypatch):
     """They take the same number of items, each with one token tile, so that nobody waits for who has come to an end."""
-    choose = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)
-    for module in (tiles, kernel):
-        monkeypatch.setattr(module, "cutlass", choose)
-        monkeypatch.setattr(module, "Int32", int)
-    monkeypatch.setattr(kernel, "cute", SimpleNamespace(ceil_div=lambda a, b: -(-a // b)))
+    plain_items.install(monkeypatch, kernel)
     problem = Problem(m, n, k, k, 4, "bf16", 128, num_sms=num_sms)
     schedule = schedule_of(problem, replace(SHARED, num_stages=5))
     assert schedule is not None and schedule.num_ctas <= num_sms and schedule.num_ctas % 2 == 0

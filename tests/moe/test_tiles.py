@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe import tuned
@@ -27,6 +29,7 @@ from cute_kernels.moe.wgmma.schedule import (
     usual_tiles,
 )
 from cute_kernels.sm90 import MAX_SHARED_BYTES
+from tests.linear import plain_items
 from tests.moe import measured
 from tests.moe.machine import Machine
 
@@ -45,12 +48,20 @@ CASES = {
 def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, monkeypatch) -> list[list[Any]]:
     """What each CTA takes, in its order."""
     machine = Machine()
+    plain_items.install(monkeypatch)
     machine.install(monkeypatch, tiles)
-    monkeypatch.setattr(tiles, "cutlass", machine.cutlass())
     offsets = machine.put(torch.tensor([0, *counts]).cumsum(0).int())
     numbers = dict.fromkeys(("m", "n", "k", "num_tiles", "scale_groups", "whole", "activation", "out_kind"), 0)
     shape = tiles.GroupedShape(
-        **numbers, units=UNITS, splits=1, split_units=UNITS, num_experts=len(counts), blocks=blocks
+        **numbers,
+        units=UNITS,
+        splits=1,
+        split_units=UNITS,
+        grid=None,
+        num_experts=len(counts),
+        blocks=blocks,
+        band_tiles=Divisor.of(TOKEN_BAND * blocks),
+        num_ctas=Divisor.of(num_ctas),
     )
     found: list[list[Any]] = [[] for _ in range(num_ctas)]
 
@@ -59,7 +70,7 @@ def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, m
         tiles.fill_table.__wrapped__(TABLE, offsets, shape, lane, tokens)
         machine.sync_warp()
         count = machine.ptx().load_shared(TABLE + MAX_EXPERTS * ENTRY_BYTES, 0)
-        items = tiles.GroupedItems(shape, cta, num_ctas, count, TABLE, lane, tokens, 8)
+        items = tiles.GroupedItems(shape, cta, num_ctas, count, TABLE, lane, tokens)
         for index in range(items.first, items.count, items.stride):
             item = items.item(index)
             if lane == 5:

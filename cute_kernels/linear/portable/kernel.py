@@ -97,7 +97,8 @@ class PortableKernel(WgmmaKernel):
         if const_expr(config.group_size):
             scale_groups = units * config.unit_k // config.group_size
         split_units = cute.ceil_div(units, splits)
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind)
+        grid = self.tile_grid(m, num_tiles, whole, splits)
+        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind, grid)
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
         self.compute_item(operands, shape).launch(
             grid=(num_ctas, 1, 1),

@@ -134,6 +134,11 @@ class WgmmaConfig:
         return self.cluster * self.sharing
 
     @property
+    def one_token_tile(self) -> bool:
+        """Whether no dense product has rows of more than one tile: of those that are pushed, or come in digits."""
+        return self.pushes or self.digits
+
+    @property
     def math_warps(self) -> int:
         return WARPGROUP_WARPS * self.warpgroups
 

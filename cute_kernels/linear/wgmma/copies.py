@@ -138,18 +138,6 @@ class CopyingWarps:
                     self.copy_unit(operands, shape, memory, item, unit, stage)
                 stage, phase = advance(stage, phase, config.num_stages)
 
-    @cute.jit
-    def copy_part(self, operands, shape, memory, items, lane):
-        """As :meth:`copy_weights`, of a CTA that has a part of K of one tile."""
-        config = self.config
-        if lane == 0:
-            item = items.item(items.first)
-            stage, phase = Int32(0), Int32(1)
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                self.copy_unit(operands, shape, memory, item, unit, stage)
-                stage, phase = advance(stage, phase, config.num_stages)
-
     def copy_unit(self, operands, shape, memory, item, unit, stage):
         """Asks for a unit of a block: of each tile a run of codes, one of scales, one of zero points."""
         config = self.config
@@ -168,7 +156,7 @@ class CopyingWarps:
                 address,
             )
             if config.group_size:
-                group = Int64(tile) * shape.scale_groups + unit * config.unit_k // config.group_size
+                group = Int64(tile) * shape.scale_groups + self.first_unit_group(unit)
                 ptx.bulk_copy_to_shared(
                     memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
                     operands.scales + group * SCALE_BYTES,
@@ -182,6 +170,13 @@ class CopyingWarps:
                         Int32(zero_bytes),
                         address,
                     )
+
+    def first_unit_group(self, unit):
+        """The first group that a unit has a part of; a shift where it is one of several units."""
+        unit_k, group_size = self.config.unit_k, self.config.group_size
+        if group_size <= unit_k:
+            return unit * (unit_k // group_size)
+        return unit >> ((group_size // unit_k).bit_length() - 1)
 
     def weight_tile(self, shape, item, index):
         """Number, in the blob, of the ``index``-th tile of an item's block of output features."""

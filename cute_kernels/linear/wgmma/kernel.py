@@ -26,7 +26,6 @@ from cute_kernels.device.ring import advance
 from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
     BOX_K,
-    TOKEN_BAND,
     WARPGROUP_WARPS,
     WgmmaConfig,
 )
@@ -37,7 +36,7 @@ from cute_kernels.linear.wgmma.epilogue import Corner, Store, TileEpilogue
 from cute_kernels.linear.wgmma.memory import Memory, allocate, init_barriers
 from cute_kernels.linear.wgmma.reading import Lane, ReadingWarps, make_decoder
 from cute_kernels.linear.wgmma.synchronous import SynchronousUnits
-from cute_kernels.linear.wgmma.tiles import ClusterItems, Items, Shape
+from cute_kernels.linear.wgmma.tiles import ClusterItems, Items, Shape, TileGrid
 from cute_kernels.linear.work import Operands
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
@@ -118,7 +117,16 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         m, k = x.shape
         scale_groups = units * config.unit_k // config.group_size if config.group_size else Int32(1)
         split_units = (units + splits - 1) // splits
-        return m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind
+        grid = self.tile_grid(m, num_tiles, whole, splits)
+        return m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind, grid
+
+    def tile_grid(self, m, num_tiles, whole, splits) -> TileGrid | None:
+        """How tiles are counted, where not by blocks of output features alone."""
+        config = self.config
+        if config.one_token_tile:
+            return None
+        blocks = cute.ceil_div(num_tiles, config.block_tiles * config.sharing)
+        return TileGrid.of(blocks, cute.ceil_div(m, config.tokens), whole, splits)
 
     @cute.kernel
     def kernel(self, operands, shape, copy_x, x_view):
@@ -129,72 +137,56 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
-        if const_expr(config.pushes):
-            self.begin_part(memory, warp, lane)
-            self.take_roles_of_part(operands, shape, memory, items, copy_x, x_view, warp, lane)
-        else:
-            if warp == config.math_warps:
-                if lane == 0:
-                    self.init_barriers(memory)
-            if const_expr(config.sharing > 1):
-                self.meet_cluster()  # before anybody copies into, or arrives at, memory of others
-            else:
-                cute.arch.sync_threads()
-            self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
-            if const_expr(config.sharing > 1):
-                self.leave_cluster()
+        self.begin(memory, warp, lane)
+        self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+        if const_expr(config.sharing > 1):
+            self.leave_cluster(warp)
 
-    def meet_cluster(self):
-        """Waits until all CTAs of the cluster have their barriers: what is fenced as such needs no other release.
+    @property
+    def weight_warp(self) -> int:
+        """The warp that brings weights."""
+        return self.config.math_warps + 1
 
-        An arrival that releases all that was written waits for the memory of the GPU, 1.1 us before the first copy.
+    @cute.jit
+    def begin(self, memory, warp, lane):
+        """Makes the CTA's barriers; all know when they are there but the warp that makes them, which waits for nobody.
+
+        It asks for weights at once: of a launch of 6 us, 1 us would be over until all have met and found their items.
+        CTAs of a cluster are to see nothing but barriers, which have a fence of their own. An arrival that releases all
+        that was written waits for the memory of the GPU, 1.1 us before the first copy.
         """
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
+        config = self.config
+        if warp == self.weight_warp:
+            if lane == 0:
+                self.init_barriers(memory)
+            cute.arch.sync_warp()
+        if const_expr(config.sharing > 1):
+            cute.arch.cluster_arrive_relaxed()
+            if warp != self.weight_warp:
+                cute.arch.cluster_wait()  # before anybody copies into, or arrives at, memory of others
+        else:
+            if warp == self.weight_warp:
+                cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=config.num_threads)
+            else:
+                cute.arch.barrier(barrier_id=BEGIN, number_of_threads=config.num_threads)
+            if const_expr(config.pushes):
+                cute.arch.cluster_arrive_relaxed()
 
-    def leave_cluster(self):
+    @cute.jit
+    def leave_cluster(self, warp):
         """Waits until nobody arrives in this CTA's memory any more."""
+        if warp == self.weight_warp:
+            cute.arch.cluster_wait()  # for what all others waited for before they began
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     @cute.jit
     def take_roles(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
+        """Copying warps' machine code comes first: a launch waits for it, and it comes from memory, line by line."""
         config = self.config
-        if warp < config.math_warps:
-            cute.arch.setmaxregister_increase(config.math_registers)
-            self.multiply(operands, shape, memory, items, warp, lane)
-        else:
+        if warp == self.weight_warp:
             cute.arch.setmaxregister_decrease(config.copy_registers)
-            if warp == config.math_warps:
-                self.copy_activations(shape, memory, items, copy_x, x_view)
-            if warp == config.math_warps + 1:
-                self.copy_weights(operands, shape, memory, items)
-
-    # -- one part of K ------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def begin_part(self, memory, warp, lane):
-        """Makes the barriers of a CTA that pushes; all know when they are there but the warp that makes them.
-
-        It asks for weights at once: of a launch of 6 us, 1 us would be over until all have met and found their items.
-        """
-        threads = self.config.num_threads
-        if warp == self.config.math_warps + 1:
-            if lane == 0:
-                self.init_barriers(memory)
-            cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=BEGIN, number_of_threads=threads)
-        else:
-            cute.arch.barrier(barrier_id=BEGIN, number_of_threads=threads)
-        # CTAs of the cluster are to see nothing but barriers, which have a fence of their own: no fence of all memory.
-        cute.arch.cluster_arrive_relaxed()
-
-    @cute.jit
-    def take_roles_of_part(self, operands, shape, memory, items, copy_x, x_view, warp, lane):
-        config = self.config
-        if warp == config.math_warps + 1:
-            cute.arch.setmaxregister_decrease(config.copy_registers)
-            self.copy_part(operands, shape, memory, items, lane)
+            self.copy_weights(operands, shape, memory, items)
         elif warp >= config.math_warps:
             cute.arch.setmaxregister_decrease(config.copy_registers)
             if warp == config.math_warps:
@@ -211,24 +203,13 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
 
     def items_of(self, shape: Shape, cta, num_ctas) -> Items | ClusterItems:
         config, rank = self.config, 0
-        if const_expr(config.pushes):
+        if const_expr(config.cluster > 1):
             return ClusterItems(shape, cta, config.cluster)
         if const_expr(config.sharing > 1):
-            cta, rank, num_ctas = cta // config.sharing, cta % config.sharing, num_ctas // config.sharing
-        blocks = cute.ceil_div(shape.num_tiles, config.block_tiles * config.sharing)
-        token_tiles = cute.ceil_div(shape.m, config.tokens)
-        return Items(
-            shape=shape,
-            first=cta,
-            stride=num_ctas,
-            count=shape.whole + (blocks * token_tiles - shape.whole) * shape.splits,
-            blocks=blocks,
-            token_tiles=token_tiles,
-            band=cutlass.min(Int32(TOKEN_BAND), token_tiles),
-            sharing=config.sharing,
-            rank=rank,
-            cuts_rows=config.cuts_rows,
-        )
+            bits = config.sharing.bit_length() - 1
+            cta, rank, num_ctas = cta >> bits, cta & (config.sharing - 1), num_ctas >> bits
+        cuts = config.splits_k or config.cuts_rows
+        return Items(shape, cta, num_ctas, config.sharing, rank, cuts, config.cuts_rows)
 
     # -- products -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,44 @@ from typing import Any
 import cutlass
 from cutlass import Int32
 
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import TOKEN_BAND, WgmmaConfig
+from cute_kernels.linear.wgmma.division import Divisor
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """How the tiles of a launch are counted, with what dividing by those numbers takes; made on the host.
+
+    They are counted in bands of `TOKEN_BAND` token tiles, the last one of those that are left, and within a band tokens
+    first: what runs at the same time then reads few activations and each weight once per band. Blocks of CTAs that
+    share activations count as one.
+    """
+
+    num_items: Any  # tiles and parts of tiles
+    splits: Divisor  # parts of a tile that is cut
+    band_tiles: Divisor  # of a whole band
+    last_band: Any  # its number
+    last_width: Divisor  # token tiles of the last band
+
+    @staticmethod
+    def of(blocks, token_tiles, whole, splits) -> TileGrid:
+        last_band = (token_tiles - 1) // TOKEN_BAND
+        return TileGrid(
+            num_items=whole + (blocks * token_tiles - whole) * splits,
+            splits=Divisor.of(splits),
+            band_tiles=Divisor.of(TOKEN_BAND * blocks),
+            last_band=last_band,
+            last_width=Divisor.of(token_tiles - TOKEN_BAND * last_band),
+        )
+
+    def place(self, tile) -> tuple[Any, Any]:
+        """(block of output features, token tile) of a tile."""
+        band, rest = self.band_tiles.divide(tile)
+        narrow, _ = self.last_width.divide(rest)
+        is_last = band == self.last_band
+        block = cutlass.select_(is_last, narrow, rest >> (TOKEN_BAND.bit_length() - 1))
+        width = cutlass.select_(is_last, self.last_width.value, Int32(TOKEN_BAND))
+        return block, Int32(band * TOKEN_BAND + rest - block * width)
 
 
 @dataclass(frozen=True)
@@ -26,6 +63,7 @@ class Shape:
     split_units: Any  # of a part; the last may have fewer
     activation: Any
     out_kind: Any
+    grid: Any  # `TileGrid`; None where tiles are otherwise counted: those of one token tile, and of experts
 
 
 @dataclass(frozen=True)
@@ -51,43 +89,39 @@ class Items:
     own: no two CTAs wait for each other.
 
     CTAs that share activations, ``sharing`` of them, have neighbouring blocks of one token tile and take their items
-    together: they are counted as one, and ``blocks`` as many of theirs.
-
-    Tiles are counted in bands of ``band`` token tiles, and within a band tokens first: what runs at the same time then
-    reads few activations and each weight once per band.
+    together: they are counted as one, and the grid's blocks as many of theirs.
     """
 
     shape: Shape
     first: Any
     stride: Any
-    count: Any  # over all CTAs
-    blocks: Any  # of output features
-    token_tiles: Any
-    band: Any
     sharing: int = 1
     rank: Any = 0  # among those that share
-    cuts_rows: bool = False  # tiles, into parts of their rows of x, not along K
+    cuts: bool = True  # whether tiles may be cut
+    cuts_rows: bool = False  # into parts of their rows of x, not along K
+
+    @property
+    def count(self):
+        """Of all CTAs."""
+        return self.shape.grid.num_items
 
     def item(self, index) -> Item:
-        shape = self.shape
-        place = cutlass.max(index - shape.whole, 0)
-        number = place // shape.splits
-        cut = index >= shape.whole
-        split = cutlass.select_(cut, place - number * shape.splits, Int32(0))
-        tile = cutlass.select_(cut, shape.whole + number, index)
-        per_band = self.band * self.blocks
-        band = tile // per_band
-        rest = tile - band * per_band
-        width = cutlass.min(self.band, self.token_tiles - band * self.band)
-        block = rest // width
-        begin = Int32(0) if self.cuts_rows else split * shape.split_units
+        shape, grid = self.shape, self.shape.grid
+        cut, number, split, tile = index >= shape.whole, Int32(0), Int32(0), index
+        if self.cuts:
+            number, split = grid.splits.divide(cutlass.max(index - shape.whole, 0))
+            split = cutlass.select_(cut, split, Int32(0))
+            tile = cutlass.select_(cut, shape.whole + number, index)
+        along_k = self.cuts and not self.cuts_rows
+        begin = split * shape.split_units if along_k else Int32(0)
+        block, token_tile = grid.place(tile)
         return Item(
             block=self.own(block),
-            token_tile=Int32(band * self.band + rest - block * width),
+            token_tile=token_tile,
             begin=begin,
-            end=shape.units if self.cuts_rows else self.end(cut, begin),
+            end=self.end(cut, begin) if along_k else shape.units,
             split=split,
-            splits=cutlass.select_(cut, shape.splits, Int32(1)),
+            splits=cutlass.select_(cut, shape.splits, Int32(1)) if self.cuts else Int32(1),
             number=self.own(number),
         )
 
@@ -103,10 +137,7 @@ class Items:
 
 @dataclass(frozen=True)
 class ClusterItems:
-    """As :class:`Items`, of CTAs that push parts of K: each has one, of a tile of all rows of x.
-
-    That takes none of the divisions which others have on the way to their first copy, some 100 clocks each.
-    """
+    """As :class:`Items`, of CTAs of clusters that have the parts of K of a tile: each CTA has one part."""
 
     shape: Shape
     first: Any  # the CTA's number
@@ -123,11 +154,12 @@ class ClusterItems:
 
     def item(self, index) -> Item:
         shape = self.shape
-        block = index // self.cluster
-        split = index - block * self.cluster
+        tile = index // self.cluster
+        split = index - tile * self.cluster
         begin = split * shape.split_units
         end = cutlass.min(begin + shape.split_units, shape.units)
-        return Item(Int32(block), Int32(0), begin, end, split, Int32(self.cluster), Int32(block))
+        block, token_tile = shape.grid.place(tile) if shape.grid else (Int32(tile), Int32(0))
+        return Item(block, token_tile, begin, end, split, Int32(self.cluster), Int32(tile))
 
 
 def parts_with(config: WgmmaConfig, rows):

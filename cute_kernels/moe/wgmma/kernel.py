@@ -15,6 +15,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.linear.wgmma.config import TOKEN_BAND, X_SCALE_ALIGNMENT
+from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
@@ -54,16 +55,20 @@ class GroupedWgmmaKernel(WgmmaKernel):
         0; out [places, n] (half of n for swiglu); offsets int32 [num_experts + 1], the first place of each expert.
         """
         copy_x, x_view = self.box_copy(x)
-        shape = GroupedShape(*self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind))
+        shape = GroupedShape(*self.sizes(x, n, num_tiles, units, num_experts, num_ctas, activation, out_kind))
         operands = Operands(Int64(0), codes, scales, zeros, bias, Int64(0), out, Int64(0))
         self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
 
     def sizes(  # type: ignore[override]
-        self, x, n, num_tiles, units, num_experts, activation, out_kind
+        self, x, n, num_tiles, units, num_experts, num_ctas, activation, out_kind
     ) -> Any:
         """The fields of a `GroupedShape`."""
         dense = super().sizes(x, n, num_tiles, units, Int32(0), Int32(1), activation, out_kind)
-        return *dense, num_experts, cute.ceil_div(num_tiles, self.config.block_tiles)
+        blocks = cute.ceil_div(num_tiles, self.config.block_tiles)
+        return *dense, num_experts, blocks, Divisor.of(blocks * TOKEN_BAND), Divisor.of(num_ctas)
+
+    def tile_grid(self, m, num_tiles, whole, splits) -> None:
+        """Nothing: an expert's tiles are counted on the device."""
 
     @cute.kernel
     def kernel(self, operands, shape, offsets, copy_x, x_view):  # type: ignore[override]
@@ -91,7 +96,6 @@ class GroupedWgmmaKernel(WgmmaKernel):
             table=memory.table,
             lane=lane,
             tokens=config.tokens,
-            band=TOKEN_BAND,
         )
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
 
@@ -140,7 +144,7 @@ class GroupedDigitKernel(GroupedWgmmaKernel):
         enough for 68 scales from any place on.
         """
         copy_x, x_view = self.box_copy(x)
-        sizes = self.sizes(x, n, num_tiles, units, num_experts, activation, out_kind)
+        sizes = self.sizes(x, n, num_tiles, units, num_experts, num_ctas, activation, out_kind)
         shape = DigitShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, Int64(0), out, Int64(0))
         self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))

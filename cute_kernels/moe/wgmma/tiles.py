@@ -16,6 +16,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.tiles import Shape
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES
@@ -28,6 +30,8 @@ class GroupedShape(Shape):
 
     num_experts: Any
     blocks: Any  # of output features of an expert
+    band_tiles: Divisor  # of a whole band of an expert
+    num_ctas: Divisor
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class GroupedItem:
 class GroupedItems:
     """The items of one CTA: every ``stride``-th of ``count``; run-time integers.
 
-    Within an expert they are counted as those of a dense product: in bands of ``band`` tiles of tokens, in a band
+    Within an expert they are counted as those of a dense product: in bands of `TOKEN_BAND` tiles of tokens, in a band
     tokens first; whose turn it is to begin changes with each round of all CTAs. Otherwise, with as many CTAs as a
     multiple of an expert's tiles of tokens, the same CTAs would get every expert's short last tile.
 
@@ -75,7 +79,6 @@ class GroupedItems:
     table: Any
     lane: Any
     tokens: int
-    band: int
 
     def item(self, index) -> GroupedItem:
         shape = self.shape
@@ -83,15 +86,11 @@ class GroupedItems:
         before, start = self.entry(expert)
         _, end = self.entry(expert + 1)
         token_tiles = tiles_of(end - start, self.tokens)
-        rest = index - before
-        per_band = shape.blocks * self.band
-        band = rest // per_band
-        rest = rest - band * per_band
-        width = cutlass.min(token_tiles - band * self.band, self.band)
-        block = rest // width
-        turn = rest - block * width
-        round_of_first = (index - turn) // self.stride
-        token_tile = band * self.band + (turn + round_of_first) % width
+        band, rest = shape.band_tiles.divide(index - before)
+        width = band_width(token_tiles - band * TOKEN_BAND)
+        block, turn = width.divide(rest)
+        round_of_first, _ = shape.num_ctas.divide(index - turn)
+        token_tile = band * TOKEN_BAND + width.divide(turn + round_of_first)[1]
         return GroupedItem(
             expert=expert,
             block=block,
@@ -120,6 +119,14 @@ class GroupedItems:
         """Of the lanes in ``mask``, how many have an expert with no more than ``index`` items before it."""
         before = Int32(ptx.load_shared(self.table + expert * ENTRY_BYTES, 0))
         return Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(before <= index)) & Uint32(mask)))
+
+
+def band_width(left) -> Divisor:
+    """Tiles of tokens of a band, before whose end so many are left, at least one; divides numbers below 2**28."""
+    multiplier = Uint32(-(-(2**31) // TOKEN_BAND))
+    for width in range(TOKEN_BAND - 1, 0, -1):
+        multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
+    return Divisor(cutlass.min(left, TOKEN_BAND), multiplier, Uint32(0))
 
 
 def tiles_of(rows, tokens: int):
