@@ -133,6 +133,17 @@ def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step
     assert len(copies) <= 2
 
 
+@pytest.mark.parametrize("config", [SQUARE, IN_ROWS, WGMMA_CONFIGS[7]], ids=lambda config: config.name)
+def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_path):
+    """Integer division goes by way of floats. The code of the first copies is at the front: a launch waits for it."""
+    opcodes = [
+        opcode for _, opcode, _ in machine_code.instructions(compiled_apart(WgmmaSpec(config)).object_code, tmp_path)
+    ]
+    copies = [place for place, opcode in enumerate(opcodes) if opcode.startswith(("UBLKCP.S.G", "UTMALDG"))]
+    assert copies and copies[0] < 200 and copies[-1] < 300
+    assert not any(opcode.startswith(("I2F", "MUFU", "HGMMA")) for opcode in opcodes[: copies[-1]])
+
+
 def test_shared_activations_are_multicast(tmp_path):
     """One copy of a box in the code, and two barriers of the cluster: before the first of them, after the last."""
     artifact = compiled_apart(WgmmaSpec(WgmmaConfig(4, "bf16", 128, num_stages=5, sharing=2)))

@@ -1,7 +1,7 @@
-"""What kernels of one tile of rows of x, which comes in digits, begin with: no division before the first copy.
+"""What kernels of one tile of rows of x, which comes in digits, begin with.
 
-`tiles.Items` has three divisions by what is not known when compiling, some 100 clocks each, one behind the other, in
-front of the first weights. With one tile of rows an item's number is that of its block, but for the part of K.
+With one tile of rows an item's number is that of its block, but for the part of K: of what `tiles.Items` divides by
+only the parts are left. None of it is a division, of which each would take some 100 clocks before the first weights.
 """
 
 from __future__ import annotations
