@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,26 +33,31 @@ CONFIGS = [
         4,
         "bf16",
         128,
-        tokens=16,
-        row_parts=2,
+        tokens=tokens,
+        row_parts=tokens // MMA_TOKENS,
         unit_k=128,
         num_stages=STAGES,
         digits=True,
         splits_k=True,
         ahead=ahead,
+        m_tiles=m_tiles,
+        spare=spare,
         warpgroups=warpgroups,
         turns=turns,
         cluster=cluster,
         pushes=cluster > 1,
         boxes=boxes,
     )
-    for ahead, warpgroups, turns, cluster, boxes in (
-        (True, 2, 1, 1, 18),
-        (True, 4, 2, 2, 16),
-        (False, 4, 4, 2, 16),
-        (False, 4, 1, 1, 16),
-        (True, 4, 4, 2, 32),
-        (True, 2, 2, 2, 8),
+    for tokens, ahead, m_tiles, spare, warpgroups, turns, cluster, boxes in (
+        (16, True, 1, 0, 2, 1, 1, 18),
+        (16, True, 1, 0, 4, 2, 2, 16),
+        (16, False, 1, 0, 4, 4, 2, 16),
+        (16, False, 1, 0, 4, 1, 1, 16),
+        (16, True, 1, 0, 4, 4, 2, 32),
+        (16, True, 1, 0, 2, 2, 2, 8),
+        (8, True, 1, 0, 4, 2, 2, 8),
+        (8, False, 2, 1, 4, 1, 2, 4),
+        (8, True, 2, 1, 2, 1, 2, 8),
     )
 ]
 JITTED: list[tuple[Any, str]] = [
@@ -156,7 +162,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
 
 def parts_of(config: ResidentConfig, n: int) -> list[Item]:
     """The parts of K of the first block."""
-    problem = Problem(16, n, K, K, 4, "bf16", 128)
+    problem = Problem(config.tokens, n, K, K, 4, "bf16", 128)
     schedule = schedule_of(problem, config, max(config.cluster, 2))
     assert schedule is not None
     cuts = [(i * schedule.split_units, min((i + 1) * schedule.split_units, K // 128)) for i in range(schedule.splits)]
@@ -166,6 +172,7 @@ def parts_of(config: ResidentConfig, n: int) -> list[Item]:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("rows", [3, 16])
 def test_turns_and_parts_of_k_add_up(config: ResidentConfig, rows: int, monkeypatch):
+    rows = min(rows, config.tokens)
     generator = torch.Generator().manual_seed(rows)
     weight = quantize_weight(torch.randn(config.block_rows, K, generator=generator).bfloat16(), 4, 128)
     x = torch.randn(rows, K, generator=generator).bfloat16()
@@ -182,14 +189,17 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, rows: int, monkeypa
                     assert cta.made[0][0] == item.begin and cta.made[-1][1] == item.end
                     assert cta.met == len(cta.made) + 1
                 units.append(cta.waited)
-                for i in range(cta.tokens // 2):
-                    feature = 64 * subject.first_tile(group) + 16 * row_warp + machine.ROW + 8 * (i // 2 % 2)
+                tiles = range(min(config.m_tiles, config.block_tiles - subject.first_tile(group)))
+                for tile, i in product(tiles, range(cta.tokens // 2)):
+                    first = 64 * (subject.first_tile(group) + tile)
+                    feature = first + 16 * row_warp + machine.ROW + 8 * (i // 2 % 2)
                     token = 8 * (i // 4) + 2 * machine.COLUMN + i % 2
                     there = token < rows
-                    np.add.at(total, (token[there], feature[there]), found[i][there])
+                    values = found[tile * (config.tokens // 2) + i]
+                    np.add.at(total, (token[there], feature[there]), values[there])
     checked = [feature for feature in range(config.block_rows) if feature // 16 % 4 in (0, 3)]
     np.testing.assert_allclose(total[:, checked], exact[:, checked], rtol=2e-5, atol=2e-5 * np.abs(exact).max())
-    assert sum(units) == K // 128 * 2 * config.block_tiles
+    assert sum(units) == K // 128 * 2 * config.warpgroups // config.turns
 
 
 def test_only_what_can_be_resident_is_taken():
@@ -203,6 +213,7 @@ def test_only_what_can_be_resident_is_taken():
         {"cluster": 1},
         {"boxes": 200},
         {"num_stages": 1},
+        {"spare": 1},
         {"digits": False},
     ):
         assert replace(config, **change).can_implement(), change

@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import cluster_parts, epilogue, kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from tests.attention import warp as machine
 from tests.attention.warp import Float32, Int32, Lanes, Uint32
@@ -76,13 +77,16 @@ CONFIGS += [
     pushing(8, tokens, cluster, warpgroups=warpgroups)
     for tokens, warpgroups, cluster in ((16, 1, 2), (16, 2, 3), (32, 1, 3))
 ]
+SEVEN_TILES = ResidentConfig(
+    4, "bf16", 128, tokens=8, unit_k=128, warpgroups=4, m_tiles=2, spare=1, cluster=2, pushes=True, digits=True
+)
 
 
 def store_of(warp: int) -> epilogue.Store:
     return epilogue.Store(0, warp // 4, warp % 4 * 32 + machine.LANES, warp % 4, machine.LANES)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*CONFIGS, SEVEN_TILES], ids=lambda config: config.name)
 def test_every_tile_is_added_up_by_one_cta(config: WgmmaConfig, monkeypatch):
     cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
     waited: list[int] = []
@@ -100,8 +104,12 @@ def test_every_tile_is_added_up_by_one_cta(config: WgmmaConfig, monkeypatch):
         for warp in range(config.math_warps)
     }
     tiles = [
-        (warp, warp // 4 * config.m_tiles + i, i) for warp in range(config.math_warps) for i in range(config.m_tiles)
+        (warp, warp // 4 * config.m_tiles + i, i)
+        for warp in range(config.math_warps)
+        for i in range(config.m_tiles)
+        if subject.exists(warp // 4 * config.m_tiles + i, i)
     ]
+    assert {tile for _, tile, _ in tiles} == set(range(config.block_tiles))
     for (rank, warp), sums in every.items():
         cluster.rank = rank
         for _, tile, i in (one for one in tiles if one[0] == warp and one[1] % config.cluster != rank):

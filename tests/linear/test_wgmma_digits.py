@@ -30,6 +30,7 @@ CONFIGS = [
     for dtype, group_size, tokens, parts, tiles in (
         ("bf16", 128, 16, 2, 2),
         ("fp16", 128, 16, 1, 1),
+        ("bf16", 128, 8, 1, 2),
         ("bf16", 256, 32, 4, 2),
         ("bf16", 128, 64, 4, 2),
     )

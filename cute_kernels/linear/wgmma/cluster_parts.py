@@ -42,14 +42,18 @@ class ClusterParts:
         config = self.config
         for i in cutlass.range_constexpr(config.m_tiles):
             tile = first_tile + i
-            if self.owner(tile) != part:
+            if self.exists(tile, i) & (self.owner(tile) != part):
                 self.send(memory, store, part, tile, sums, i)
         for i in cutlass.range_constexpr(config.m_tiles):
             tile = first_tile + i
-            if self.owner(tile) == part:
+            if self.exists(tile, i) & (self.owner(tile) == part):
                 self.add_up(memory, store, part, tile, sums, i)
                 corner = self.corner(shape, item, tile)
                 self.epilogue.run(operands, shape, store, corner, sums, i * (config.tokens // 2))
+
+    def exists(self, tile, i: int) -> Any:
+        """Whether a tile, the ``i``-th of its warpgroup, is one of the block, of which the last one may have fewer."""
+        return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
         """The part of K whose warpgroup adds up a tile's."""

@@ -124,6 +124,11 @@ class WgmmaConfig:
         return self.m_tiles * self.warpgroups
 
     @property
+    def last_tiles(self) -> int:
+        """Tiles of 64 output features of a CTA's last warpgroup."""
+        return self.m_tiles
+
+    @property
     def block_rows(self) -> int:
         """Output features of a CTA's tile."""
         return TILE_N * self.block_tiles

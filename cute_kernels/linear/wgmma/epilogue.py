@@ -217,12 +217,14 @@ class TileEpilogue:
         """Puts a chunk's sums into the staging buffer, [token][feature] in 16 bits: stmatrix turns them around."""
         pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
         lane = store.lane
-        # Matrices: the first and the second eight features of eight tokens, then the same of the next eight.
-        token, half = lane // 16 * 8 + lane % 8, lane // 8 % 2
+        # Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
+        # tile has no more than eight, both are stored twice.
+        few = self.config.chunk_tokens == 8
+        token, half = lane % 8 if few else lane // 16 * 8 + lane % 8, lane // 8 % 2
         address = store.staging + token * PACKED_PITCH + store.row_warp * 32 + half * 16
-        for pair in range(self.config.chunk_tokens // 16):
+        for pair in range(-(-self.config.chunk_tokens // 16)):
             place = first + 8 * pair
-            words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in range(4)]
+            words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in ((0, 1, 0, 1) if few else range(4))]
             ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
 
     # -- gate and up in turn, 16 bytes at a time --------------------------------------------------------------------

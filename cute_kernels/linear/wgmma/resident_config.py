@@ -15,7 +15,7 @@ from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 GROUP_BOX_BYTES = 2 * DIGIT_GROUP * MMA_TOKENS  # both digits of 128 inputs of eight rows
 BOX_SCALE_BYTES = 4 * MMA_TOKENS
-RESIDENT_TOKENS = (16,)
+RESIDENT_TOKENS = (MMA_TOKENS, 2 * MMA_TOKENS)
 RESIDENT_WARPGROUPS = (2, 4)
 
 
@@ -31,11 +31,14 @@ class ResidentConfig(WgmmaConfig):
         boxes: of both digits of 128 inputs of eight rows of x that there is room for.
         loads: whether multiplying warps load the rows there are; if not, x comes in boxes of eight rows by TMA, which
             takes long to fill in rows that x does not have.
+        spare: tiles of 64 features that the last warpgroup has fewer than the others, so that blocks of an odd number
+            of them are as many as there are SMs.
     """
 
     turns: int = 1
     boxes: int = 64
     loads: bool = False
+    spare: int = 0
 
     @property
     def makes_digits_before(self) -> bool:
@@ -43,7 +46,11 @@ class ResidentConfig(WgmmaConfig):
 
     @property
     def block_tiles(self) -> int:
-        return self.m_tiles * self.warpgroups // self.turns
+        return self.m_tiles * self.warpgroups // self.turns - self.spare
+
+    @property
+    def last_tiles(self) -> int:
+        return self.m_tiles - self.spare
 
     @property
     def num_threads(self) -> int:
@@ -87,7 +94,8 @@ class ResidentConfig(WgmmaConfig):
     @property
     def name(self) -> str:
         turns = f"t{self.turns}" if self.turns > 1 else ""
-        return f"{super().name}_resident{self.boxes}{turns}{'loads' if self.loads else ''}"
+        spare = f"less{self.spare}" if self.spare else ""
+        return f"{super().name}_resident{self.boxes}{turns}{spare}{'loads' if self.loads else ''}"
 
     def can_implement(self) -> str | None:
         choices = {
@@ -105,6 +113,7 @@ class ResidentConfig(WgmmaConfig):
             "synchronous": (False,),
             "bulk_stores": (False,),
             "cuts_rows": (False,),
+            "spare": range(self.m_tiles),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)

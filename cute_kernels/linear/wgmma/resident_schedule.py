@@ -6,7 +6,7 @@ digits in every CTA takes longer than a launch that makes them once.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS
@@ -15,16 +15,34 @@ from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 MOST_RESIDENT_ROWS = MMA_TOKENS
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
-# (warpgroups, turns, cluster, ahead), each with a tile of 64 features: what was the fastest somewhere.
-RESIDENT_SHAPES = ((2, 1, 2, True), (2, 2, 2, True), (4, 1, 1, False))
-RESIDENT_BOXES = 32
-RESIDENT_TILE = 16  # rows, of which half are multiplied if there are no more
+RESIDENT_TILE = MMA_TOKENS  # rows: code for more would lie between what is run, and come from memory all the same
+
+
+@dataclass(frozen=True)
+class WarpgroupsOf:
+    """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`."""
+
+    warpgroups: int
+    m_tiles: int = 1
+    spare: int = 0
+    turns: int = 1
+    ahead: bool = True
+    boxes: int = 32
+
+
+# In clusters of two, each CTA with half of K: what was the fastest somewhere.
+RESIDENT_SHAPES = (
+    WarpgroupsOf(4, turns=2),  # two tiles
+    WarpgroupsOf(2, turns=2),  # one tile, of small layers
+    WarpgroupsOf(4, m_tiles=2, spare=1, ahead=False, boxes=16),  # seven: 28672 features are 128 such parts
+)
+RESIDENT_CLUSTER = 2
 MOST_STAGES = 16
 SPARE_BYTES = 2048  # of shared memory, for alignment
 # An H200's, fitted to measured times (tests/linear/measured.py).
 RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until digits are made, and the way out of the last item
 LOAD_CLOCKS = 9  # of a row's 128 inputs that warps load
-FILL_CLOCKS = 16  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
+FILL_CLOCKS = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
 CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its rows are loaded or not
 
 
@@ -40,21 +58,17 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
                 group_size=problem.group_size,
                 zero_point=problem.zero_point,
                 tokens=RESIDENT_TILE,
-                row_parts=RESIDENT_TILE // MMA_TOKENS,
-                warpgroups=warpgroups,
                 unit_k=DIGIT_GROUP,
                 splits_k=True,
-                cluster=cluster,
-                pushes=cluster > 1,
+                cluster=RESIDENT_CLUSTER,
+                pushes=True,
                 digits=True,
-                ahead=ahead,
-                turns=turns,
-                boxes=RESIDENT_BOXES,
                 loads=loads,
+                **vars(shape),
             )
         )
         for loads in ((True, False) if problem.m <= MOST_LOADED_ROWS else (False,))
-        for warpgroups, turns, cluster, ahead in RESIDENT_SHAPES
+        for shape in RESIDENT_SHAPES
     )
     return [config for config in configs if config.can_implement() is None]
 

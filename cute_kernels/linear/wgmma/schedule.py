@@ -26,7 +26,7 @@ from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
-SM_BYTES_PER_CLOCK = 23  # that an SM takes in at most
+SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
 DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
