@@ -13,9 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
+from cute_kernels.device.division import Divisor
 from cute_kernels.mla.config import BLOCK_HEADS
 from cute_kernels.mla.line import Line, States, units_of
-from cute_kernels.mla.locate import Divisor, count_blocks
+from cute_kernels.mla.locate import count_blocks
 from cute_kernels.mla.work import Shape, Work
 
 # What a cursor keeps in registers.

@@ -14,39 +14,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import numbers, ptx
+from cute_kernels.device.division import Divisor
 from cute_kernels.mla.config import BLOCK_TOKENS
 from cute_kernels.mla.work import blocks_of
 
 NO_ENTRY = -1
 BEHIND_BYTES = 8  # of a token, behind the data of all tokens of a split page
-
-
-@dataclass(frozen=True)
-class Divisor:
-    """A positive int32 d that many non-negative int32 n are divided by: n // d is n * multiplier // 2**(31 + shift).
-
-    With 2**(shift - 1) < d <= 2**shift and multiplier the least integer that is not below 2**(31 + shift) / d, the
-    product is too large by less than n * d / d <= 2**31 of 2**(31 + shift) / d: the quotient is exact (Granlund and
-    Montgomery 1994). 32 bits hold the multiplier and 2 n, whose product's upper half wants a shift alone.
-    """
-
-    value: Any
-    multiplier: Any  # Uint32
-    shift: Any  # Uint32, 0 to 31
-
-    @staticmethod
-    def of(value) -> Divisor:
-        """Found once a launch, on the host."""
-        shift = Int32(0)
-        for power in range(31):
-            shift = shift + cutlass.select_(value > 2**power, Int32(1), Int32(0))
-        multiplier = ((Int64(1) << (Int64(shift) + 31)) + (Int64(value) - 1)) // Int64(value)
-        return Divisor(value, Uint32(multiplier), Uint32(shift))
-
-    def divide(self, number) -> tuple[Any, Any]:
-        """(quotient, remainder) of a Uint32 below 2**31, as Uint32."""
-        quotient = numbers.multiply_high_u32(number << 1, self.multiplier) >> self.shift
-        return quotient, number - quotient * Uint32(self.value)
 
 
 @dataclass(frozen=True)

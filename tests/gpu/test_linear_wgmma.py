@@ -155,7 +155,7 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
 
 @pytest.mark.parametrize("m", DIGIT_ROWS)
 @pytest.mark.parametrize("dtype, group", DIGIT_FORMATS, ids=str)
-@pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520)])
+@pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520), (130, 9216), (130, 8520)])
 def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
     """Against weights that are not rounded; the same bits in every run."""
     reference = known(n, k, group_size=group, dtype=dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from cute_kernels.linear.wgmma import division, tiles
+from cute_kernels.device import division
+from cute_kernels.linear.wgmma import tiles
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 
 CHOOSE = SimpleNamespace(min=min, max=max, select_=lambda condition, one, other: one if condition else other)

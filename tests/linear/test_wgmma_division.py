@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import TOKEN_BAND
-from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.tiles import TileGrid
 from tests.linear import plain_items
 
@@ -37,7 +37,7 @@ def test_quotients_are_exact():
         for quotient in quotients:
             for number in (quotient * value - 1, quotient * value, quotient * value + value - 1, LARGEST):
                 if 0 <= number <= LARGEST:
-                    assert divisor.divide(number) == divmod(number, value), (number, value)
+                    assert divisor.divide_int(number) == divmod(number, value), (number, value)
 
 
 def test_quotients_of_many_numbers_are_exact():
@@ -45,7 +45,7 @@ def test_quotients_of_many_numbers_are_exact():
     for value in generator.integers(1, 2 ** generator.integers(1, 31, 300)):
         divisor = Divisor.of(int(value))
         for number in generator.integers(0, LARGEST, 30):
-            assert divisor.divide(int(number)) == divmod(int(number), int(value))
+            assert divisor.divide_int(int(number)) == divmod(int(number), int(value))
 
 
 @pytest.mark.parametrize("token_tiles", [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 163, 65536])

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import division
 from cute_kernels.mla import boxes, gather, locate
 from cute_kernels.mla.config import BLOCK_TOKENS, MlaConfig
 from cute_kernels.mla.layout import SLAB_COLUMNS
@@ -123,7 +124,7 @@ def test_rows_of_a_block_that_is_not_whole(monkeypatch, count, head_dim):
     page, block = 1, 2
     memory = tokens.reshape(-1).view(np.uint8).copy()
     machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, boxes, gather, locate)
+    machine.install(monkeypatch, boxes, division, gather, locate)
     monkeypatch.setattr(boxes.cutlass, "range", lambda count, unroll: range(count), raising=False)
     for name in ("cp_async_commit_group", "cp_async_wait_group", "fence_proxy", "sync_warp"):
         monkeypatch.setattr(boxes.cute.arch, name, lambda *_, **__: None, raising=False)

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import division
 from cute_kernels.mla import locate, work
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM
 from cute_kernels.mla.few_heads import adding, copying, joining, memory, queries, scoring
@@ -88,7 +89,7 @@ class FewHeadsWarp(MlaWarp):
 
 def machine_with(monkeypatch, global_memory: np.ndarray) -> FewHeadsWarp:
     machine = FewHeadsWarp(np.full(END, 0xFF, np.uint8), global_memory)
-    machine.install(monkeypatch, adding, copying, joining, locate, memory, queries, scoring, work)
+    machine.install(monkeypatch, adding, copying, division, joining, locate, memory, queries, scoring, work)
     return machine
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import division
 from cute_kernels.mla import crossing, dequant, entries, gather, locate
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
@@ -75,10 +76,10 @@ def read_tile(shared: np.ndarray) -> np.ndarray:
     return bf16_values(read_words(shared))
 
 
-def divisor_of(value: int) -> locate.Divisor:
+def divisor_of(value: int) -> division.Divisor:
     """As the host finds it."""
     shift = (value - 1).bit_length()
-    return locate.Divisor(value, np.uint32(-(-(2 ** (31 + shift)) // value)), np.uint32(shift))
+    return division.Divisor(value, np.uint32(-(-(2 ** (31 + shift)) // value)), np.uint32(shift))
 
 
 def pages_of(base: int, page_stride: int, token_stride: int, page_size: int) -> locate.Pages:
@@ -93,7 +94,7 @@ def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
 
 def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: np.ndarray) -> None:
     """What all gathering warps do for one block whose indices are given; the last loads ask for nothing."""
-    machine.install(monkeypatch, gather, dequant, locate)
+    machine.install(monkeypatch, gather, dequant, division, locate)
     gatherer: Any = make_gatherer(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work, locator = SimpleNamespace(main_blocks=1), locate.SparseLocator()
@@ -191,7 +192,7 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     )
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, gather, dequant, locate, crossing)
+    machine.install(monkeypatch, gather, dequant, division, locate, crossing)
     monkeypatch.setattr(machine, "pinned", lambda value: value, raising=False)
     gatherer: Any = make_gatherer(config)
     token_stride = MODEL1.DATA_BYTES if split else quantiser.row_bytes
@@ -288,12 +289,12 @@ def test_every_code_times_every_scale(monkeypatch, scales, exponents):
 def test_division_by_a_multiplication_is_exact(value, number):
     """What the host finds, with Python's integers in the place of the compiler's, held to 32 and 64 bits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locate, "cutlass", SimpleNamespace(select_=lambda which, a, b: a if which else b))
-        patch.setattr(locate, "Uint32", bounded(2**32))
-        patch.setattr(locate, "Int32", bounded(2**31))
-        patch.setattr(locate, "Int64", bounded(2**63))
-        patch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
-        divisor = locate.Divisor.of(value)
+        patch.setattr(division, "cutlass", SimpleNamespace(select_=lambda which, a, b: a if which else b))
+        patch.setattr(division, "Uint32", bounded(2**32))
+        patch.setattr(division, "Int32", bounded(2**31))
+        patch.setattr(division, "Int64", bounded(2**63))
+        patch.setattr(division, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+        divisor = division.Divisor.of(value)
         assert divisor == divisor_of(value)
         for near in {number, number - number % value, max(number - number % value - 1, 0)}:
             assert (2 * near) < 2**32 and divisor.divide(near) == divmod(near, value)

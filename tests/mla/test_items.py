@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import division
 from cute_kernels.mla import items, line, locate, work
 from cute_kernels.mla.config import BLOCK_HEADS
 from cute_kernels.mla.work import Shape
@@ -30,11 +31,11 @@ def python_numbers(monkeypatch) -> None:
     monkeypatch.setattr(items, "_first", inspect.unwrap(items._first))
     arch = SimpleNamespace(make_warp_uniform=lambda value: value)
     monkeypatch.setattr(items, "cute", SimpleNamespace(arch=arch))
-    for module in (locate, items, work, line):
+    for module in (division, locate, items, work, line):
         for name in ("Int32", "Int64", "Uint32"):
             monkeypatch.setattr(module, name, int, raising=False)
         monkeypatch.setattr(module, "cutlass", select, raising=False)
-    monkeypatch.setattr(locate, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
+    monkeypatch.setattr(division, "numbers", SimpleNamespace(multiply_high_u32=lambda a, b: a * b >> 32))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import division
 from cute_kernels.mla import items, line, locate
 from cute_kernels.mla.config import BLOCK_HEADS, FLAG_WORDS, STATE_WORDS
 from cute_kernels.mla.work import Shape
@@ -37,7 +38,7 @@ def blocks_of(tokens: int) -> int:
 
 def machine(monkeypatch) -> None:
     """Puts NumPy's lanes in place of the GPU's."""
-    MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)).install(monkeypatch, items, line, locate)
+    MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8)).install(monkeypatch, division, items, line, locate)
     monkeypatch.setattr(line.cutlass, "range", lambda count, unroll: range(int(np.max(count))), raising=False)
     monkeypatch.setattr(line.cutlass, "range_constexpr", range, raising=False)
     monkeypatch.setattr(items.cutlass, "range", line.cutlass.range, raising=False)

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import TOKEN_BAND
-from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe import tuned

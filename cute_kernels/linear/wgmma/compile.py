@@ -12,7 +12,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead", "division",
+    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead",
     "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
 RESIDENT_MODULES = ("digit_rows", "resident_config", "resident_kernel", "resident_rows", "resident_units")

@@ -8,8 +8,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32
 
+from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import TOKEN_BAND, WgmmaConfig
-from cute_kernels.linear.wgmma.division import Divisor
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class TileGrid:
 
     def place(self, tile) -> tuple[Any, Any]:
         """(block of output features, token tile) of a tile."""
-        band, rest = self.band_tiles.divide(tile)
-        narrow, _ = self.last_width.divide(rest)
+        band, rest = self.band_tiles.divide_int(tile)
+        narrow, _ = self.last_width.divide_int(rest)
         is_last = band == self.last_band
         block = cutlass.select_(is_last, narrow, rest >> (TOKEN_BAND.bit_length() - 1))
         width = cutlass.select_(is_last, self.last_width.value, Int32(TOKEN_BAND))
@@ -109,7 +109,7 @@ class Items:
         shape, grid = self.shape, self.shape.grid
         cut, number, split, tile = index >= shape.whole, Int32(0), Int32(0), index
         if self.cuts:
-            number, split = grid.splits.divide(cutlass.max(index - shape.whole, 0))
+            number, split = grid.splits.divide_int(cutlass.max(index - shape.whole, 0))
             split = cutlass.select_(cut, split, Int32(0))
             tile = cutlass.select_(cut, shape.whole + number, index)
         along_k = self.cuts and not self.cuts_rows

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import TOKEN_BAND, X_SCALE_ALIGNMENT
-from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS

@@ -16,8 +16,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import TOKEN_BAND
-from cute_kernels.linear.wgmma.division import Divisor
 from cute_kernels.linear.wgmma.tiles import Shape
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES
@@ -86,11 +86,11 @@ class GroupedItems:
         before, start = self.entry(expert)
         _, end = self.entry(expert + 1)
         token_tiles = tiles_of(end - start, self.tokens)
-        band, rest = shape.band_tiles.divide(index - before)
+        band, rest = shape.band_tiles.divide_int(index - before)
         width = band_width(token_tiles - band * TOKEN_BAND)
-        block, turn = width.divide(rest)
-        round_of_first, _ = shape.num_ctas.divide(index - turn)
-        token_tile = band * TOKEN_BAND + width.divide(turn + round_of_first)[1]
+        block, turn = width.divide_int(rest)
+        round_of_first, _ = shape.num_ctas.divide_int(index - turn)
+        token_tile = band * TOKEN_BAND + width.divide_int(turn + round_of_first)[1]
         return GroupedItem(
             expert=expert,
             block=block,
