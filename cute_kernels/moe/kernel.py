@@ -56,6 +56,7 @@ class GroupedKernel(LinearKernel):
         max_entries: Int32,
         max_parts: Int32,
         slack: Int32,
+        waits: Int32,
         activation: Int32,
         out_kind: Int32,
         stream,
@@ -66,7 +67,9 @@ class GroupedKernel(LinearKernel):
         units * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
         Entries, of up to 1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
         are. units: padded K / unit_k.
-        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
+        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut. waits: 0 if
+        offsets and rows are older than the kernel before this one, which has waited for them before it let this one
+        begin; else 1.
         """
         config = self.config
         k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
@@ -97,6 +100,7 @@ class GroupedKernel(LinearKernel):
             first_entry=first_entry,
             max_entries=max_entries,
             slack=slack,
+            waits=waits,
             grain=Int32(1),
         )
         operands = GroupedOperands(
@@ -118,7 +122,8 @@ class GroupedKernel(LinearKernel):
         lane = cute.arch.lane_idx()
         memory = self.allocate(shape)
         if const_expr(config.use_pdl):
-            cute.arch.griddepcontrol_wait()
+            if shape.waits != 0:
+                cute.arch.griddepcontrol_wait()
         thread = warp * WARP_THREADS + lane
         ends = self.load_ends(operands, shape, thread)
         if warp == config.math_warps:

@@ -8,7 +8,7 @@ kernel takes as such; the compiled functions look at its columns only, so all el
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from cute_kernels.linear.launch import VECTOR_BYTES, _aligned
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.moe.launch import DTYPE_NAMES, Weights, addresses_of
 from cute_kernels.moe.plan import (
+    GroupedPlan,
     ProductPlan,
     combine_function,
     gather_function,
@@ -144,6 +145,10 @@ def moe_plan_of(
         plan_of(num_places, num_experts, w.n, w.k, w.k_pad, w.bits, dtype, w.group_size, w.has_zeros, index)
         for w in (gate_up, down)
     ]
+    first, second = plans
+    if isinstance(first, GroupedPlan) and isinstance(second, GroupedPlan):
+        # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
+        plans[1] = replace(second, waits=False)
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
     between = torch.float32 if plans[1].stores_fp32 else dtype
     name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize

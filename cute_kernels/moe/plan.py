@@ -28,6 +28,8 @@ class GroupedPlan:
     Attributes:
         num_words: of workspace.
         launches: for each launch what stands between n and the activation among the function's arguments.
+        waits: whether offsets and rows may be those of the launch before. If not, that launch has waited for them
+            before it lets another begin, and weights are asked for while it ends.
         gathers: whether rows of x are taken by index.
         stores_fp32: whether what a layer adds up is best stored in fp32: few results.
     """
@@ -37,6 +39,7 @@ class GroupedPlan:
     device_index: int
     num_words: int
     launches: tuple[tuple[int, ...], ...]
+    waits: bool = True
     gathers: bool = True
     stores_fp32: bool = True
 
@@ -50,7 +53,7 @@ class GroupedPlan:
         workspace = POOL.get(index, torch._C._cuda_getCurrentRawStream(index), self.num_words)
         n, activation, out_kind = numbers
         for sizes in self.launches:
-            self.function(x, *addresses, workspace, *routing, n, *sizes, activation, out_kind)
+            self.function(x, *addresses, workspace, *routing, n, *sizes, self.waits, activation, out_kind)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class GroupedShape(Shape):
     first_entry: Any  # that this launch computes,
     max_entries: Any  # and how many of those that there are
     slack: Any  # units that a group may have beyond its share so that blocks stay whole
+    waits: Any  # whether offsets may be of the kernel before this one
     grain: Any  # 1, or the units of a block where blocks stay whole
 
     @property

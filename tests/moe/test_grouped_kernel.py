@@ -154,7 +154,7 @@ def launch(
         moe_kernel.GroupedKernel.__call__.__wrapped__(
             kernel, given, *addresses, n, schedule.num_tiles, schedule.units, schedule.num_slices,
             schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
-            number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack,
+            number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
             ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
         )  # fmt: skip
     words = machine.get(workspace, (schedule.workspace_words,), torch.int32)

@@ -99,6 +99,7 @@ REFUSED = {
     "results in a list": "out_dtype", "out with gaps": "out", "out of other tokens": "out",
     "an activation there is not": "activation", "a list of activations": "activation",
 }  # fmt: skip
+WAITS = -3  # among a product's arguments
 KINDS = ("few rows", "tiles", "digits", "modelled")  # of kernels that the products are by
 
 made = functools.cache(lambda name: CALLS[name]())
@@ -230,6 +231,7 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     if products == "few rows":
         first, second = between
         assert first[0] is given["x"] and first[7:9] == (offsets, rows) and second[7:9] == (offsets, 0)
+        assert first[WAITS] and not second[WAITS]  # the second's weights are asked for while the first ends
     elif products == "tiles":
         gather, first, second = between
         assert gather == (given["x"], end, rows, first[0].data_ptr(), 20 * TOPK)
@@ -243,6 +245,25 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     hidden = (more_digits if products == "digits" else second)[0]
     assert first[5] == hidden.data_ptr() and hidden.shape[1] == INNER and second[5] == results
     assert hidden.data_ptr() < offsets < rows < places < results
+
+
+def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
+    grouped_linear(torch.ones(6, HIDDEN, dtype=BF16), experts(64, HIDDEN), torch.zeros(EXPERTS + 1, dtype=torch.int32))
+    (product,) = launches
+    assert "grouped_linear_w4" in product.symbol and product.arguments[WAITS]
+
+
+def test_a_second_product_waits_behind_one_of_another_kind(launches, monkeypatch):
+    """Only the kernel of few rows is known to wait for the routing before it lets the next launch begin."""
+    few = plan.plan_of(6, EXPERTS, HIDDEN, INNER, INNER, 4, BF16, 128, False, -1)
+    assert isinstance(few, plan.GroupedPlan) and few.waits
+    other = SimpleNamespace(gathers=True, stores_fp32=True)
+    for kinds, waits in (((few, few), False), ((other, few), True)):
+        layer.moe_plan_of.cache_clear()
+        monkeypatch.setattr(layer, "plan_of", lambda *arguments, left=list(kinds): left.pop(0))
+        forms = (experts(2 * INNER, HIDDEN).form, experts(HIDDEN, INNER).form)
+        second = layer.moe_plan_of(3, TOPK, 32, *forms, BF16).down
+        assert isinstance(second, plan.GroupedPlan) and second.waits == waits
 
 
 @pytest.mark.parametrize(
