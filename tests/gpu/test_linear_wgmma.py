@@ -170,12 +170,13 @@ def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_one_hot_rows_of_digits_return_the_weights():
+@pytest.mark.parametrize("m", [3, 8, 16, 24])
+def test_one_hot_rows_of_digits_return_the_weights(m):
     packed = known(1000, 2048, group_size=128).pack()
-    inputs = torch.arange(24) * 61 + 7
-    x = torch.zeros(24, 2048, dtype=torch.bfloat16)
-    x[torch.arange(24), inputs] = 1
-    for schedule in in_digits(problem(24, 1000, 2048)):
+    inputs = torch.arange(m) * 61 + 7
+    x = torch.zeros(m, 2048, dtype=torch.bfloat16)
+    x[torch.arange(m), inputs] = 1
+    for schedule in in_digits(problem(m, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
         assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
 

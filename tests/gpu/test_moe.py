@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -272,6 +273,25 @@ def forget() -> None:
     plan.plan_of.cache_clear()
     moe_plan_of.cache_clear()
     ops._plans.clear()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens):
+    """Of layers behind each other with new routing each: offsets and partial results of one are not another's."""
+    gate_up, down = (weight.to(CUDA) for weight in layer())
+    early = moe_plan_of(tokens, 2, 32, gate_up.form, down.form, torch.float32)
+    assert isinstance(early.down, GroupedPlan) and not early.down.waits
+    late = replace(early, down=replace(early.down, waits=True))
+    x, weights = numbers(tokens, LAYER[1]).to(CUDA), assignments(tokens)[1].to(CUDA)
+    chosen = [assignments(tokens, seed)[0].to(CUDA, torch.int32) for seed in range(200)]
+
+    def results(plan) -> torch.Tensor:
+        return torch.stack([plan.run(x, gate_up, down, ids, weights, None) for ids in chosen])
+
+    wanted = results(late)
+    assert wanted.isfinite().all() and not torch.equal(wanted[0], wanted[1])
+    for _ in range(3):
+        assert torch.equal(results(early), wanted)
 
 
 @pytest.mark.parametrize("tokens", [5, 200])

@@ -21,7 +21,7 @@ from tests.linear.digits import GROUP, digits_of
 from tests.linear.warpgroup import put_box
 
 X, X_SCALES = 1 << 10, 1 << 18
-CONFIG = ResidentConfig(4, "bf16", 128, tokens=16, row_parts=2, unit_k=128, warpgroups=4, digits=True)
+CONFIG = ResidentConfig(4, "bf16", 128, tokens=16, unit_k=128, warpgroups=4, digits=True)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

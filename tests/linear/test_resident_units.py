@@ -34,7 +34,6 @@ CONFIGS = [
         "bf16",
         128,
         tokens=tokens,
-        row_parts=tokens // MMA_TOKENS,
         unit_k=128,
         num_stages=STAGES,
         digits=True,
@@ -71,7 +70,7 @@ class Cta:
     def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, begin: int, turn: int):
         self.config, self.weight, self.begin, self.turn = config, weight, begin, turn
         self.digits, self.scales = digits_of(x)
-        self.rows, self.tokens = len(x), -(-len(x) // MMA_TOKENS) * MMA_TOKENS
+        self.rows, self.tokens = len(x), config.tokens
         self.shared = np.full(1 << 20, 0x7F, np.uint8)
         self.waited, self.released, self.met = 0, 0, 0
         self.made: list[tuple[int, int]] = []
@@ -95,21 +94,22 @@ class Cta:
         for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
             self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
 
-    def bring_units(self, place: Any, first: int, begin: int, end: int, tokens: int) -> None:
+    def bring_units(self, place: Any, first: int, begin: int, end: int) -> None:
         """What is asked for is what is made next, in that place."""
-        assert begin < end and tokens == self.tokens and self.asked is None
+        assert begin < end and self.asked is None
+        tokens = self.config.tokens
         x, x_scales = X + first * 2 * tokens * 128, X_SCALES + first * 4 * tokens
         self.shared[x : x + (end - begin) * 2 * tokens * 128] = 0x7F
         self.asked = x, x_scales, begin, end
 
-    def make_units(self, place: Any, memory: Any, first: int, stop: int, x_phase: int, tokens: int) -> None:
+    def make_units(self, place: Any, memory: Any, first: int, stop: int, x_phase: int) -> None:
         """Puts digits where a box would lie, within what there is room for."""
         assert self.asked is not None and x_phase == len(self.made) % 2
         x, x_scales, begin, end = self.asked
         assert (x, x_scales, first, stop) == (memory.x_address, memory.x_scales, begin, end)
         self.asked = None
         self.made.append((begin, end))
-        parts = tokens // MMA_TOKENS
+        parts = self.config.tokens // MMA_TOKENS
         assert x + (end - begin) * parts * GROUP_BOX_BYTES <= X + self.config.boxes * GROUP_BOX_BYTES
         assert x_scales + (end - begin) * parts * BOX_SCALE_BYTES <= X_SCALES + self.config.x_scale_bytes
         for unit in range(begin, end):
@@ -150,8 +150,8 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     first, end = (item.begin, item.end) if config.cluster > 1 else (0, K // 128)
     fits = (end - first) * cta.tokens // MMA_TOKENS <= config.boxes
     if fits:
-        cta.bring_units(None, 0, first, end, cta.tokens)
-        cta.make_units(None, memory, first, end, 0, cta.tokens)
+        cta.bring_units(None, 0, first, end)
+        cta.make_units(None, memory, first, end, 0)
     shape = SimpleNamespace(m=len(x), x=0, fits=int(fits))
     place = subject.lane_places(shape, warp, machine.LANES)
     sums = machine.Registers(config.thread_sums, machine.Float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.linear.wgmma.config import (
+    BOX_K,
     DIGIT_GROUP,
     DTYPES,
     MMA_TOKENS,
@@ -29,8 +30,8 @@ class ResidentConfig(WgmmaConfig):
     Attributes:
         turns: warpgroups that take the units of one tile in turn; each has a part of K, that one CTA adds up.
         boxes: of both digits of 128 inputs of eight rows of x that there is room for.
-        loads: whether multiplying warps load the rows there are; if not, x comes in boxes of eight rows by TMA, which
-            takes long to fill in rows that x does not have.
+        loads: whether multiplying warps load the rows there are; if not, x, whose rows are whole boxes, comes by TMA,
+            which takes long to fill in rows that x does not have.
         spare: tiles of 64 features that the last warpgroup has fewer than the others, so that blocks of an odd number
             of them are as many as there are SMs.
     """
@@ -73,6 +74,16 @@ class ResidentConfig(WgmmaConfig):
         return super().num_barriers + 1  # of x
 
     @property
+    def resident_units(self) -> int:
+        """Units of x that there is room for the digits of."""
+        return self.boxes * MMA_TOKENS // self.tokens
+
+    @property
+    def resident_unit_bytes(self) -> int:
+        """A unit of x, and its digits."""
+        return self.unit_k // BOX_K * self.box_bytes
+
+    @property
     def x_stage_bytes(self) -> int:
         return 0
 
@@ -102,6 +113,7 @@ class ResidentConfig(WgmmaConfig):
             "bits": (4,),
             "dtype": DTYPES,
             "tokens": RESIDENT_TOKENS,
+            "row_parts": (1,),
             "m_tiles": (1, 2),
             "warpgroups": RESIDENT_WARPGROUPS,
             "unit_k": (DIGIT_GROUP,),
@@ -121,8 +133,8 @@ class ResidentConfig(WgmmaConfig):
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
         if not self.group_size or self.group_size % DIGIT_GROUP:
             return f"digits want groups of a multiple of {DIGIT_GROUP} inputs, not {self.group_size}"
-        if self.part_tokens != MMA_TOKENS:
-            return f"parts of {self.part_tokens} rows are not the {MMA_TOKENS} of a box"
+        if self.resident_units % 2:
+            return f"room for {self.resident_units} units is not two halves"
         if self.pushes != (self.cluster > 1):
             return f"parts of K of a cluster of {self.cluster} are pushed, others are not"
         if self.turns > 1 and not self.pushes:

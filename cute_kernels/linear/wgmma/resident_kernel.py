@@ -21,7 +21,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES
-from cute_kernels.linear.wgmma.config import MMA_TOKENS, WARPGROUP_WARPS
+from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
 from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES, ResidentRows
@@ -60,7 +60,10 @@ class ResidentKernel(FewRowsKernel):
         return ptx.address(x)
 
     def x_layout(self):
-        return self.boxes_layout(MMA_TOKENS, UNIT_BOXES * self.config.boxes)
+        return self.boxes_layout(self.config.tokens, UNIT_BOXES * self.config.resident_units)
+
+    def box_copy(self, x):
+        return self.rows.unit_copy(x, self.boxes_layout(self.config.tokens, UNIT_BOXES))
 
     @cute.kernel
     def kernel(self, operands, shape, copy_x, x_view):  # type: ignore[override]
@@ -140,8 +143,7 @@ class ResidentKernel(FewRowsKernel):
         begin, end = Int32(0), shape.units
         if const_expr(self.config.cluster > 1):
             begin, end = item.begin, item.end
-        parts = self.parts_of(shape, item)
-        fits = cutlass.select_((end - begin) * parts <= self.config.boxes, Int32(1), Int32(0))
+        fits = cutlass.select_(end - begin <= self.config.resident_units, Int32(1), Int32(0))
         if const_expr(not self.config.loads):
             if warp == 0:
                 if lane == 0:
@@ -150,22 +152,21 @@ class ResidentKernel(FewRowsKernel):
             self.meet()
         if fits != 0:
             if const_expr(not self.config.loads):
-                self.rows.bring(self.source, Int32(0), begin, end, parts, warp)
+                self.rows.bring(self.source, Int32(0), begin, end, warp)
                 cute.arch.mbarrier_wait(memory.x_barrier, 0)
-            self.rows.make(self.source, memory, begin, end, parts * MMA_TOKENS, warp, lane)
+            self.rows.make(self.source, memory, begin, end, warp, lane)
         return fits
 
-    def bring_units(self, place: ResidentLane, first, begin, end, tokens: int):
+    def bring_units(self, place: ResidentLane, first, begin, end):
         """Asks for x of some units, as the ``first`` of those there is room for."""
         if const_expr(not self.config.loads):
-            parts = tokens // MMA_TOKENS
-            self.rows.bring(self.source, first * (UNIT_BOXES * parts), begin, end, Int32(parts), place.warp)
+            self.rows.bring(self.source, first, begin, end, place.warp)
 
-    def make_units(self, place: ResidentLane, memory, begin, end, x_phase, tokens: int):
+    def make_units(self, place: ResidentLane, memory, begin, end, x_phase):
         """Digits of some units, once x has come."""
         if const_expr(not self.config.loads):
             cute.arch.mbarrier_wait(memory.x_barrier, x_phase)
-        self.rows.make(self.source, memory, begin, end, Int32(tokens), place.warp, place.lane)
+        self.rows.make(self.source, memory, begin, end, place.warp, place.lane)
 
     def meet(self):
         """Waits for all multiplying warps."""

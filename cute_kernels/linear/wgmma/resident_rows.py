@@ -1,10 +1,10 @@
 """Digits of rows of x, made by the warps that multiply them, where the MMAs read them.
 
 What :mod:`.digit_rows` leaves in memory, bit for bit, each CTA makes of what it needs of x. TMA brings x into the
-place of its digits, boxes of 64 inputs of eight rows: 128 inputs of a row are two rows of 128 bytes, and so are their
-high and their low digits. Of a few rows warps load x themselves, as missing rows would take TMA long to fill in. Four
-lanes take 128 inputs of a row, two blocks of 16 each, so that no digit changes lanes and all of a block's high digits
-are one vector, as are its low ones. Magnitudes are compared in packed pairs.
+place of its digits, a unit at a time: 128 inputs of a row are two rows of 128 bytes, and so are their high and their
+low digits. Of a few rows warps load x themselves, as missing rows would take TMA long to fill in. Four lanes take 128
+inputs of a row, two blocks of 16 each, so that no digit changes lanes and all of a block's high digits are one vector,
+as are its low ones. Magnitudes are compared in packed pairs.
 
 A unit's digits are one operand of `wgmma.multiply_bytes`: rows of 128 bytes, first the high digits of all tokens, then
 the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzling has them.
@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig
 from cute_kernels.linear.wgmma.digit_rows import MAGIC, DigitRowsKernel
-from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
@@ -36,7 +36,7 @@ PIECE_BYTES = 16
 PIECE_INPUTS = PIECE_BYTES // 2
 GROUP_PIECES = DIGIT_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
-UNIT_BOXES = DIGIT_GROUP // BOX_K  # of eight rows
+UNIT_BOXES = DIGIT_GROUP // BOX_K
 ROW_BYTES = DIGIT_GROUP  # of digits; and of x, of half of a group
 MAGNITUDES = 0x7FFF7FFF
 # Added before the digits are taken apart, so that the upper one is rounded; the lower one's first bit is turned by it.
@@ -46,14 +46,14 @@ SIGNS = 0x80808080
 
 @dataclass(frozen=True)
 class Source:
-    """x, and what brings boxes of it."""
+    """x, and what brings units of it."""
 
     address: Any
     rows: Any
     row_pieces: Any  # of 16 bytes
     copy: Any
-    boxes: Any  # [box, eight rows, 64 inputs]
-    places: Any  # [box, 0, place]
+    view: Any  # as boxes are taken from it: [rows, 64 inputs, K / 64]
+    places: Any  # [a unit, number]
     barrier: Any  # that counts their bytes
 
 
@@ -66,43 +66,51 @@ class ResidentRows:
 
     def source(self, operands, shape, memory, copy_x, x_view) -> Source:
         """x of a launch."""
-        box = (MMA_TOKENS, BOX_K)
-        places = cute.group_modes(cute.local_tile(memory.x, box, (None, 0, None)), 0, 2)
-        boxes = cute.group_modes(cute.local_tile(x_view, box, (None, None)), 0, 2)
-        target, source = cpasync.tma_partition(copy_x, 0, cute.make_layout(1), places, boxes)
-        row_pieces = shape.k // PIECE_INPUTS
-        return Source(operands.x, shape.m, row_pieces, copy_x, source, target, memory.x_barrier)
+        places = cute.group_modes(cute.local_tile(memory.x, self.unit, (0, 0, None)), 0, 3)
+        return Source(operands.x, shape.m, shape.k // PIECE_INPUTS, copy_x, x_view, places, memory.x_barrier)
+
+    @property
+    def unit(self) -> tuple[int, int, int]:
+        """What TMA brings at a time: rows, inputs, blocks of inputs."""
+        return self.config.tokens, BOX_K, UNIT_BOXES
+
+    def unit_copy(self, x, layout) -> tuple[Any, Any]:
+        """What brings a unit of x into boxes one behind the other, and x as units are taken from it.
+
+        x: [m, k]; of rows that are no multiple of 64 inputs the rest is not brought. layout: of a unit there.
+        """
+        m, k = x.shape
+        view = cute.make_tensor(x.iterator, cute.make_layout((m, BOX_K, k // BOX_K), stride=(k, 1, BOX_K)))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, self.unit)
 
     @cute.jit
-    def bring(self, x: Source, first_place, begin, end, parts, warp):
-        """Asks for x of units [begin, end), of so many parts of eight rows, into places from ``first_place`` on.
+    def bring(self, x: Source, first_place, begin, end, warp):
+        """Asks for x of units [begin, end), into places from ``first_place`` on.
 
         Each of the multiplying warps asks for its share, and counts on the barrier.
         """
         count, warps = end - begin, self.config.math_warps
         own = (count - warp + (warps - 1)) // warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * parts * GROUP_BOX_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * self.config.resident_unit_bytes)
         # All CTAs want the same of x at the same time: each begins with another unit.
         cta, _, _ = cute.arch.block_idx()
         shift = (cta * count) >> 8
+        units = cute.domain_offset((0, 0, begin * UNIT_BOXES), x.view)
+        units = cute.group_modes(cute.local_tile(units, self.unit, (0, 0, None)), 0, 3)
+        target, source = cpasync.tma_partition(x.copy, 0, cute.make_layout(1), x.places, units)
         for number in cutlass.range(warp, count, warps, unroll=1):
             unit = number + shift
             unit = cutlass.select_(unit >= count, unit - count, unit)
-            for half in cutlass.range_constexpr(UNIT_BOXES):
-                for part in cutlass.range_constexpr(self.config.row_parts):
-                    if part < parts:
-                        place = first_place + (unit * UNIT_BOXES + half) * parts + part
-                        box = x.boxes[None, part, (begin + unit) * UNIT_BOXES + half]
-                        cute.copy(x.copy, box, x.places[(None, 0, place)], tma_bar_ptr=x.barrier)
+            cute.copy(x.copy, source[None, unit], target[None, first_place + unit], tma_bar_ptr=x.barrier)
 
     @cute.jit
-    def make(self, x: Source, memory, begin, end, tokens, warp, lane):
+    def make(self, x: Source, memory, begin, end, warp, lane):
         """Digits and scales of units [begin, end), in the place of x, where it has come, or of x that is loaded.
 
-        tokens: rows of the operand, a multiple of eight. Visible to MMAs after a barrier of all warps that make them.
+        Visible to MMAs after a barrier of all warps that make them.
         """
-        bits = self.step_bits(end - begin)
+        bits, tokens = self.step_bits(end - begin), self.config.tokens
         steps = ((x.rows + (STEP_ROWS - 1)) // STEP_ROWS) << bits
         words = cute.make_rmem_tensor(STEP_WORDS, Uint32)
         coming = cute.make_rmem_tensor(STEP_WORDS, Uint32)

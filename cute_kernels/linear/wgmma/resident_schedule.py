@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS
+from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
@@ -67,10 +67,17 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
                 **vars(shape),
             )
         )
-        for loads in ((True, False) if problem.m <= MOST_LOADED_ROWS else (False,))
+        for loads in ways_of_x(problem)
         for shape in RESIDENT_SHAPES
     )
     return [config for config in configs if config.can_implement() is None]
+
+
+def ways_of_x(problem: Problem) -> tuple[bool, ...]:
+    """Whether warps load x, where both are to be considered or one can be had."""
+    if problem.k % BOX_K:
+        return (True,)  # TMA takes whole boxes
+    return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)
 
 
 def with_stages(config: ResidentConfig) -> ResidentConfig:

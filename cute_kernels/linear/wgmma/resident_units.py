@@ -15,7 +15,6 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.device import wgmma
-from cute_kernels.linear.wgmma.config import MMA_TOKENS
 from cute_kernels.linear.wgmma.digits_ahead import AheadUnits
 from cute_kernels.linear.wgmma.reading import Lane, ReadingWarps
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
@@ -37,10 +36,10 @@ class ResidentWarps(ReadingWarps):
 
     if TYPE_CHECKING:
 
-        def bring_units(self, place: ResidentLane, first, begin, end, tokens: int) -> None:
+        def bring_units(self, place: ResidentLane, first, begin, end) -> None:
             """Asks for x of units [begin, end), as the ``first`` of those there is room for."""
 
-        def make_units(self, place: ResidentLane, memory, begin, end, x_phase, tokens: int) -> None:
+        def make_units(self, place: ResidentLane, memory, begin, end, x_phase) -> None:
             """Digits of units [begin, end), once x has come."""
 
         def meet(self) -> None:
@@ -64,7 +63,7 @@ class ResidentUnits(AheadUnits):
         the copying warp goes on meanwhile, and multiplying catches up. The chunk before the first is empty.
         """
         stage, phase, x_phase = ring
-        half = self.config.boxes * MMA_TOKENS // tokens // 2
+        half = self.config.resident_units // 2
         size = cutlass.select_(place.fits != 0, item.end - item.begin, Int32(half))
         count = (item.end - item.begin + half - 1) // half
         count = cutlass.select_(place.fits != 0, Int32(1), count)
@@ -74,14 +73,14 @@ class ResidentUnits(AheadUnits):
             following, end = begin + size, cutlass.min(begin + size, item.end)
             following_end, buffer = cutlass.min(following + half, item.end), ((chunk + 1) & 1) * half
             if following < item.end:
-                self.kernel.bring_units(place, buffer, following, following_end, tokens)
+                self.kernel.bring_units(place, buffer, following, following_end)
             if chunk >= 0:
                 start = cutlass.select_(place.fits != 0, resident, begin - (chunk & 1) * half)
                 part = replace(item, begin=begin, end=end)
                 stage, phase = self.multiply_chunk(sums, memory, part, start, place, stage, phase, teller, tokens)
             if following < item.end:
                 there = self.at(memory, buffer, tokens)
-                self.kernel.make_units(place, there, following, following_end, x_phase, tokens)
+                self.kernel.make_units(place, there, following, following_end, x_phase)
                 x_phase = x_phase ^ 1
             if place.fits == 0:
                 self.kernel.meet()

@@ -75,16 +75,20 @@ ROW_CUTS = 2
 SHARING = 2
 SHARING_GAIN = 0.02  # of a unit's time, in a launch between others; 0.05 in launches of the same kind
 SHARING_CLOCKS = 3000  # of the cluster, to meet before its first copy and after its last
-# The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows.
+# The same with x in digits: (tokens, row_parts, m_tiles, cluster) of two warpgroups, for up to so many rows. Loops for
+# fewer rows than a tile's would lie between what is run, and code comes from memory.
 MOST_DIGIT_ROWS = 24
 DIGIT_SHAPES = (
-    (16, 2, 1, 1),
-    (16, 2, 1, 2),
-    (16, 2, 1, 3),
-    (16, 2, 2, 1),
+    (8, 1, 1, 1),
+    (8, 1, 2, 1),
+    (16, 1, 1, 1),
+    (16, 1, 1, 2),
+    (16, 1, 1, 3),
+    (16, 1, 2, 1),
     (32, 4, 1, 2),
     (32, 4, 2, 1),
 )
+DIGIT_STAGES = {1: 8, 2: 5}  # at most, by m_tiles: x would wait behind more weights
 # Of weights by (bits, dtype, group_size, zero_point): (tokens, row_parts, warpgroups of 64 features, cluster) of tiles
 # whose parts of K are pushed, as measured.
 PUSH_SHAPES = {
@@ -353,7 +357,7 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
         for tokens, row_parts, m_tiles, cluster in DIGIT_SHAPES
         if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
     )
-    return implementable(configs)
+    return [one for one in (with_ring(c, DIGIT_STAGES[c.m_tiles]) for c in configs) if one.can_implement() is None]
 
 
 def shipped_configs() -> list[WgmmaConfig]:
