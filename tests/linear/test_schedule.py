@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cute_kernels.linear import schedule as schedules
 from cute_kernels.linear.config import FEW_SEGMENTS, LinearConfig
-from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, make_schedule
+from cute_kernels.linear.schedule import MAX_TOKENS, Problem, Schedule, candidate_configs, make_schedule
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 FORMATS = st.tuples(
@@ -52,10 +52,26 @@ def cuts(draw) -> Schedule:
 LONG_K_ON_FEW_SMS = Problem(m=27, n=65, k=20481, k_pad=20736, bits=4, dtype="bf16", group_size=256, num_sms=16)
 
 
+TOO_LONG_K_ON_FEW_SMS = Problem(m=32, n=1, k=32769, k_pad=32832, bits=4, dtype="bf16", group_size=0, num_sms=16)
+
+
+def fits_cut_for_all_sms(problem: Problem, config: LinearConfig) -> bool:
+    """Whether an SM has room for its part of the activations if each has one."""
+    units = problem.k_pad // config.unit_k
+    own = -(-units // min(units, problem.num_sms))
+    return schedules.x_bytes_of(problem, own * config.unit_k) <= config.x_bytes
+
+
 @given(problems())
 @example(LONG_K_ON_FEW_SMS)
+@example(TOO_LONG_K_ON_FEW_SMS)
 @settings(max_examples=100, deadline=None)
 def test_every_problem_has_a_schedule_that_fits(problem: Problem):
+    """Unless its activations fit nowhere, which is said."""
+    if not any(fits_cut_for_all_sms(problem, config) for config in candidate_configs(problem)):
+        with pytest.raises(ValueError, match=f"k: got {problem.k}, want {problem.m} rows of activations to fit"):
+            make_schedule(problem)
+        return
     schedule = make_schedule(problem)
     config = schedule.config
     assert config.can_implement() is None
