@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.linear.wgmma.config import (
-    BOX_K,
     DIGIT_GROUP,
     DTYPES,
     MMA_TOKENS,
+    PUSH_CLUSTERS,
     WARPGROUP_THREADS,
     WgmmaConfig,
 )
@@ -16,7 +16,6 @@ from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 GROUP_BOX_BYTES = 2 * DIGIT_GROUP * MMA_TOKENS  # both digits of 128 inputs of eight rows
 BOX_SCALE_BYTES = 4 * MMA_TOKENS
-RESIDENT_TOKENS = (MMA_TOKENS, 2 * MMA_TOKENS)
 RESIDENT_WARPGROUPS = (2, 4)
 
 
@@ -25,11 +24,12 @@ class ResidentConfig(WgmmaConfig):
     """A variant that makes digits of x itself, once, before the first weights have come.
 
     Stages hold weights only, so nothing of x comes through the ring, and one warp copies. Multiplying warps keep the
-    registers that they are launched with.
+    registers that they are launched with. Tiles are of eight rows, and a CTA of a cluster has one part of K of one of
+    them, which it pushes.
 
     Attributes:
         turns: warpgroups that take the units of one tile in turn; each has a part of K, that one CTA adds up.
-        boxes: of both digits of 128 inputs of eight rows of x that there is room for.
+        boxes: units of x that there is room for, each both digits of 128 inputs of eight rows.
         loads: whether multiplying warps load the rows there are; if not, x, whose rows are whole boxes, comes by TMA,
             which takes long to fill in rows that x does not have.
         spare: tiles of 64 features that the last warpgroup has fewer than the others, so that blocks of an odd number
@@ -74,16 +74,6 @@ class ResidentConfig(WgmmaConfig):
         return super().num_barriers + 1  # of x
 
     @property
-    def resident_units(self) -> int:
-        """Units of x that there is room for the digits of."""
-        return self.boxes * MMA_TOKENS // self.tokens
-
-    @property
-    def resident_unit_bytes(self) -> int:
-        """A unit of x, and its digits."""
-        return self.unit_k // BOX_K * self.box_bytes
-
-    @property
     def x_stage_bytes(self) -> int:
         return 0
 
@@ -112,12 +102,13 @@ class ResidentConfig(WgmmaConfig):
         choices = {
             "bits": (4,),
             "dtype": DTYPES,
-            "tokens": RESIDENT_TOKENS,
+            "tokens": (MMA_TOKENS,),
             "row_parts": (1,),
             "m_tiles": (1, 2),
             "warpgroups": RESIDENT_WARPGROUPS,
             "unit_k": (DIGIT_GROUP,),
-            "cluster": (1, 2, 3),
+            "cluster": PUSH_CLUSTERS,
+            "pushes": (True,),
             "turns": (1, 2, 4),
             "sharing": (1,),
             "digits": (True,),
@@ -133,14 +124,11 @@ class ResidentConfig(WgmmaConfig):
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
         if not self.group_size or self.group_size % DIGIT_GROUP:
             return f"digits want groups of a multiple of {DIGIT_GROUP} inputs, not {self.group_size}"
-        if self.resident_units % 2:
-            return f"room for {self.resident_units} units is not two halves"
-        if self.pushes != (self.cluster > 1):
-            return f"parts of K of a cluster of {self.cluster} are pushed, others are not"
-        if self.turns > 1 and not self.pushes:
-            return f"{self.turns} warpgroups that take units in turn push their parts, in a cluster"
         if self.warpgroups % self.turns:
             return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
+        if self.boxes % (2 * self.turns):
+            # Else a chunk of K would end with another's turn than that which the ring goes on with.
+            return f"room for {self.boxes} units is not two halves of whole rounds of {self.turns} turns"
         if self.num_stages < 2 * self.turns or self.num_stages % self.turns:
             # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
             return f"num_stages {self.num_stages} is no multiple of {self.turns} turns, or less than two for each"

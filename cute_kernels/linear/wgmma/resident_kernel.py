@@ -60,7 +60,7 @@ class ResidentKernel(FewRowsKernel):
         return ptx.address(x)
 
     def x_layout(self):
-        return self.boxes_layout(self.config.tokens, UNIT_BOXES * self.config.resident_units)
+        return self.boxes_layout(self.config.tokens, UNIT_BOXES * self.config.boxes)
 
     def box_copy(self, x):
         return self.rows.unit_copy(x, self.boxes_layout(self.config.tokens, UNIT_BOXES))
@@ -81,13 +81,11 @@ class ResidentKernel(FewRowsKernel):
                 self.init_barriers(memory)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
-            if const_expr(config.part_slots > 0):
-                # For whoever sends parts. Barriers are all that was written, and have had their fence.
-                cute.arch.cluster_arrive_relaxed()
+            # For whoever sends parts. Barriers are all that was written, and have had their fence.
+            cute.arch.cluster_arrive_relaxed()
             self.copy_weights_by(operands, shape, memory, items, lane)
         else:
-            if const_expr(config.part_slots > 0):
-                cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_arrive_relaxed()
             fits = self.make_digits(shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
@@ -135,15 +133,10 @@ class ResidentKernel(FewRowsKernel):
 
     @cute.jit
     def make_digits(self, shape, memory, items, warp, lane):
-        """Digits of all that the CTA needs of x, a part of K where it has one item, if there is room.
-
-        Returns whether there is.
-        """
+        """Digits of the CTA's part of K, if there is room for them. Returns whether there is."""
         item = items.item(items.first)
-        begin, end = Int32(0), shape.units
-        if const_expr(self.config.cluster > 1):
-            begin, end = item.begin, item.end
-        fits = cutlass.select_(end - begin <= self.config.resident_units, Int32(1), Int32(0))
+        begin, end = item.begin, item.end
+        fits = cutlass.select_(end - begin <= self.config.boxes, Int32(1), Int32(0))
         if const_expr(not self.config.loads):
             if warp == 0:
                 if lane == 0:
@@ -172,10 +165,6 @@ class ResidentKernel(FewRowsKernel):
         """Waits for all multiplying warps."""
         threads = self.config.math_warps * WARP_THREADS
         cute.arch.barrier(barrier_id=CHUNK_BARRIER, number_of_threads=threads)
-
-    def first_resident(self, item):
-        """The first unit that an item's CTA has the digits of."""
-        return item.begin if self.config.cluster > 1 else Int32(0)
 
     def lane_places(self, shape, warp, lane) -> ResidentLane:
         place = super().lane_places(shape, warp, lane)

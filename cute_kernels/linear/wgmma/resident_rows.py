@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig
 from cute_kernels.linear.wgmma.digit_rows import MAGIC, DigitRowsKernel
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
 from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
@@ -92,7 +92,7 @@ class ResidentRows:
         count, warps = end - begin, self.config.math_warps
         own = (count - warp + (warps - 1)) // warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * self.config.resident_unit_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * GROUP_BOX_BYTES)
         # All CTAs want the same of x at the same time: each begins with another unit.
         cta, _, _ = cute.arch.block_idx()
         shift = (cta * count) >> 8

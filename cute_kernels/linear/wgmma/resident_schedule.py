@@ -15,7 +15,6 @@ from cute_kernels.sm90 import MAX_SHARED_BYTES
 
 MOST_RESIDENT_ROWS = MMA_TOKENS
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
-RESIDENT_TILE = MMA_TOKENS  # rows: code for more would lie between what is run, and come from memory all the same
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
                 dtype=problem.dtype,
                 group_size=problem.group_size,
                 zero_point=problem.zero_point,
-                tokens=RESIDENT_TILE,
+                tokens=MMA_TOKENS,
                 unit_k=DIGIT_GROUP,
                 splits_k=True,
                 cluster=RESIDENT_CLUSTER,

@@ -45,9 +45,6 @@ class ResidentWarps(ReadingWarps):
         def meet(self) -> None:
             """Waits for all multiplying warps."""
 
-        def first_resident(self, item) -> Any:
-            """The first unit that an item's CTA has the digits of."""
-
 
 class ResidentUnits(AheadUnits):
     """What a multiplying warpgroup does with the units of an item whose digits its CTA makes."""
@@ -63,11 +60,10 @@ class ResidentUnits(AheadUnits):
         the copying warp goes on meanwhile, and multiplying catches up. The chunk before the first is empty.
         """
         stage, phase, x_phase = ring
-        half = self.config.resident_units // 2
+        half = self.config.boxes // 2
         size = cutlass.select_(place.fits != 0, item.end - item.begin, Int32(half))
         count = (item.end - item.begin + half - 1) // half
         count = cutlass.select_(place.fits != 0, Int32(1), count)
-        resident = self.kernel.first_resident(item)
         for chunk in cutlass.range(cutlass.select_(place.fits != 0, Int32(0), Int32(-1)), count, 1, unroll=1):
             begin = item.begin + chunk * size
             following, end = begin + size, cutlass.min(begin + size, item.end)
@@ -75,7 +71,7 @@ class ResidentUnits(AheadUnits):
             if following < item.end:
                 self.kernel.bring_units(place, buffer, following, following_end)
             if chunk >= 0:
-                start = cutlass.select_(place.fits != 0, resident, begin - (chunk & 1) * half)
+                start = cutlass.select_(place.fits != 0, item.begin, begin - (chunk & 1) * half)
                 part = replace(item, begin=begin, end=end)
                 stage, phase = self.multiply_chunk(sums, memory, part, start, place, stage, phase, teller, tokens)
             if following < item.end:

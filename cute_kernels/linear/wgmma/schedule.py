@@ -8,7 +8,7 @@ fitted to measured times (tests/linear/measured.py, docs/design/weight_only_line
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -88,7 +88,8 @@ DIGIT_SHAPES = (
     (32, 4, 1, 2),
     (32, 4, 2, 1),
 )
-DIGIT_STAGES = {1: 8, 2: 5}  # at most, by m_tiles: x would wait behind more weights
+# Stages at most, by m_tiles; where x is digits of a launch before, it would wait behind more weights.
+TILE_STAGES, DIGIT_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 5}
 # Of weights by (bits, dtype, group_size, zero_point): (tokens, row_parts, warpgroups of 64 features, cluster) of tiles
 # whose parts of K are pushed, as measured.
 PUSH_SHAPES = {
@@ -357,7 +358,7 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
         for tokens, row_parts, m_tiles, cluster in DIGIT_SHAPES
         if tokens >= problem.m and (tokens == DIGIT_SHAPES[0][0] or problem.m > tokens // 2)
     )
-    return [one for one in (with_ring(c, DIGIT_STAGES[c.m_tiles]) for c in configs) if one.can_implement() is None]
+    return implementable(configs, DIGIT_STAGES)
 
 
 def shipped_configs() -> list[WgmmaConfig]:
@@ -393,9 +394,10 @@ def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
     return WgmmaConfig(bits=problem.bits, dtype=problem.dtype, **form, **choices)
 
 
-def implementable(configs: Iterable[WgmmaConfig]) -> list[WgmmaConfig]:
-    """Those that there is room for, with their rings."""
-    return [config for config in map(with_ring, configs) if config.can_implement() is None]
+def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:
+    """Those that there is room for, with their rings; most: stages by m_tiles."""
+    found = (with_ring(config, most[config.m_tiles]) for config in configs)
+    return [config for config in found if config.can_implement() is None]
 
 
 def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
