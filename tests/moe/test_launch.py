@@ -174,16 +174,21 @@ def run(launches: list[Any], given: dict[str, Any]) -> Any:
     return outcome(launches, lambda: function(**given), tensors)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_launches_the_same_after_any_other(name, launches):
+def check_launches_after_any_other(name, calls, refused, run_other, kept):
+    """A call launches the same, or is refused by the same name, whichever of ``calls`` came before it."""
     from tests.host_functions import assert_launched_alike_after_any_other
 
-    others = CALLS if name in ("plain", "out", *REFUSED) else ("plain", name)
-    want = assert_launched_alike_after_any_other(name, others, lambda other: run(launches, made(other)), ops._plans)
-    assert (name in REFUSED) == isinstance(want, tuple), want
-    if name in REFUSED:
+    others = calls if name in ("plain", "out", *refused) else ("plain", name)
+    want = assert_launched_alike_after_any_other(name, others, run_other, kept)
+    assert (name in refused) == isinstance(want, tuple), want
+    if name in refused:
         error, message = want
-        assert error in (TypeError, ValueError) and message.startswith(f"{REFUSED[name]}: got ")
+        assert error in (TypeError, ValueError) and message.startswith(f"{refused[name]}: got ")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_launches_the_same_after_any_other(name, launches):
+    check_launches_after_any_other(name, CALLS, REFUSED, lambda other: run(launches, made(other)), ops._plans)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in REFUSED and name != "no tokens"])
@@ -344,15 +349,10 @@ product_made = functools.cache(lambda name: PRODUCTS[name]())
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_launches_the_same_after_any_other(name, launches):
-    from tests.host_functions import assert_launched_alike_after_any_other
+    def run_other(other):
+        return run(launches, product_made(other))
 
-    kept = ops._launches
-    others = PRODUCTS if name in ("plain", "out", *REFUSED_PRODUCTS) else ("plain", name)
-    want = assert_launched_alike_after_any_other(name, others, lambda other: run(launches, product_made(other)), kept)
-    assert (name in REFUSED_PRODUCTS) == isinstance(want, tuple), want
-    if name in REFUSED_PRODUCTS:
-        error, message = want
-        assert error in (TypeError, ValueError) and message.startswith(f"{REFUSED_PRODUCTS[name]}: got ")
+    check_launches_after_any_other(name, PRODUCTS, REFUSED_PRODUCTS, run_other, ops._launches)
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in REFUSED_PRODUCTS and name != "no places"])
