@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from cute_kernels.linear.experts import PackedExperts, quantize_experts
@@ -43,13 +44,18 @@ class QuantizedExperts(nn.Module):
 
     @property
     def weight(self) -> PackedExperts:
-        """The weights; they share the layer's tensors."""
-        weight = self._weight
+        """The weights; they share the layer's tensors.
+
+        torch.compile sees new ones, which cost a compiled call nothing. Of those that are kept it would ask each time
+        whether they still are, and, as their tensors are no module's buffers to it, of what sizes.
+        """
+        weight = None if is_compiling() else self._weight
         if weight is None or weight.codes is not self._buffers["codes"]:
             tensors: dict[str, Any] = {name: self._buffers[name] for name in TENSOR_NAMES}
             form: dict[str, Any] = {"bits": self.bits, "group_size": self.group_size, "shape": self.shape}
             weight = PackedExperts(**tensors, **form, check_values=False)
-            self._weight = weight  # kept, since to make and check it takes longer than to launch
+            if not is_compiling():
+                self._weight = weight  # kept, since to make and check it takes longer than to launch
         return weight
 
     def extra_repr(self) -> str:

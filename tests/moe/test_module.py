@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_kernels import PackedExperts, QuantizedLinear, QuantizedMoE, quantize_model
 from tests.moe import blocks
@@ -108,6 +109,19 @@ def test_it_compiles_without_graph_breaks():
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_is_compiled_once(dynamic):
+    """Whatever is kept of eager calls; as few tokens as the weights have tiles are like any others."""
+    layer = QuantizedMoE.from_block(blocks.mixtral())
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=dynamic)
+    with torch.no_grad():
+        for tokens in (2, 3, 5, 8) if dynamic else (3, 3):
+            assert torch.equal(compiled(numbers(tokens, blocks.HIDDEN)), layer(numbers(tokens, blocks.HIDDEN)))
+    assert counter.frame_count == 1
 
 
 class Halved(type(blocks.mixtral())):
