@@ -17,7 +17,11 @@ def test_modules_whose_kernels_are_compiled_on_demand_name_them():
         "test_decode_features",
         "test_decode_formats",
         "test_kv_cache",
+        "test_linear_compiled",
         "test_merge_states",
+        "test_modules",
+        "test_moe_compiled",
+        "test_moe_modules",
         "test_quantize_kv",
         "test_runtime",
     } <= set(MODULES)

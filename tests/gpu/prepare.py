@@ -12,9 +12,7 @@ from bench import linear as linear_bench
 from bench import mla as mla_bench
 from cute_kernels.families import shipped_specs
 from cute_kernels.runtime import default_cache
-from tests.gpu.specs import by_module
-
-ARCH = "sm_90a"
+from tests.gpu.specs import ARCH, by_module
 
 
 def main() -> int:

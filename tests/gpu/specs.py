@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention.call import AttentionCall, make_call
@@ -19,10 +21,29 @@ from cute_kernels.kv_cache import ops as append_ops
 from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.compile import AppendSpec
+from cute_kernels.linear import ops as linear_ops
+from cute_kernels.linear import plan as linear_plan
+from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma import digit_launch
+from cute_kernels.moe import launch as moe_launch
+from cute_kernels.moe import layer as moe_layer
+from cute_kernels.moe import ops as moe_ops
+from cute_kernels.moe import plan as moe_plan
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.cases import make_call as make_append
+
+ARCH, GPU, NUM_SMS = "sm_90a", "NVIDIA H200", 132  # whose kernels are compiled ahead
+PLANS = (
+    linear_plan.plan_of,
+    moe_plan.plan_of,
+    moe_plan.routing_function,
+    moe_plan.gather_function,
+    moe_plan.combine_function,
+    moe_launch.grouped_launch_of,
+    moe_layer.moe_plan_of,
+)  # which keep what they have loaded
 
 
 def by_module() -> dict[str, Callable[[], list[Any]]]:
@@ -98,3 +119,59 @@ def needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         patch.setattr(step_ops, "reference", step_here)
         work()
     return list(found)
+
+
+def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
+    """The kernels that linear layers and layers of experts of ``work``, which runs on the CPU here, need on `GPU`.
+
+    Plans are made as for it; what they would load is noted and not loaded.
+    """
+    found: dict[KernelSpec, None] = {}
+    multiply, multiply_grouped, mix = linear_ops._on_cpu, moe_ops.grouped_linear_reference, moe_ops.fused_moe_reference
+
+    def linear_here(x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, *others):
+        if x.shape[0]:
+            k_pad = padded_shape((n, k), group_size or None)[1]
+            form = n, k, k_pad, bits, x.dtype, group_size, zeros is not None
+            linear_plan.plan_of(x.shape[0], *form, x.get_device(), *others[:1])
+        options = bits, group_size, n, k, activation, out_dtype, *others
+        return multiply(x, codes, scales, zeros, bias, residual, *options)
+
+    def grouped_here(x, weight, expert_offsets, *, rows, activation, out_dtype, **options):
+        places = x.shape[0] if rows is None else rows.shape[0]
+        if places:
+            moe_launch.grouped_launch_of(places, rows is not None, weight.form, activation, out_dtype)
+        options = {"rows": rows, "activation": activation, "out_dtype": out_dtype, **options}
+        return multiply_grouped(x, weight, expert_offsets, **options)
+
+    def mix_here(x, gate_up, down, topk_ids, topk_weights, *, out_dtype):
+        if topk_ids.numel():
+            moe_layer.moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+        return mix(x, gate_up, down, topk_ids, topk_weights, out_dtype=out_dtype)
+
+    def note(spec: KernelSpec, arch: str) -> None:
+        found[spec] = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (linear_plan, moe_plan, digit_launch):
+            patch.setattr(module, "load", note)
+        for module in (linear_plan, moe_plan):
+            patch.setattr(module, "arch_of", lambda index: ARCH)
+        patch.setattr(linear_plan, "is_supported", lambda index: True)
+        patch.setattr(torch.cuda, "get_device_name", lambda index: GPU)
+        properties = SimpleNamespace(multi_processor_count=NUM_SMS)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        patch.setattr(linear_ops, "_on_cpu", linear_here)
+        patch.setattr(moe_ops, "grouped_linear_reference", grouped_here)
+        patch.setattr(moe_ops, "fused_moe_reference", mix_here)
+        forget_plans()
+        try:
+            work()
+        finally:
+            forget_plans()
+    return list(found)
+
+
+def forget_plans() -> None:
+    for plan_of in PLANS:
+        plan_of.cache_clear()

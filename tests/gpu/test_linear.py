@@ -18,12 +18,12 @@ from cute_kernels.linear.weight import PackedWeight, padded_shape
 from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.runtime.spec import KernelSpec
+from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known
 
 pytestmark = pytest.mark.gpu
 
 CUDA = "cuda"
-GPU = "NVIDIA H200"  # whose kernels are compiled ahead
 FORMATS = [
     pytest.param(bits, dtype, group, zero, id=f"w{bits}-{str(dtype)[6:]}-g{group}{'-zero' if zero else ''}")
     for bits in (4, 8)
