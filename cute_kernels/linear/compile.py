@@ -10,7 +10,7 @@ from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
-from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.config import DigitBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
@@ -67,10 +67,10 @@ def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
 
 def digit_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """What makes digits of x for a configuration that takes them."""
-    from cute_kernels.linear.wgmma.compile import DigitRowsSpec
+    from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 
     makes_digits = getattr(config, "makes_digits_before", False)
-    return [DigitRowsSpec(DigitRowsConfig(config.dtype))] if makes_digits else []
+    return [DigitBlocksSpec(DigitBlocksConfig(config.dtype))] if makes_digits else []
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

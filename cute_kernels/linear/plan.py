@@ -15,7 +15,7 @@ from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.digit_launch import DigitProduct, digit_rows
+from cute_kernels.linear.wgmma.digit_launch import digit_product
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -118,7 +118,7 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
     if not is_portable and schedule.config.makes_digits_before:
-        function = DigitProduct(digit_rows(schedule.config.dtype, m, schedule.units, arch), function)
+        function = digit_product(schedule.config, function, m, schedule.units, arch)
     return Plan(
         function=function,
         schedule=schedule,

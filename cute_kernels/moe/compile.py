@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cute_kernels.linear import compile as linear
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem
@@ -127,8 +127,8 @@ def shipped_specs() -> list[KernelSpec]:
         for tokens in TOKENS:
             for n, k in ((2 * inner, hidden), (hidden, inner)):
                 problem = GroupedProblem(tokens * topk, experts, n, k, k, 4, "bf16", 128)
-                specs[grouped_spec(problem)] = None
-    specs |= {spec_of(config): None for config in tuned.shipped_configs()}
+                specs |= dict.fromkeys(specs_of(tuned.modelled(problem).config))
+    specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
@@ -147,7 +147,9 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpe
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """All kernels that a product of a configuration launches, but for what brings rows in order."""
-    return [*linear.digit_specs(config), spec_of(config)]
+    makes_digits = getattr(config, "makes_digits_before", False)
+    digits = [linear_wgmma.DigitRowsSpec(DigitRowsConfig(config.dtype))] if makes_digits else []
+    return [*digits, spec_of(config)]
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:

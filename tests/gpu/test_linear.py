@@ -15,8 +15,8 @@ from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, Problem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight, padded_shape
-from cute_kernels.linear.wgmma.compile import DigitRowsSpec
-from cute_kernels.linear.wgmma.config import DigitRowsConfig
+from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
+from cute_kernels.linear.wgmma.config import DigitBlocksConfig
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known
@@ -67,7 +67,7 @@ def specs() -> list[KernelSpec]:
     for m, n, k, group in SHAPES:
         found += [problem(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
-    few += [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    few += [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
 
 

@@ -14,8 +14,8 @@ from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import OUT_KINDS, make_tile_plan
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.compile import DigitRowsSpec
-from cute_kernels.linear.wgmma.config import DigitRowsConfig
+from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
+from cute_kernels.linear.wgmma.config import DigitBlocksConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
@@ -41,6 +41,7 @@ DIGITS = 2e-4  # of the largest result; x in digits is off by at most 2**-15 of 
 FORMAT_ROWS = (33, 100)
 DIGIT_ROWS = (3, 8, 9, 16, 17, 24)
 DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
+TURN_ROWS = (1, 8, 9, 16, 17, 24, 25, 32, 33, 49, 64)
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
@@ -68,13 +69,22 @@ def specs() -> list[KernelSpec]:
     for dtype, group in DIGIT_FORMATS:
         for m in DIGIT_ROWS:
             configs += [schedule.config for schedule in in_digits(problem(m, 1000, 2048, dtype=dtype, group=group))]
-    digits: list[KernelSpec] = [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    for bits in (4, 8):
+        for m in TURN_ROWS:
+            configs += [schedule.config for schedule in in_turn(problem(m, 1000, 2048, bits))]
+    digits: list[KernelSpec] = [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
 
 
 def in_digits(case: Problem) -> list[TileSchedule]:
     """Schedules that take x in digits."""
     return [schedule for schedule in tile_schedules(case) if schedule.config.digits]
+
+
+def in_turn(case: Problem) -> list[TileSchedule]:
+    """Schedules of decoded weights whose warpgroups take units in turn, and push their parts of K."""
+    found = [schedule for schedule in tile_schedules(case) if schedule.config.turns > 1]
+    return [schedule for schedule in found if not schedule.config.digits]
 
 
 @every_format
@@ -179,6 +189,41 @@ def test_one_hot_rows_of_digits_return_the_weights(m):
     for schedule in in_digits(problem(m, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
         assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
+
+
+@pytest.mark.parametrize("m", TURN_ROWS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520), (66, 256), (130, 8520)])
+def test_units_in_turn_add_up(n, k, bits, m):
+    """Right with a last unit that is not whole, with one unit for each turn of a part and with none for the second.
+
+    The same bits in every run, and nothing is written beside the output.
+    """
+    reference = known(n, k, bits, group_size=128)
+    weight, x = reference.pack().to(CUDA), activations(m, k, torch.bfloat16)
+    exact = exact_product(x, reference)
+    schedules = in_turn(problem(m, n, k, bits))
+    assert schedules or (bits == 8 and m > 32)
+    for schedule in schedules:
+        memory = torch.full((m * n + 2 * MARGIN,), 7.0, device=CUDA)
+        out = memory[MARGIN : MARGIN + m * n].view(m, n)
+        out.fill_(math.nan)
+        first = launch(schedule, weight, x, out).clone()
+        assert_near(first, exact, SUMS)
+        assert all(torch.equal(launch(schedule, weight, x), first) for _ in range(3))
+        assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + m * n :] == 7.0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("m", [16, 24, 32])
+def test_one_hot_rows_return_rounded_weights_where_units_are_taken_in_turn(bits, m):
+    packed = known(1000, 2048, bits, group_size=128).pack()
+    inputs = torch.arange(m) * 61 + 7
+    x = torch.zeros(m, 2048, dtype=torch.bfloat16)
+    x[torch.arange(m), inputs] = 1
+    for schedule in in_turn(problem(m, 1000, 2048, bits)):
+        found = launch(schedule, packed.to(CUDA), x.to(CUDA))
+        assert torch.equal(found.cpu(), packed.dequantize(torch.bfloat16).float()[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", [40, 300])

@@ -8,32 +8,61 @@ import pytest
 import torch
 
 from cute_kernels.linear.wgmma import digit_launch
-from cute_kernels.linear.wgmma.config import DIGIT_TOKENS, X_SCALE_ALIGNMENT
-from cute_kernels.linear.wgmma.digit_launch import DigitProduct, DigitRows
+from cute_kernels.linear.wgmma.config import DIGIT_GROUP, DIGIT_TOKENS, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.digit_launch import DigitProduct, DigitRows, block_rows
+
+
+@pytest.fixture
+def new(monkeypatch) -> list[torch.Tensor]:
+    """What is allocated, in order."""
+    found: list[torch.Tensor] = []
+
+    def empty_strided(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        found.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return found[-1]
+
+    monkeypatch.setattr(digit_launch, "empty_strided", empty_strided)
+    return found
+
+
+@pytest.mark.parametrize("rows, groups", [(8, 1), (16, 64), (24, 5)])
+def test_a_product_reads_the_blocks_that_were_made(rows: int, groups: int, new):
+    calls: list[tuple[Any, ...]] = []
+    product = DigitProduct(
+        lambda *arguments: calls.append(("digits", *arguments)),
+        lambda *arguments: calls.append(("product", *arguments)),
+        rows,
+        groups,
+    )
+    x = torch.zeros(rows - 1, DIGIT_GROUP * groups, dtype=torch.bfloat16)
+    product(x, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    (blocks,) = new
+    assert calls == [
+        ("digits", x, blocks.data_ptr(), rows, groups),
+        ("product", x, 1, 2, blocks.data_ptr(), 4, 5, 6, 7, 8, 9, rows),
+    ]
+    # Both digits of each input, and a scale for each row and group.
+    assert blocks.nbytes == groups * rows * (2 * DIGIT_GROUP + 4)
+
+
+@pytest.mark.parametrize(
+    "tokens, row_parts, m, rows", [(8, 1, 1, 8), (16, 1, 9, 16), (16, 1, 3, 16), (32, 4, 17, 24), (32, 4, 25, 32)]
+)
+def test_a_block_has_the_rows_that_are_multiplied(tokens: int, row_parts: int, m: int, rows: int):
+    config = WgmmaConfig(4, "bf16", 128, tokens=tokens, row_parts=row_parts, unit_k=DIGIT_GROUP, digits=True)
+    assert block_rows(config, m) == rows
 
 
 @pytest.mark.parametrize("places, groups", [(1, 1), (9, 64), (32, 5), (1023, 16)])
-def test_the_product_has_the_rows_of_x_and_scales_from_any_of_them_on(places: int, groups: int, monkeypatch):
+def test_rows_of_experts_have_scales_from_any_of_them_on(places: int, groups: int, new):
     calls: list[tuple[Any, ...]] = []
-    new: list[torch.Tensor] = []
-
-    def empty_strided(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        new.append(torch.empty_strided(shape, strides, dtype=dtype))
-        return new[-1]
-
-    monkeypatch.setattr(digit_launch, "empty_strided", empty_strided)
-    rows = DigitRows(lambda *arguments: calls.append(("rows", *arguments)), "bf16", places, groups)
-    product = DigitProduct(rows, lambda *arguments: calls.append(("product", *arguments)))
-    x = torch.zeros(places, 128 * groups, dtype=torch.bfloat16)
-    product(x, 1, 2, 3, 4, 5, 6, 7, 8, 9)
-    (made, source, end, index, digits, scales, *sizes), (launched, given, *numbers) = calls
-    assert (made, launched) == ("rows", "product") and source is x and (end, index) == (0, 0)
-    assert sizes == [places, groups, rows.pitch]
-    # The kernel stores as many rows as what it is given has.
-    assert given is new[0] and given.shape == x.shape and given.dtype == x.dtype and given.is_contiguous()
-    assert given.data_ptr() == digits and new[1].data_ptr() == scales
-    assert numbers == [1, 2, scales, 4, 5, 6, 7, 8, 9, rows.pitch]
+    rows = DigitRows(lambda *arguments: calls.append(arguments), "bf16", places, groups)
+    x = torch.zeros(places, DIGIT_GROUP * groups, dtype=torch.bfloat16)
+    digits, scales = rows.make(x, 5, 6)
+    assert calls == [(x, 5, 6, digits.data_ptr(), scales.data_ptr(), places, groups, rows.pitch)]
+    # The product has as many rows as what it is given.
+    assert digits.shape == x.shape and digits.dtype == x.dtype and digits.is_contiguous()
     # The last tile brings all of its scales from the last place on, or from up to three before it.
     last = (places - 1) // X_SCALE_ALIGNMENT * X_SCALE_ALIGNMENT
     assert rows.pitch % X_SCALE_ALIGNMENT == 0 and last + DIGIT_TOKENS + X_SCALE_ALIGNMENT <= rows.pitch
-    assert new[1].dtype == torch.float32 and new[1].numel() == groups * rows.pitch
+    assert scales.dtype == torch.float32 and scales.numel() == groups * rows.pitch

@@ -8,11 +8,12 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import digit_rows
-from cute_kernels.linear.wgmma.config import DigitRowsConfig
+from cute_kernels.linear.wgmma import digit_blocks, digit_rows
+from cute_kernels.linear.wgmma.config import DigitBlocksConfig, DigitRowsConfig
 from tests.attention.warp import LANES
 from tests.linear.digits import GROUP, digits_of
 from tests.linear.warp import LinearWarp
+from tests.linear.warpgroup import put_box
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,3 +70,18 @@ def test_rows_that_are_not_finite_have_no_scale(value: float, monkeypatch):
     x[1, 77] = value
     _, scales = split("bf16", x, monkeypatch)
     assert np.isfinite(scales[0]) and np.isnan(scales[1])
+
+
+@pytest.mark.parametrize("rows", [8, 16, 24, 32])
+def test_blocks_are_the_operand_as_tma_would_bring_it(rows: int):
+    """High digits of all rows, then low ones, each a box of 64 elements of 16 bits that is swizzled."""
+    subject = digit_blocks.DigitBlocksKernel(DigitBlocksConfig())
+    digits = np.random.default_rng(rows).integers(0, 256, (rows, 2, GROUP), np.uint8)
+    wanted, found = np.zeros(2 * rows * GROUP, np.uint8), np.zeros(2 * rows * GROUP, np.uint8)
+    for digit in range(2):
+        put_box(wanted, digit * rows * GROUP, digits[:, digit].copy().view(np.uint16))
+    for row in range(rows):
+        for lane in range(digit_rows.GROUP_LANES):
+            place, piece = int(subject.place(row, rows, lane)), lane // 2
+            found[place : place + 16] = digits[row, lane % 2, 16 * piece : 16 * piece + 16]
+    assert np.array_equal(found, wanted)

@@ -140,6 +140,9 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     monkeypatch.setattr(resident_units.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
     monkeypatch.setattr(resident_units, "Int32", int)
     monkeypatch.setattr(resident_kernel, "Int32", int)
+    monkeypatch.setattr(kernel, "Int32", int)
+    monkeypatch.setattr(kernel.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
+    monkeypatch.setattr(kernel, "advance", lambda at, phase, n: ((at + 1) % n, phase ^ (at + 1 == n)))
     monkeypatch.setattr(resident_units, "const_expr", lambda value: value)
     for owner, name in JITTED:
         monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))

@@ -10,7 +10,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import epilogue, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import tile_schedules, with_ring
+from cute_kernels.linear.wgmma.rings import with_ring
+from cute_kernels.linear.wgmma.schedule import tile_schedules
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear import plain_items

@@ -12,7 +12,8 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import copies, kernel, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of, with_ring
+from cute_kernels.linear.wgmma.rings import with_ring
+from cute_kernels.linear.wgmma.schedule import TileSchedule, schedule_of
 from tests.linear import plain_items
 
 ROWS = WgmmaConfig(4, "bf16", 128, row_parts=2, cuts_rows=True)

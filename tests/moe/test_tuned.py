@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.linear import compile as linear_compile
 from cute_kernels.linear import tuned as of_linear
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import compile as moe_compile
@@ -139,3 +140,18 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
     assert made(problem.places, GPU).gathers == (kind is GroupedSchedule)
     for places, gpu in ((problem.places, "NVIDIA H100"), (problem.places + 1, GPU)):
         assert made(places, gpu).function.config == modelled(replace(problem, places=places)).config
+
+
+@pytest.mark.parametrize("room", ["linear", "moe"])
+def test_products_in_digits_ship_with_the_kernel_that_makes_them(room: str):
+    """Dense layers want them in blocks, experts in rows."""
+    compiling, wanted = {"linear": (linear_compile, "linear_digit_blocks_"), "moe": (moe_compile, "linear_digits_")}[
+        room
+    ]
+    shipped = compiling.shipped_specs()
+    configs = [spec.config for spec in shipped if getattr(getattr(spec, "config", None), "makes_digits_before", False)]
+    assert configs
+    names = {spec.symbol for spec in shipped}
+    for config in configs:
+        made, product = (spec.symbol for spec in compiling.specs_of(config))
+        assert made == wanted + config.dtype and {made, product} <= names

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.config import DigitBlocksConfig, DigitRowsConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_kernel", "digits", "digits_ahead",
-    "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
+    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_blocks", "digit_kernel", "digit_rows",
+    "digits", "digits_ahead", "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
-RESIDENT_MODULES = ("digit_rows", "resident_config", "resident_kernel", "resident_rows", "resident_units")
+RESIDENT_MODULES = ("resident_config", "resident_kernel", "resident_rows", "resident_units")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
-NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS = 4, 3  # of the launch that makes them
+ROWS_COUNTS = (4, 3)  # addresses and integers of the launch that makes them,
+BLOCKS_COUNTS = (1, 2)  # and of that which makes them in blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +80,33 @@ class DigitRowsSpec(KernelSpec):
         return compile_digit_rows(self.config, arch)
 
 
+@dataclass(frozen=True, eq=False)
+class DigitBlocksSpec(DigitRowsSpec):
+    """The same of digits in blocks: takes what `DigitBlocksKernel.__call__` describes."""
+
+    config: DigitBlocksConfig
+
+    def source_roots(self) -> tuple[Path, ...]:
+        return *super().source_roots(), Path(__file__).resolve().with_name("digit_blocks.py")
+
+    def compile(self, arch: str) -> Any:
+        return compile_digit_blocks(self.config, arch)
+
+
 def compile_digit_rows(config: DigitRowsConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
     from cute_kernels.linear.wgmma.digit_rows import DigitRowsKernel
 
     check_config(config)
-    counts = (NUM_ROWS_ADDRESSES, NUM_ROWS_INTEGERS)
-    return compile_matrix_kernel(DigitRowsKernel(config), config.dtype, counts, arch, *options)
+    return compile_matrix_kernel(DigitRowsKernel(config), config.dtype, ROWS_COUNTS, arch, *options)
+
+
+def compile_digit_blocks(config: DigitBlocksConfig, arch: str, *options: str) -> Any:
+    """As `compile_wgmma`."""
+    from cute_kernels.linear.wgmma.digit_blocks import DigitBlocksKernel
+
+    check_config(config)
+    return compile_matrix_kernel(DigitBlocksKernel(config), config.dtype, BLOCKS_COUNTS, arch, *options)
 
 
 def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:

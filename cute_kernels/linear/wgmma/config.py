@@ -67,6 +67,8 @@ class WgmmaConfig:
             and each stores its share of the tile's rows of x; each CTA has one item. 1: no cluster.
         pushes: whether the CTAs of a cluster share out whole tiles of 64 output features, and each sends its parts of
             the others' to them; for few rows. See `.cluster_parts`.
+        turns: warpgroups that take the units of one tile in turn, where parts of K are pushed: each has a part of its
+            own, so one decodes while another waits for its MMAs.
         sharing: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
             brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
         cuts_rows: whether the tiles of a last round are cut into the parts of their rows of x, instead of along K.
@@ -93,6 +95,7 @@ class WgmmaConfig:
     splits_k: bool = False
     cluster: int = 1
     pushes: bool = False
+    turns: int = 1
     sharing: int = 1
     cuts_rows: bool = False
     bulk_stores: bool = False
@@ -121,7 +124,7 @@ class WgmmaConfig:
     @property
     def block_tiles(self) -> int:
         """Tiles of 64 output features of a CTA."""
-        return self.m_tiles * self.warpgroups
+        return self.m_tiles * self.warpgroups // self.turns
 
     @property
     def last_tiles(self) -> int:
@@ -180,7 +183,7 @@ class WgmmaConfig:
     @property
     def num_parts(self) -> int:
         """Parts of K of a tile that are pushed."""
-        return self.cluster
+        return self.cluster * self.turns
 
     @property
     def part_slots(self) -> int:
@@ -301,7 +304,7 @@ class WgmmaConfig:
     @property
     def stage_warps(self) -> int:
         """Warps that give a stage back."""
-        return self.math_warps * self.sharing
+        return self.math_warps // self.turns * self.sharing
 
     @property
     def num_barriers(self) -> int:
@@ -322,7 +325,7 @@ class WgmmaConfig:
         shape = f"m{self.tokens}{parts}n{TILE_N * self.m_tiles}x{self.warpgroups}k{self.unit_k}"
         split = "_split" if self.splits_k else "_rows" if self.cuts_rows else ""
         if self.cluster > 1:
-            split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}"
+            split = f"_{'push' if self.pushes else 'cluster'}{self.cluster}{f't{self.turns}' if self.turns > 1 else ''}"
         split += f"_share{self.sharing}" if self.sharing > 1 else ""
         split += "_bulk" if self.bulk_stores else ""
         groups = f"s{self.group_steps}{'sync' if self.synchronous else 'digits' if self.digits else ''}"
@@ -409,18 +412,29 @@ class WgmmaConfig:
 
     def cluster_problem(self) -> str | None:
         """Why CTAs of a cluster cannot exchange sums as the configuration says, or None."""
+        if self.turns > 1 and (self.digits or not self.pushes):
+            return f"{self.turns} warpgroups take units in turn where parts of K are pushed, not in digits of a ring"
         if self.cluster == 1:
             return "CTAs push parts in a cluster of at least 2" if self.pushes else None
         if self.synchronous:
             return f"synchronous warpgroups do not exchange sums in a cluster of {self.cluster}"
         if self.pushes:
-            return None
+            return self.turns_problem()
         if self.digits:
             return f"products in digits of a cluster of {self.cluster} push their parts"
         if self.m_tiles > 1 or self.own_tokens < 2 * MMA_TOKENS or self.row_parts > 1:
             return f"a cluster of {self.cluster} wants one tile a warpgroup and {2 * MMA_TOKENS} tokens for each CTA"
         if self.sum_bytes > self.num_stages * self.x_stage_bytes:
             return f"sums of {self.sum_bytes} bytes do not fit into the ring of activations"
+        return None
+
+    def turns_problem(self) -> str | None:
+        """Why warpgroups cannot take units in turn as the configuration says, or None."""
+        if self.warpgroups % self.turns:
+            return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
+        if self.num_stages < 2 * self.turns or self.num_stages % self.turns:
+            # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
+            return f"num_stages {self.num_stages} is no multiple of {self.turns} turns, or less than two for each"
         return None
 
 
@@ -445,3 +459,12 @@ class DigitRowsConfig:
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         return None if self.dtype in DTYPES else f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}"
+
+
+@dataclass(frozen=True)
+class DigitBlocksConfig(DigitRowsConfig):
+    """The kernel that makes digits of rows of x in blocks, for dense products of few rows."""
+
+    @property
+    def name(self) -> str:
+        return f"linear_digit_blocks_{self.dtype}"

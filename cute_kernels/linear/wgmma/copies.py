@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.device import ptx
@@ -19,11 +19,17 @@ from layouts.weights.hopper import TILE_BYTES
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
+def product(a, b) -> Int64:
+    """a * b in 64 bits, of 32-bit numbers that are not negative: one instruction, where signs would take six."""
+    return Int64(Uint32(a)) * Int64(Uint32(b))
+
+
 class CopyingWarps:
     """The part of a kernel that fills its ring; ``config`` is its configuration."""
 
     if TYPE_CHECKING:
         config: WgmmaConfig
+        asks_first: bool
 
     def x_layout(self):
         """[tokens, BOX_K, boxes of all stages], swizzled as wgmma wants its B operand."""
@@ -125,14 +131,22 @@ class CopyingWarps:
         first, end = self.rows_of(shape, item)
         return parts_with(self.config, end - first)
 
+    def copy_first_unit(self, operands, shape, memory, items):
+        """Asks for the first unit of the first item; one lane."""
+        item = items.item(items.first)
+        self.copy_unit(operands, shape, memory, item, item.begin, Int32(0))
+
     @cute.jit
     def copy_weights(self, operands, shape, memory, items):
-        """Brings the codes, scales and zero points of every unit; one warp."""
+        """Brings codes, scales and zero points of every unit that `copy_first_unit` has not asked for; one warp."""
         config = self.config
-        stage, phase = Int32(0), Int32(1)
+        there = Int32(1 if self.asks_first else 0)
+        stage, phase = there, Int32(1)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
-            for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+            begin = item.begin + there
+            there = Int32(0)
+            for unit in cutlass.range(begin, item.end, 1, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 with cute.arch.elect_one():
                     self.copy_unit(operands, shape, memory, item, unit, stage)
@@ -151,12 +165,12 @@ class CopyingWarps:
             tile = self.weight_tile(shape, item, i)
             ptx.bulk_copy_to_shared(
                 memory.codes + stage * config.code_stage_bytes + i * tile_bytes,
-                operands.codes + (Int64(tile) * shape.units + unit) * tile_bytes,
+                operands.codes + (product(tile, shape.units) + unit) * tile_bytes,
                 Int32(tile_bytes),
                 address,
             )
             if config.group_size:
-                group = Int64(tile) * shape.scale_groups + self.first_unit_group(unit)
+                group = product(tile, shape.scale_groups) + self.first_unit_group(unit)
                 ptx.bulk_copy_to_shared(
                     memory.scales + stage * config.scale_stage_bytes + i * group_bytes,
                     operands.scales + group * SCALE_BYTES,

@@ -9,8 +9,15 @@ from typing import Any
 
 import torch
 
-from cute_kernels.linear.wgmma.compile import DigitRowsSpec
-from cute_kernels.linear.wgmma.config import DIGIT_GROUP, DIGIT_TOKENS, X_SCALE_ALIGNMENT, DigitRowsConfig
+from cute_kernels.linear.wgmma.compile import DigitBlocksSpec, DigitRowsSpec
+from cute_kernels.linear.wgmma.config import (
+    DIGIT_GROUP,
+    DIGIT_TOKENS,
+    X_SCALE_ALIGNMENT,
+    DigitBlocksConfig,
+    DigitRowsConfig,
+    WgmmaConfig,
+)
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
 
@@ -59,10 +66,24 @@ class DigitRows:
 
 @dataclass(frozen=True)
 class DigitProduct:
-    """Both launches of a dense product, called as the one launch of others is."""
+    """Both launches of a dense product, called as the one launch of others is.
 
-    rows: DigitRows
+    Attributes:
+        make: makes digits of x in blocks.
+        function: the product.
+        rows: of a block.
+        groups: of `DIGIT_GROUP` inputs of the padded K.
+    """
+
+    make: Callable[..., Any]
     function: Callable[..., Any]
+    rows: int
+    groups: int
+
+    @cached_property
+    def new_blocks(self) -> Blank:
+        """Both digits take the bytes of an element of x; scales, one for each row and group, lie behind all of them."""
+        return blank((self.groups * self.rows * (2 * DIGIT_GROUP + 4),), torch.uint8)
 
     def __call__(
         self,
@@ -76,9 +97,21 @@ class DigitProduct:
         workspace: int,
         *numbers: int,
     ) -> None:
-        digits, x_scales = self.rows.make(x)
-        x_scales_at, pitch = x_scales.data_ptr(), self.rows.pitch
-        self.function(digits, codes, scales, x_scales_at, bias, residual, out, workspace, *numbers, pitch)
+        blocks = empty_strided(*self.new_blocks)
+        digits = blocks.data_ptr()
+        self.make(x, digits, self.rows, self.groups)
+        self.function(x, codes, scales, digits, bias, residual, out, workspace, *numbers, self.rows)
+
+
+def block_rows(config: WgmmaConfig, m: int) -> int:
+    """Rows of x that are multiplied where there are ``m``: whole parts of the tile."""
+    return config.loop_tokens(-(-m // config.part_tokens))
+
+
+def digit_product(config: WgmmaConfig, function: Callable[..., Any], m: int, groups: int, arch: str) -> DigitProduct:
+    """The dense product of ``m`` rows by a compiled kernel, with what makes its digits."""
+    make = load(DigitBlocksSpec(DigitBlocksConfig(config.dtype)), arch)
+    return DigitProduct(make, function, block_rows(config, m), groups)
 
 
 def digit_rows(dtype: str, places: int, groups: int, arch: str) -> DigitRows:

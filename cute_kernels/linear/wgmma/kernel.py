@@ -137,10 +137,15 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         lane = cute.arch.lane_idx()
         memory = self.allocate()
         items = self.items_of(shape, cta, num_ctas)
-        self.begin(memory, warp, lane)
+        self.begin(operands, shape, memory, items, warp, lane)
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
         if const_expr(config.sharing > 1):
             self.leave_cluster(warp)
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the warp that brings weights asks for the first ones before it tells anybody of barriers."""
+        return self.config.one_token_tile
 
     @property
     def weight_warp(self) -> int:
@@ -148,10 +153,11 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         return self.config.math_warps + 1
 
     @cute.jit
-    def begin(self, memory, warp, lane):
+    def begin(self, operands, shape, memory, items, warp, lane):
         """Makes the CTA's barriers; all know when they are there but the warp that makes them, which waits for nobody.
 
         It asks for weights at once: of a launch of 6 us, 1 us would be over until all have met and found their items.
+        The first ones, of tiles that push or have few rows in digits, it asks for before anything else.
         CTAs of a cluster are to see nothing but barriers, which have a fence of their own. An arrival that releases all
         that was written waits for the memory of the GPU, 1.1 us before the first copy.
         """
@@ -159,6 +165,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         if warp == self.weight_warp:
             if lane == 0:
                 self.init_barriers(memory)
+                if const_expr(self.asks_first):
+                    self.copy_first_unit(operands, shape, memory, items)
             cute.arch.sync_warp()
         if const_expr(config.sharing > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -215,8 +223,8 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
 
     def lane_places(self, shape, warp, lane) -> Lane:
         config = self.config
-        first_tile = self.first_tile(warp // WARPGROUP_WARPS)
-        row_warp = warp % WARPGROUP_WARPS
+        group, row_warp = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
+        first_tile = self.first_tile(group)
         return Lane(
             code_offset=first_tile * (config.unit_tiles * TILE_BYTES)
             + row_warp * (WARP_THREADS * FRAGMENT_BYTES)
@@ -227,19 +235,34 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 if config.digits
                 else self.decoder.masks(self.nothing(shape, lane))
             ),
+            turn=self.turn(group),
         )
 
     def first_tile(self, group):
         """The first tile of a warpgroup, among the block's."""
+        if self.config.turns > 1:
+            group = group % (self.config.warpgroups // self.config.turns)
         return group * self.config.m_tiles
 
-    def first_stage(self, group):
-        """The stage of a warpgroup's first unit."""
-        return Int32(0)
+    def turn(self, group):
+        """Whose turn of units is a warpgroup's."""
+        if self.config.turns == 1:
+            return Int32(0)
+        return Int32(group // (self.config.warpgroups // self.config.turns))
 
     def part_of(self, item, group):
         """Which part of K of its tiles a warpgroup has."""
-        return item.split
+        return item.split * self.config.turns + self.turn(group)
+
+    def next_stage(self, stage, phase):
+        """The stage of a warpgroup's next unit, and the parity of its barrier."""
+        config = self.config
+        if config.turns == 1:
+            return advance(stage, phase, config.num_stages)
+        stage = stage + config.turns
+        wrapped = stage >= config.num_stages
+        stage = cutlass.select_(wrapped, stage - config.num_stages, stage)
+        return stage, cutlass.select_(wrapped, phase ^ 1, phase)
 
     def nothing(self, shape, lane):
         """0 that the compiler does not know, and takes for different in each lane.
@@ -265,7 +288,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         teller = lane == 0  # that a stage is free
         if const_expr(config.sharing > 1):
             teller = lane < config.sharing  # each tells one of the CTAs that fill it
-        stage, phase, last = self.first_stage(group), Int32(0), Int32(0)
+        stage, phase, last = self.turn(group), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
@@ -279,7 +302,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.put_sums(sums, [sums[i] for i in range(config.thread_sums)], channel)
             else:
                 finished = wgmma.wait_all([sums[i] for i in range(config.thread_sums)])
-                self.release(memory, last, teller)
+                self.release(memory, last, teller & (item.begin + place.turn < item.end))
                 self.put_sums(sums, finished, channel)
             if const_expr(config.part_slots > 0):
                 self.cluster_parts.finish(
@@ -359,12 +382,12 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
     def multiply_each(self, sums, memory, item, place: Lane, channel, ring, teller, tokens: int):
         """As :meth:`multiply_units`, by MMAs of the warpgroup."""
         stage, phase, last = ring
-        for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+        begin = item.begin + place.turn
+        for unit in cutlass.range(begin, item.end, self.config.turns, unroll=1):
             cute.arch.mbarrier_wait(memory.full + stage, phase)
-            teller_now = teller & (unit > item.begin)
-            self.multiply_unit(sums, memory, stage, place, channel, last, teller_now, tokens)
+            self.multiply_unit(sums, memory, stage, place, channel, last, teller & (unit > begin), tokens)
             last = stage
-            stage, phase = advance(stage, phase, self.config.num_stages)
+            stage, phase = self.next_stage(stage, phase)
         return stage, phase, last
 
     def put_sums(self, sums, finished, channel):

@@ -21,6 +21,7 @@ class Lane:
     code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
     row: Any  # its first row in the first tile of its warpgroup, among the block's
     masks: Any  # of the decoder
+    turn: Any  # of units that is its warpgroup's
 
 
 def make_decoder(config: WgmmaConfig) -> Decoder:

@@ -28,7 +28,6 @@ class ResidentConfig(WgmmaConfig):
     them, which it pushes.
 
     Attributes:
-        turns: warpgroups that take the units of one tile in turn; each has a part of K, that one CTA adds up.
         boxes: units of x that there is room for, each both digits of 128 inputs of eight rows.
         loads: whether multiplying warps load the rows there are; if not, x, whose rows are whole boxes, comes by TMA,
             which takes long to fill in rows that x does not have.
@@ -36,7 +35,6 @@ class ResidentConfig(WgmmaConfig):
             of them are as many as there are SMs.
     """
 
-    turns: int = 1
     boxes: int = 64
     loads: bool = False
     spare: int = 0
@@ -47,7 +45,7 @@ class ResidentConfig(WgmmaConfig):
 
     @property
     def block_tiles(self) -> int:
-        return self.m_tiles * self.warpgroups // self.turns - self.spare
+        return super().block_tiles - self.spare
 
     @property
     def last_tiles(self) -> int:
@@ -58,16 +56,8 @@ class ResidentConfig(WgmmaConfig):
         return self.warpgroups * WARPGROUP_THREADS + WARP_THREADS
 
     @property
-    def num_parts(self) -> int:
-        return self.cluster * self.turns
-
-    @property
     def stage_copies(self) -> int:
         return 1
-
-    @property
-    def stage_warps(self) -> int:
-        return self.math_warps // self.turns
 
     @property
     def num_barriers(self) -> int:
@@ -94,9 +84,8 @@ class ResidentConfig(WgmmaConfig):
 
     @property
     def name(self) -> str:
-        turns = f"t{self.turns}" if self.turns > 1 else ""
         spare = f"less{self.spare}" if self.spare else ""
-        return f"{super().name}_resident{self.boxes}{turns}{spare}{'loads' if self.loads else ''}"
+        return f"{super().name}_resident{self.boxes}{spare}{'loads' if self.loads else ''}"
 
     def can_implement(self) -> str | None:
         choices = {
@@ -124,14 +113,11 @@ class ResidentConfig(WgmmaConfig):
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
         if not self.group_size or self.group_size % DIGIT_GROUP:
             return f"digits want groups of a multiple of {DIGIT_GROUP} inputs, not {self.group_size}"
-        if self.warpgroups % self.turns:
-            return f"{self.warpgroups} warpgroups are no multiple of {self.turns} turns"
+        if problem := self.turns_problem():
+            return problem
         if self.boxes % (2 * self.turns):
             # Else a chunk of K would end with another's turn than that which the ring goes on with.
             return f"room for {self.boxes} units is not two halves of whole rounds of {self.turns} turns"
-        if self.num_stages < 2 * self.turns or self.num_stages % self.turns:
-            # By its parity a use of a stage would be taken for the next but one; and a warpgroup has two at once.
-            return f"num_stages {self.num_stages} is no multiple of {self.turns} turns, or less than two for each"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
         return None

@@ -21,7 +21,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES
-from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
+from cute_kernels.linear.wgmma.copies import product
 from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES, ResidentRows
@@ -77,56 +77,67 @@ class ResidentKernel(FewRowsKernel):
         # Of the kernel, since no dynamic condition can carry what describes copies.
         self.source = self.rows.source(operands, shape, memory, copy_x, x_view)
         if warp == config.math_warps:
+            # All of a launch waits for the first weights: they are asked for before anybody else is told of barriers.
             if lane == 0:
+                item = items.item(items.first)
                 self.init_barriers(memory)
+                self.copy_stage(memory, Int32(0), item.begin, self.tile_begins(operands, shape, item))
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             # For whoever sends parts. Barriers are all that was written, and have had their fence.
             cute.arch.cluster_arrive_relaxed()
-            self.copy_weights_by(operands, shape, memory, items, lane)
+            self.copy_following(operands, shape, memory, items, lane)
         else:
             cute.arch.cluster_arrive_relaxed()
             fits = self.make_digits(shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
 
+    def tile_begins(self, operands, shape, item) -> list[tuple[Any, Any]]:
+        """Where the codes and the scales of each of an item's tiles begin."""
+        tile_codes, tile_scales = shape.units * self.tile_bytes, shape.scale_groups * SCALE_BYTES
+        tiles = [self.weight_tile(shape, item, i) for i in range(self.config.block_tiles)]
+        return [
+            (operands.codes + product(tile, tile_codes), operands.scales + product(tile, tile_scales)) for tile in tiles
+        ]
+
     @cute.jit
-    def copy_weights_by(self, operands, shape, memory, items, lane):
-        """Brings the codes and scales of every unit, as `copy_weights`; all by one lane of the warp."""
+    def copy_following(self, operands, shape, memory, items, lane):
+        """Brings the codes and scales of all units but the first; all by one lane of the warp.
+
+        What it computes is computed for the first one as well: carried here, it would not be known to be one lane's.
+        """
         config = self.config
         if lane == 0:
-            stage, phase = Int32(0), Int32(1)
-            for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
-                item = items.item(index)
-                tiles = [self.weight_tile(shape, item, i) for i in range(config.block_tiles)]
-                codes = [operands.codes + Int64(tile) * shape.units * self.tile_bytes for tile in tiles]
-                scales = [operands.scales + Int64(tile) * shape.scale_groups * SCALE_BYTES for tile in tiles]
-                for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
-                    cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    self.copy_stage(memory, stage, unit, codes, scales)
-                    stage, phase = advance(stage, phase, config.num_stages)
+            item = items.item(items.first)
+            begins = self.tile_begins(operands, shape, item)
+            stage, phase = Int32(1), Int32(1)
+            for unit in cutlass.range(item.begin + 1, item.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                self.copy_stage(memory, stage, unit, begins)
+                stage, phase = advance(stage, phase, config.num_stages)
 
     @property
     def tile_bytes(self) -> int:
         """A tile's codes of a unit."""
         return self.config.unit_tiles * TILE_BYTES
 
-    def copy_stage(self, memory, stage, unit, codes, scales) -> None:
-        """Asks for a unit; codes, scales: of each tile, where those of K begin."""
+    def copy_stage(self, memory, stage, unit, begins) -> None:
+        """Asks for a unit of tiles that begin as `tile_begins` has it."""
         config, barrier = self.config, memory.full + stage
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.weight_stage_bytes)
         address = Int32(barrier.toint())
-        group = unit * config.unit_k // config.group_size
-        for i in range(config.block_tiles):
+        group = self.first_unit_group(unit)
+        for i, (codes, scales) in enumerate(begins):
             ptx.bulk_copy_to_shared(
                 memory.codes + stage * config.code_stage_bytes + i * self.tile_bytes,
-                codes[i] + unit * self.tile_bytes,
+                codes + unit * self.tile_bytes,
                 Int32(self.tile_bytes),
                 address,
             )
             ptx.bulk_copy_to_shared(
                 memory.scales + stage * config.scale_stage_bytes + i * SCALE_BYTES,
-                scales[i] + group * SCALE_BYTES,
+                scales + group * SCALE_BYTES,
                 Int32(SCALE_BYTES),
                 address,
             )
@@ -169,18 +180,4 @@ class ResidentKernel(FewRowsKernel):
     def lane_places(self, shape, warp, lane) -> ResidentLane:
         place = super().lane_places(shape, warp, lane)
         values = {field.name: getattr(place, field.name) for field in fields(place)}
-        group = warp // WARPGROUP_WARPS
-        return ResidentLane(**values, turn=self.turn(group), warp=warp, lane=lane, fits=shape.fits)
-
-    def turn(self, group):
-        """Whose turn is a warpgroup's."""
-        return group // (self.config.warpgroups // self.config.turns)
-
-    def first_tile(self, group):
-        return group % (self.config.warpgroups // self.config.turns) * self.config.m_tiles
-
-    def first_stage(self, group):
-        return Int32(self.turn(group))
-
-    def part_of(self, item, group):
-        return item.split * self.config.turns + self.turn(group)
+        return ResidentLane(**values, warp=warp, lane=lane, fits=shape.fits)

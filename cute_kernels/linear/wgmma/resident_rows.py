@@ -34,6 +34,7 @@ LANE_BLOCKS = DIGIT_GROUP // BLOCK // GROUP_LANES
 BLOCK_PIECES = 2  # of 16 bytes of x
 PIECE_BYTES = 16
 PIECE_INPUTS = PIECE_BYTES // 2
+PIECE_BITS = PIECE_INPUTS.bit_length() - 1
 GROUP_PIECES = DIGIT_GROUP // PIECE_INPUTS
 STEP_WORDS = LANE_BLOCKS * BLOCK_PIECES * PIECE_BYTES // 4
 UNIT_BOXES = DIGIT_GROUP // BOX_K
@@ -67,7 +68,7 @@ class ResidentRows:
     def source(self, operands, shape, memory, copy_x, x_view) -> Source:
         """x of a launch."""
         places = cute.group_modes(cute.local_tile(memory.x, self.unit, (0, 0, None)), 0, 3)
-        return Source(operands.x, shape.m, shape.k // PIECE_INPUTS, copy_x, x_view, places, memory.x_barrier)
+        return Source(operands.x, shape.m, shape.k >> PIECE_BITS, copy_x, x_view, places, memory.x_barrier)
 
     @property
     def unit(self) -> tuple[int, int, int]:

@@ -6,12 +6,12 @@ digits in every CTA takes longer than a launch that makes them once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.linear.wgmma.rings import with_ring
 
 MOST_RESIDENT_ROWS = MMA_TOKENS
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
@@ -50,7 +50,7 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
     if problem.batch_invariant or problem.m > MOST_RESIDENT_ROWS:
         return []
     configs = (
-        with_stages(
+        with_ring(
             ResidentConfig(
                 bits=problem.bits,
                 dtype=problem.dtype,
@@ -64,7 +64,9 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
                 digits=True,
                 loads=loads,
                 **vars(shape),
-            )
+            ),
+            MOST_STAGES,
+            SPARE_BYTES,
         )
         for loads in ways_of_x(problem)
         for shape in RESIDENT_SHAPES
@@ -77,14 +79,6 @@ def ways_of_x(problem: Problem) -> tuple[bool, ...]:
     if problem.k % BOX_K:
         return (True,)  # TMA takes whole boxes
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)
-
-
-def with_stages(config: ResidentConfig) -> ResidentConfig:
-    """``config`` with as many stages as there is room for, the same number for each turn."""
-    least = replace(config, num_stages=2 * config.turns)
-    room = (MAX_SHARED_BYTES - SPARE_BYTES - least.smem_bytes) // (least.stage_bytes + 16)
-    stages = min(MOST_STAGES, least.num_stages + max(room, 0))
-    return replace(config, num_stages=stages // config.turns * config.turns)
 
 
 def resident_start_clocks(problem: Problem, config: ResidentConfig, split_units: int, units: int) -> float:

@@ -23,9 +23,8 @@ from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES
 
 @dataclass(frozen=True)
 class ResidentLane(Lane):
-    """A thread's places in a stage, whose turn is its warpgroup's, and what it makes digits of."""
+    """A thread's places in a stage, and what it makes digits of."""
 
-    turn: Any
     warp: Any
     lane: Any
     fits: Any  # whether all of x that the CTA needs is made at once, before the first item
@@ -100,7 +99,7 @@ class ResidentUnits(AheadUnits):
             self.multiply_unit(sums, self.at(memory, unit - start, tokens), stage, place, x_place, tokens)
             cute.arch.sync_warp()
             self.kernel.release(memory, stage, teller)
-            stage, phase = self.advance(stage, phase)
+            stage, phase = self.kernel.next_stage(stage, phase)
         return stage, phase
 
     @cute.jit
@@ -116,7 +115,7 @@ class ResidentUnits(AheadUnits):
             here = self.at(memory, unit - start, tokens)
             started, scales, x_scales = self.multiply_but_last(sums, here, stage, place, x_place, between, tokens)
             last = stage
-            stage, phase = self.advance(stage, phase)
+            stage, phase = self.kernel.next_stage(stage, phase)
             if unit + turns < item.end:
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
             # Behind the item's last unit these are bytes of some other, and not used.
@@ -135,10 +134,3 @@ class ResidentUnits(AheadUnits):
             x_address=memory.x_address + index * (2 * tokens * ROW_BYTES),
             x_scales=memory.x_scales + index * (4 * tokens),
         )
-
-    def advance(self, stage, phase):
-        """The stage of the warpgroup's next unit, and the parity of its barrier."""
-        stage = stage + self.config.turns
-        wrapped = stage >= self.config.num_stages
-        stage = cutlass.select_(wrapped, stage - self.config.num_stages, stage)
-        return stage, cutlass.select_(wrapped, phase ^ 1, phase)

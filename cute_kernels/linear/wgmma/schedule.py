@@ -22,7 +22,7 @@ from cute_kernels.linear.wgmma.resident_schedule import (
     resident_configs,
     resident_start_clocks,
 )
-from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.linear.wgmma.rings import MAX_STAGES, with_ring
 
 CLOCKS_PER_US = 1650.0
 MEMORY_BYTES_PER_CLOCK = 4.6e6 / CLOCKS_PER_US
@@ -41,7 +41,7 @@ COMBINE_CLOCKS = 2100  # to exchange parts of K,
 COMBINE_PART_CLOCKS = 46  # and for each of them and each sum of a thread
 JOIN_CLOCKS = 2800  # of a cluster's parts: to meet,
 JOIN_SUM_CLOCKS = 40  # and for each sum that a thread reads from the others
-PUSH_CLOCKS = 400  # the same of parts that are pushed
+PUSH_CLOCKS = 1500  # the same of parts that are pushed
 # Where x comes in digits decoding is little, and what there is left to do for each row are its digits' columns and the
 # scales of its sums: per k16 step of a tile, tensor cores included, and for each unit.
 DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS, DIGIT_UNIT_CLOCKS = 10.8, 0.566, 110
@@ -49,7 +49,6 @@ DIGIT_ROW_SHARE = 0.1  # of a row's bytes that take as long as the memory's
 DIGIT_START_CLOCKS = 5200  # of the launch that makes digits, and of the way out of the last item, while no other is
 DIGIT_COMBINE_CLOCKS, DIGIT_COMBINE_PART_CLOCKS = 1300, 55  # as `COMBINE_CLOCKS`
 MAX_SPLITS = 16
-MAX_STAGES = 8
 SHORT_CHUNK = 32  # rows of x stored at a time where the stage that this makes room for counts
 
 # (tokens, m_tiles, warpgroups, unit_k, cluster) of what was the fastest somewhere; the first and the last ship in more
@@ -90,13 +89,13 @@ DIGIT_SHAPES = (
 )
 # Stages at most, by m_tiles; where x is digits of a launch before, it would wait behind more weights.
 TILE_STAGES, DIGIT_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 5}
-# Of weights by (bits, dtype, group_size, zero_point): (tokens, row_parts, warpgroups of 64 features, cluster) of tiles
-# whose parts of K are pushed, as measured.
+# Of weights by (bits, dtype, group_size, zero_point): (tokens, row_parts, m_tiles) of tiles whose parts of K are pushed
+# in a cluster of two, each by two warpgroups that take units in turn; what was the fastest somewhere.
 PUSH_SHAPES = {
-    (4, "bf16", 128, False): ((32, 4, 2, 2), (32, 4, 2, 3), (16, 2, 2, 3)),
-    (8, "bf16", 128, False): ((32, 4, 2, 2), (32, 4, 1, 2), (16, 2, 2, 2), (16, 2, 1, 2)),
+    (4, "bf16", 128, False): ((64, 4, 1), (32, 1, 1), (32, 1, 2), (32, 4, 2), (16, 1, 1), (16, 1, 2)),
+    (8, "bf16", 128, False): ((32, 1, 1), (32, 1, 2), (16, 2, 1), (16, 1, 2)),
 }
-PUSH_UNIT_K = 128
+PUSH_UNIT_K, PUSH_CLUSTER, PUSH_TURNS, PUSH_STAGES = 128, 2, 2, 12
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -265,13 +264,18 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
     if config.scales_codes:
         decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
-    tensor = fragments * (config.tokens / 2 + mma) * (1 - SHARING_GAIN * (config.sharing > 1))
-    decoding = UNIT_CLOCKS + fragments * (decode + decode_token * config.tokens)
+    tokens = config.tokens
+    if config.pushes:
+        tokens = config.loop_tokens(-(-problem.m // config.part_tokens))
+    tensor = fragments * (tokens / 2 + mma) * (1 - SHARING_GAIN * (config.sharing > 1))
+    decoding = fragments * (decode + decode_token * tokens)
+    if config.turns == 1:
+        decoding += UNIT_CLOCKS  # of which the other turn's products hide all
     # Token tiles that run side by side read a weight from memory once.
     sharing = min(schedule.token_tiles, TOKEN_BAND)
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / sharing
     unit = max(tensor, decoding, memory)
-    missing = config.tokens * schedule.token_tiles - problem.m  # rows of the last token tile
+    missing = tokens * schedule.token_tiles - problem.m  # rows of the last token tile
     filling = missing * FILL_CLOCKS * (config.unit_k // BOX_K)
     return unit + max(filling - unit, 0) / schedule.token_tiles
 
@@ -319,16 +323,17 @@ def push_configs(problem: Problem) -> list[WgmmaConfig]:
             problem,
             tokens=tokens,
             row_parts=row_parts,
-            warpgroups=warpgroups,
+            m_tiles=m_tiles,
             unit_k=PUSH_UNIT_K,
             splits_k=True,
-            cluster=cluster,
+            cluster=PUSH_CLUSTER,
             pushes=True,
+            turns=PUSH_TURNS,
         )
-        for tokens, row_parts, warpgroups, cluster in PUSH_SHAPES.get(form_of(problem), ())
+        for tokens, row_parts, m_tiles in PUSH_SHAPES.get(form_of(problem), ())
         if tokens >= problem.m and (tokens == SHAPES[-1][0] or problem.m > tokens // 2)
     )
-    return implementable(configs)
+    return implementable(configs, {1: PUSH_STAGES, 2: PUSH_STAGES})
 
 
 def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
@@ -398,11 +403,3 @@ def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE
     """Those that there is room for, with their rings; most: stages by m_tiles."""
     found = (with_ring(config, most[config.m_tiles]) for config in configs)
     return [config for config in found if config.can_implement() is None]
-
-
-def with_ring(config: WgmmaConfig, most: int = MAX_STAGES) -> WgmmaConfig:
-    """``config`` with as many stages as there is room for."""
-    config = replace(config, num_stages=2)
-    # Rings are laid out in whole 128 bytes.
-    room = (MAX_SHARED_BYTES - 1024 - config.smem_bytes) // (config.stage_bytes + 16)
-    return replace(config, num_stages=min(most, 2 + max(room, 0)))

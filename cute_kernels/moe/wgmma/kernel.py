@@ -28,6 +28,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
 
     table_bytes = TABLE_BYTES
     use_pdl = True
+    asks_first = False  # nobody knows which ones before the table is there
 
     @cute.jit
     def __call__(  # type: ignore[override]
