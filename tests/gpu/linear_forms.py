@@ -14,9 +14,10 @@ from cute_kernels import PackedWeight
 from cute_kernels.linear import linear, linear_reference
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.reference import prepare_input
-from cute_kernels.linear.schedule import FEW_ROWS, Problem
+from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.config import WgmmaConfig
 from tests.gpu.specs import GPU
 from tests.gpu.test_linear import CUDA
 from tests.linear.cases import known
@@ -86,13 +87,13 @@ def exact(x: torch.Tensor, weight: PackedWeight, **options: Any) -> torch.Tensor
 
 
 def is_rounded(weight: PackedWeight, m: int) -> bool:
-    """Whether W is rounded to the dtype of x: for many rows, where a scale is not a whole row's nor x in digits."""
-    if m <= FEW_ROWS or weight.group_size is None:
+    """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
+    if weight.group_size is None:
         return False
     k_pad = padded_shape(weight.shape, weight.group_size)[1]
     form = weight.bits, DTYPES[weight.dtype], weight.group_size, weight.zeros is not None
     config = chosen(Problem(m, *weight.shape, k_pad, *form), GPU).config
-    return not getattr(config, "digits", False)
+    return isinstance(config, WgmmaConfig) and not config.digits
 
 
 def multiply_all(forms: Iterable[Form], **options: Any) -> None:

@@ -9,14 +9,15 @@ import torch
 
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.compile import spec_of as spec_of_config
+from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.ops import apply
 from cute_kernels.linear.plan import DTYPES, make_plan
 from cute_kernels.linear.reference import linear_reference
-from cute_kernels.linear.schedule import FEW_ROWS, MAX_TOKENS, Problem, make_schedule, schedules
+from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight, padded_shape
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
-from cute_kernels.linear.wgmma.config import DigitBlocksConfig
+from cute_kernels.linear.wgmma.config import DigitBlocksConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known
@@ -90,26 +91,28 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
 
 
-def comes_in_digits(m: int, reference: Known) -> bool:
-    """Whether ``m`` rows of x come in digits, which are multiplied with weights that are not rounded."""
+def config_of(m: int, reference: Known) -> LinearConfig | WgmmaConfig:
+    """What ``m`` rows of x are multiplied by."""
     (n, k), group = reference.codes.shape, reference.group_size
     form = reference.bits, DTYPES[reference.scales.dtype], group or 0, reference.zeros is not None
-    return getattr(chosen(Problem(m, n, k, padded_shape((n, k), group)[1], *form), GPU).config, "digits", False)
+    return chosen(Problem(m, n, k, padded_shape((n, k), group)[1], *form), GPU).config
 
 
 def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
-    """x W^T in fp64 with W as the tensor cores see it: rounded for many rows, where a scale is not a whole row's."""
+    """x W^T in fp64 with W as the tensor cores see it: rounded in tiles of decoded weights, but for scales of rows."""
     dense = reference.dense.to(CUDA)
-    if x.shape[0] > FEW_ROWS and reference.group_size and not comes_in_digits(x.shape[0], reference):
+    config = config_of(x.shape[0], reference)
+    if isinstance(config, WgmmaConfig) and reference.group_size and not config.digits:
         dense = dense.to(reference.scales.dtype).double()
     return x.double() @ dense.T
 
 
 def sums_tolerance(m: int, reference: Known) -> float:
     """Of fp32 results; the sums of a warpgroup's MMAs are of more products each before they are rounded."""
-    if comes_in_digits(m, reference):
-        return 2e-4
-    return TOLERANCE[torch.float32] if m <= FEW_ROWS else 3e-5
+    config = config_of(m, reference)
+    if isinstance(config, WgmmaConfig):
+        return 2e-4 if config.digits else 3e-5
+    return TOLERANCE[torch.float32]
 
 
 def assert_near(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:

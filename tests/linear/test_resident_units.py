@@ -127,7 +127,7 @@ class Cta:
 def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, item: Item, monkeypatch):
     """A warp's sums of an item, and the CTA behind them."""
     subject = resident_kernel.ResidentKernel(config)
-    cta = Cta(config, weight, x, item.begin, subject.turn(warp // 4))
+    cta = Cta(config, weight, x, item.begin, int(subject.turn(warp // 4)))
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
     monkeypatch.setattr(resident_units, "Uint32", machine.Uint32, raising=False)
     modules = (kernel, reading, decode, digits, digits_ahead, resident_units)

@@ -183,6 +183,7 @@ def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
     case = problem(m, n, k, bits=bits)
     schedule = modelled(case)
     assert schedule == chosen(case, "NVIDIA H200")
+    assert takes_turns(schedule)
     us = turns_us(case, schedule)
     assert us == min(times.values()) < before
     assert estimate_us(case, schedule) == pytest.approx(us, rel=0.16)

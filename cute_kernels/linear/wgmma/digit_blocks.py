@@ -8,6 +8,8 @@ the low ones; pieces of 16 bytes are exchanged among eight rows as 128-byte swiz
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -30,9 +32,9 @@ class DigitBlocksKernel(DigitRowsKernel):
         the last of x are 0, as inputs beyond k are, up to 128 * groups. out: address, on 128 bytes, of the blocks, int8
         [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
         """
-        m, k = x.shape
+        shape: Any = x.shape
         groups_at_once = self.config.num_threads // GROUP_LANES
-        self.kernel(ptx.address(x), out, m, k // (PIECE_BYTES // 2), groups).launch(
+        self.kernel(ptx.address(x), out, shape[0], shape[1] // (PIECE_BYTES // 2), groups).launch(
             grid=(rows, cute.ceil_div(groups, groups_at_once), 1),
             block=(self.config.num_threads, 1, 1),
             use_pdl=True,

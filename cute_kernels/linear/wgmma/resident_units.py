@@ -44,6 +44,9 @@ class ResidentWarps(ReadingWarps):
         def meet(self) -> None:
             """Waits for all multiplying warps."""
 
+        def next_stage(self, stage, phase) -> Any:
+            """See `WgmmaKernel.next_stage`."""
+
 
 class ResidentUnits(AheadUnits):
     """What a multiplying warpgroup does with the units of an item whose digits its CTA makes."""

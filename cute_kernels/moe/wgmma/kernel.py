@@ -28,7 +28,6 @@ class GroupedWgmmaKernel(WgmmaKernel):
 
     table_bytes = TABLE_BYTES
     use_pdl = True
-    asks_first = False  # nobody knows which ones before the table is there
 
     @cute.jit
     def __call__(  # type: ignore[override]
@@ -99,6 +98,11 @@ class GroupedWgmmaKernel(WgmmaKernel):
             tokens=config.tokens,
         )
         self.take_roles(operands, shape, memory, items, copy_x, x_view, warp, lane)
+
+    @property
+    def asks_first(self) -> bool:
+        """Nobody knows which weights are the first before the table is there."""
+        return False
 
     def nothing(self, shape, lane):
         # What all lanes share will do: these tiles' masks are in registers of each.
