@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ def check_tensors(**tensors: object) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested tensor" if tensor.is_nested else f"tensor in layout {tensor.layout}"
             raise TypeError(f"{name}: got a {kind}, want an ordinary (strided) one")
+
+
+def check_given_tensors(optional: Mapping[str, object]) -> None:
+    """As :func:`check_tensors`, of what is a tensor among optional arguments."""
+    check_tensors(**{name: value for name, value in optional.items() if isinstance(value, torch.Tensor)})
 
 
 def check_floating(**tensors: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_compiling
 
-from cute_kernels.arguments import DEBUG, check_tensors, check_together
+from cute_kernels.arguments import DEBUG, check_given_tensors, check_tensors, check_together
 from cute_kernels.attention.call import (
     NO_OPTIONS,
     AttentionCall,
@@ -320,6 +320,7 @@ def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, options: CallOpti
         return dispatch
     if type(q) is type(k_cache) is type(v_cache) is type(seq_lens) is torch.Tensor:
         if options is not None and not are_plain(options.values()):
+            check_given_tensors(options)
             return dispatch
         if not (q.is_cuda or q.is_cpu):
             check_together(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens)

@@ -45,6 +45,7 @@ def dequantize(
 
 def _check_numbers(x: torch.Tensor, kv_format: str, scale: torch.Tensor | None) -> KvFormat:
     form = format_of(kv_format)
+    check_tensors(x=x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, DTYPES))}")
     if x.dim() < 2:
@@ -62,6 +63,7 @@ def _check_rows(
     rows: torch.Tensor, kv_format: str, head_dim: int, dtype: torch.dtype, scale: torch.Tensor | None
 ) -> KvFormat:
     form = format_of(kv_format)
+    check_tensors(rows=rows)
     if not is_one_of(head_dim, HEAD_DIMS):
         raise ValueError(f"head_dim: got {head_dim!r}, want one of {', '.join(map(str, HEAD_DIMS))}")
     if dtype not in DTYPES:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.arguments import DEBUG, check_tensors, needs_dispatch, shape_of
+from cute_kernels.arguments import DEBUG, check_given_tensors, check_tensors, needs_dispatch, shape_of
 from cute_kernels.attention import ops as attention_ops
 from cute_kernels.attention import plan as attention_plan
 from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, check_device_values, complete_options
@@ -31,6 +31,7 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 Extras = tuple[torch.Tensor | None, ...]
 """What most steps lack of an append: position_ids, q_bias, k_bias, v_bias, q_norm, k_norm."""
 
+EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 NO_EXTRAS: Extras = (None,) * 6
 
 
@@ -201,6 +202,7 @@ def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
     position_ids, q_bias, k_bias, v_bias, q_norm, k_norm = extras or NO_EXTRAS
     batch, q_len = q.shape[:2]
     if isinstance(position_ids, torch.Tensor):
+        check_tensors(position_ids=position_ids)
         if position_ids.shape != (batch, q_len):
             raise ValueError(f"position_ids: got shape {shape_of(position_ids)}, want {[batch, q_len]}, tokens of q")
         if not position_ids.is_contiguous():
@@ -338,5 +340,7 @@ def path_of(step: Step) -> Callable[[Step], tuple[torch.Tensor, Any]]:
     if needs_dispatch(**step.tensors):
         return dispatch
     are_plain, options = attention_ops.are_plain, step.options
-    plain = are_plain(step.extras or ()) and (options is None or are_plain(options.values()))
-    return dispatch if not plain else launch if step.q.is_cuda else reference
+    if are_plain(step.extras or ()) and (options is None or are_plain(options.values())):
+        return launch if step.q.is_cuda else reference
+    check_given_tensors(dict(zip(EXTRA_NAMES, step.extras or NO_EXTRAS, strict=True)) | dict(options or {}))
+    return dispatch

@@ -164,6 +164,7 @@ def _check_numbers(x: torch.Tensor, kv_format: str) -> MlaFormat:
     if not isinstance(kv_format, str):
         raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format")
     form = format_of(kv_format)
+    check_tensors(x=x)
     if x.dtype not in BULK_DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want one of {', '.join(map(str, BULK_DTYPES))}")
     if x.dim() < 1 or x.shape[-1] not in form.head_dims:

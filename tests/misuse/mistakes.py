@@ -10,6 +10,7 @@ import torch
 OTHER_DTYPES = (
     torch.float64, torch.int64, torch.bool, torch.float32, torch.int8, torch.int32, torch.complex64, torch.float16
 )  # fmt: skip
+NESTED_LAYOUTS = (torch.strided, torch.jagged)
 
 
 def wrong_kinds(value: Any) -> Iterator[Any]:
@@ -22,6 +23,7 @@ def wrong_kinds(value: Any) -> Iterator[Any]:
         yield value.tolist()
         if value.dim():
             yield value.to_sparse()
+            yield from (torch.nested.nested_tensor([value, value], layout=layout) for layout in NESTED_LAYOUTS)
 
 
 def mistakes(value: Any) -> Iterator[Any]:

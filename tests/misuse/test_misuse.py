@@ -40,7 +40,9 @@ def refusal(call: Call, argument: str, wrong: Any) -> str | None:
 
 
 def shown(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{value.dtype} {'nested' if value.is_nested else list(value.shape)}"
 
 
 @pytest.mark.parametrize("name", CALLS)

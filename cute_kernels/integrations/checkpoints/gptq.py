@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_kernels.arguments import check_tensors
 from cute_kernels.integrations.checkpoints import fields
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.weight import PackedWeight, symmetric_zero
@@ -52,6 +53,8 @@ def from_gptq(
     groups, n = scales.shape
     k = qweight.shape[0] * per_word
     fields.check_shape("qweight", qweight, (qweight.shape[0], n), f"a column for each of the {n} columns of scales")
+    if isinstance(g_idx, torch.Tensor):
+        check_tensors(g_idx=g_idx)
     if isinstance(g_idx, torch.Tensor) and g_idx.numel():
         fields.check_shape("qweight", qweight, (-(-g_idx.numel() // per_word), n), f"{per_word} codes a word for g_idx")
     fields.check_shape(
