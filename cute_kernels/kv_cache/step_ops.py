@@ -29,10 +29,10 @@ from cute_kernels.kv_formats import format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
 
 Extras = tuple[torch.Tensor | None, ...]
-"""What most steps lack of an append: position_ids, q_bias, k_bias, v_bias, q_norm, k_norm."""
+"""What most steps lack of an append, in the order of `EXTRA_NAMES`."""
 
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
-NO_EXTRAS: Extras = (None,) * 6
+NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
 
 
 class Step(NamedTuple):

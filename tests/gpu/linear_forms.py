@@ -12,15 +12,9 @@ import torch
 
 from cute_kernels import PackedWeight
 from cute_kernels.linear import linear, linear_reference
-from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.reference import prepare_input
-from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.config import WgmmaConfig
-from tests.gpu.specs import GPU
-from tests.gpu.test_linear import CUDA
-from tests.linear.cases import known
+from tests.gpu.test_linear import CUDA, is_rounded
+from tests.linear.cases import known, problem_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 N, K = 200, 520  # whole tiles of neither
@@ -80,20 +74,11 @@ def numbers(*shape: int, dtype: torch.dtype = BF16, device: str = CUDA, seed: in
 def exact(x: torch.Tensor, weight: PackedWeight, **options: Any) -> torch.Tensor:
     """A product in fp64, of W as the tensor cores see it."""
     inputs = prepare_input(x, None, weight.input_scale)
-    if not is_rounded(weight, x.shape[0]):
+    form = weight.bits, weight.dtype, weight.group_size, weight.zeros is not None
+    if not is_rounded(problem_of(x.shape[0], *weight.shape, *form)):
         inputs = inputs.double()  # to whose dtype the reference rounds W
     options |= {"compute_dtype": torch.float64, "out_dtype": torch.float64}
     return linear_reference(inputs, replace(weight, input_scale=None, check_values=False), **options)
-
-
-def is_rounded(weight: PackedWeight, m: int) -> bool:
-    """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
-    if weight.group_size is None:
-        return False
-    k_pad = padded_shape(weight.shape, weight.group_size)[1]
-    form = weight.bits, DTYPES[weight.dtype], weight.group_size, weight.zeros is not None
-    config = chosen(Problem(m, *weight.shape, k_pad, *form), GPU).config
-    return isinstance(config, WgmmaConfig) and not config.digits
 
 
 def multiply_all(forms: Iterable[Form], **options: Any) -> None:

@@ -10,15 +10,12 @@ import torch
 from torch.nn import functional
 
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
-from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear_reference
 from cute_kernels.moe.reference import combine_reference, route_reference
-from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.tuned import chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from tests.gpu.specs import GPU
-from tests.gpu.test_moe import CUDA
+from tests.gpu.test_moe import CUDA, problem
 from tests.linear.cases import known
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -108,9 +105,6 @@ def exact_grouped(x: torch.Tensor, weight: PackedExperts, offsets: torch.Tensor,
 
 def is_rounded(weight: PackedExperts, places: int) -> bool:
     """Whether W is rounded to the dtype of x: in tiles, where a scale is not a whole row's nor x in digits."""
-    if weight.group_size is None:
-        return False
-    k_pad = padded_shape(weight.shape, weight.group_size)[1]
-    form = weight.bits, DTYPES[weight.dtype], weight.group_size, weight.zeros is not None
-    layout = chosen(GroupedProblem(places, len(weight), *weight.shape, k_pad, *form), GPU)
-    return isinstance(layout, GroupedTiles) and not layout.config.digits
+    form = weight.bits, weight.dtype, weight.group_size, weight.zeros is not None
+    layout = chosen(problem(places, len(weight), *weight.shape, *form), GPU)
+    return weight.group_size is not None and isinstance(layout, GroupedTiles) and not layout.config.digits

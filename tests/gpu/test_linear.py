@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from cute_kernels.linear.compile import LinearSpec
 from cute_kernels.linear.compile import spec_of as spec_of_config
-from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.ops import apply
-from cute_kernels.linear.plan import DTYPES, make_plan
+from cute_kernels.linear.plan import make_plan
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.weight import PackedWeight, padded_shape
+from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 from cute_kernels.linear.wgmma.config import DigitBlocksConfig, WgmmaConfig
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
-from tests.linear.cases import Known, known
+from tests.linear.cases import Known, known, problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -57,16 +57,11 @@ def spec_of(problem: Problem) -> KernelSpec:
 
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
-
-    def problem(m, n, k, bits, dtype, group, zero):
-        k_pad = padded_shape((n, k), group)[1]
-        return Problem(m, n, k, k_pad, bits, DTYPES[dtype], group or 0, zero)
-
-    formats = [(bits, dtype, group, zero) for bits, dtype, group, zero in (param.values for param in FORMATS)]
-    found = [problem(m, n, k, *form) for form in formats for n, k in ((200, 520), (1000, 2048)) for m in (1, 8, 16)]
-    found += [problem(576, 130, 576, *form) for form in formats]
+    formats: list[Any] = [param.values for param in FORMATS]
+    found = [problem_of(m, n, k, *form) for form in formats for n, k in ((200, 520), (1000, 2048)) for m in (1, 8, 16)]
+    found += [problem_of(576, 130, 576, *form) for form in formats]
     for m, n, k, group in SHAPES:
-        found += [problem(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
+        found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
     few += [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
@@ -91,25 +86,23 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
 
 
-def config_of(m: int, reference: Known) -> LinearConfig | WgmmaConfig:
-    """What ``m`` rows of x are multiplied by."""
-    (n, k), group = reference.codes.shape, reference.group_size
-    form = reference.bits, DTYPES[reference.scales.dtype], group or 0, reference.zeros is not None
-    return chosen(Problem(m, n, k, padded_shape((n, k), group)[1], *form), GPU).config
+def is_rounded(problem: Problem) -> bool:
+    """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
+    config = chosen(problem, GPU).config
+    return problem.group_size > 0 and isinstance(config, WgmmaConfig) and not config.digits
 
 
 def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
-    """x W^T in fp64 with W as the tensor cores see it: rounded in tiles of decoded weights, but for scales of rows."""
+    """x W^T in fp64 with W as the tensor cores see it."""
     dense = reference.dense.to(CUDA)
-    config = config_of(x.shape[0], reference)
-    if isinstance(config, WgmmaConfig) and reference.group_size and not config.digits:
+    if is_rounded(reference.problem(x.shape[0])):
         dense = dense.to(reference.scales.dtype).double()
     return x.double() @ dense.T
 
 
 def sums_tolerance(m: int, reference: Known) -> float:
     """Of fp32 results; the sums of a warpgroup's MMAs are of more products each before they are rounded."""
-    config = config_of(m, reference)
+    config = chosen(reference.problem(m), GPU).config
     if isinstance(config, WgmmaConfig):
         return 2e-4 if config.digits else 3e-5
     return TOLERANCE[torch.float32]

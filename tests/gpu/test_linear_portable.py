@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from cute_kernels.linear.launch import launch
-from cute_kernels.linear.plan import DTYPES, make_tile_plan
+from cute_kernels.linear.plan import make_tile_plan
 from cute_kernels.linear.portable.compile import PortableSpec
 from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule, portable_schedules
 from cute_kernels.linear.reference import linear_reference, out_features
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.weight import PackedWeight, padded_shape
+from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.test_linear import CUDA, FORMATS, TOLERANCE, activations, assert_near, every_format
-from tests.linear.cases import Known, known
+from tests.linear.cases import Known, known, problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -27,10 +27,6 @@ SHAPES = [  # (m, n, k) of the tests below that take 4-bit bf16 weights in group
     *((m, 4096, 2048) for m in (4, 64, 300)),
     (5, 65, 1),
 ]
-
-
-def problem_of(m: int, n: int, k: int, bits=4, dtype=torch.bfloat16, group=128, zero=False) -> Problem:
-    return Problem(m, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
 
 
 def portable_config(problem: Problem) -> PortableConfig:

@@ -13,7 +13,6 @@ import torch
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import OUT_KINDS, make_tile_plan
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 from cute_kernels.linear.wgmma.config import DigitBlocksConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
@@ -21,7 +20,6 @@ from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
 from tests.gpu.test_linear import (
     CUDA,
-    DTYPES,
     TOLERANCE,
     activations,
     assert_near,
@@ -31,7 +29,7 @@ from tests.gpu.test_linear import (
     run,
 )
 from tests.gpu.test_linear import FORMATS as FORMAT_PARAMS
-from tests.linear.cases import known
+from tests.linear.cases import known, problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -50,28 +48,26 @@ MARGIN = 512  # elements before and behind an output that nobody may touch
 LARGE = ((700, 20_000, 512), (257, 1000, 2048), (1000, 33_800, 256))  # (m, n, k)
 
 
-def problem(m: int, n: int, k: int, bits: int = 4, dtype=torch.bfloat16, group=128, zero: bool = False) -> Problem:
-    return Problem(m, n, k, padded_shape((n, k), group)[1], bits, DTYPES[dtype], group or 0, zero)
-
-
 def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     formats: list[Any] = [param.values for param in FORMAT_PARAMS]
-    found = [problem(m, 200, 520, *form) for form in formats for m in FORMAT_ROWS]
-    found += [problem(m, n, k) for m in ROWS for n, k in SHAPES]
-    found += [problem(m, *LONG) for m in (40, 700)]
+    found = [problem_of(m, 200, 520, *form) for form in formats for m in FORMAT_ROWS]
+    found += [problem_of(m, n, k) for m in ROWS for n, k in SHAPES]
+    found += [problem_of(m, *LONG) for m in (40, 700)]
     configs = [make_tile_schedule(one).config for one in found]
     for m in (40, 300):
-        configs += [schedule.config for schedule in tile_schedules(problem(m, 1000, 2048))]
-    configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem(m, n, k))]
+        configs += [schedule.config for schedule in tile_schedules(problem_of(m, 1000, 2048))]
+    configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem_of(m, n, k))]
     for m in INVARIANT_ROWS:
-        configs += [make_tile_schedule(replace(problem(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
+        configs += [make_tile_schedule(replace(problem_of(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
     for dtype, group in DIGIT_FORMATS:
         for m in DIGIT_ROWS:
-            configs += [schedule.config for schedule in in_digits(problem(m, 1000, 2048, dtype=dtype, group=group))]
+            configs += [
+                schedule.config for schedule in in_digits(problem_of(m, 1000, 2048, dtype=dtype, group_size=group))
+            ]
     for bits in (4, 8):
         for m in TURN_ROWS:
-            configs += [schedule.config for schedule in in_turn(problem(m, 1000, 2048, bits))]
+            configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, bits))]
     digits: list[KernelSpec] = [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
 
@@ -147,7 +143,7 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
     one_hot = torch.zeros(m, k, dtype=torch.bfloat16)
     one_hot[torch.arange(m), inputs] = 1
     columns = packed.dequantize(torch.bfloat16)[:, inputs].T
-    schedules = in_large_tiles(problem(m, n, k))
+    schedules = in_large_tiles(problem_of(m, n, k))
     assert any(one.config.sharing > 1 for one in schedules)
     assert any(one.config.cuts_rows for one in schedules) == (n > 1000)
     memory = torch.empty(m * n + 2 * MARGIN, device=CUDA, dtype=torch.bfloat16)
@@ -172,7 +168,7 @@ def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
     packed = reference.pack()
     weight, x = packed.to(CUDA), activations(m, k, dtype)
     exact = x.double().cpu() @ packed.dequantize(torch.float32).double().T
-    schedules = in_digits(problem(m, n, k, dtype=dtype, group=group))
+    schedules = in_digits(problem_of(m, n, k, dtype=dtype, group_size=group))
     assert schedules
     for schedule in schedules:
         results = [launch(schedule, weight, x) for _ in range(3)]
@@ -186,7 +182,7 @@ def test_one_hot_rows_of_digits_return_the_weights(m):
     inputs = torch.arange(m) * 61 + 7
     x = torch.zeros(m, 2048, dtype=torch.bfloat16)
     x[torch.arange(m), inputs] = 1
-    for schedule in in_digits(problem(m, 1000, 2048)):
+    for schedule in in_digits(problem_of(m, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
         assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
 
@@ -203,7 +199,7 @@ def test_units_in_turn_add_up(n, k, bits, m):
     weight, x = packed.to(CUDA), activations(m, k, torch.bfloat16)
     # Weights are rounded once, with few rows too.
     exact = x.double() @ weight.dequantize(torch.bfloat16).double().T
-    schedules = in_turn(problem(m, n, k, bits))
+    schedules = in_turn(problem_of(m, n, k, bits))
     assert schedules or (bits == 8 and m > 32)
     for schedule in schedules:
         memory = torch.full((m * n + 2 * MARGIN,), 7.0, device=CUDA)
@@ -222,7 +218,7 @@ def test_one_hot_rows_return_rounded_weights_where_units_are_taken_in_turn(bits,
     inputs = torch.arange(m) * 61 + 7
     x = torch.zeros(m, 2048, dtype=torch.bfloat16)
     x[torch.arange(m), inputs] = 1
-    for schedule in in_turn(problem(m, 1000, 2048, bits)):
+    for schedule in in_turn(problem_of(m, 1000, 2048, bits)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
         assert torch.equal(found.cpu(), packed.dequantize(torch.bfloat16).float()[:, inputs].T)
 
@@ -234,7 +230,7 @@ def test_every_schedule_gives_the_same_numbers_each_time(m):
     weight = reference.pack().to(CUDA)
     x = activations(m, 2048, torch.bfloat16)
     exact = exact_product(x, reference)
-    for schedule in tile_schedules(problem(m, 1000, 2048)):
+    for schedule in tile_schedules(problem_of(m, 1000, 2048)):
         results = [launch(schedule, weight, x) for _ in range(3)]
         assert_near(results[0], exact, SUMS)
         assert all(torch.equal(results[0], other) for other in results[1:])

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.weight import PackedWeight, padded_shape
 
 GROUPS = (32, 64, 128, 256, None)
 
@@ -29,15 +31,22 @@ class Known:
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros[:, self.group_of].double()
         return (self.codes.double() - zeros) * self.scales[:, self.group_of].double()
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.codes.shape[0], self.codes.shape[1])
+
+    def problem(self, m: int) -> Problem:
+        """A product with ``m`` rows of x of the scales' dtype."""
+        return problem_of(m, *self.shape, self.bits, self.scales.dtype, self.group_size, self.zeros is not None)
+
     def pack(self, **options) -> PackedWeight:
-        shape = (self.codes.shape[0], self.codes.shape[1])
         return pack_codes(
             lambda start, stop: self.codes[start:stop],
             self.scales,
             self.zeros,
             bits=self.bits,
             group_size=self.group_size,
-            shape=shape,
+            shape=self.shape,
             **options,
         )
 
@@ -59,3 +68,16 @@ def known(
     zeros = torch.randint(0, 1 << bits, (n, groups), dtype=torch.uint8, generator=generator) if zero_point else None
     group_of = torch.arange(k) // (group_size or k)
     return Known(codes, scales, zeros, bits, group_size, group_of)
+
+
+def problem_of(
+    m: int,
+    n: int,
+    k: int,
+    bits: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    group_size: int | None = 128,
+    zero_point: bool = False,
+) -> Problem:
+    """A product of ``m`` rows of x with a weight [n, k] of a format."""
+    return Problem(m, n, k, padded_shape((n, k), group_size)[1], bits, DTYPES[dtype], group_size or 0, zero_point)

@@ -55,8 +55,8 @@ def from_gptq(
     fields.check_shape("qweight", qweight, (qweight.shape[0], n), f"a column for each of the {n} columns of scales")
     if isinstance(g_idx, torch.Tensor):
         check_tensors(g_idx=g_idx)
-    if isinstance(g_idx, torch.Tensor) and g_idx.numel():
-        fields.check_shape("qweight", qweight, (-(-g_idx.numel() // per_word), n), f"{per_word} codes a word for g_idx")
+        if inputs := g_idx.numel():
+            fields.check_shape("qweight", qweight, (-(-inputs // per_word), n), f"{per_word} codes a word for g_idx")
     fields.check_shape(
         "qzeros", qzeros, (groups, -(-n // per_word)), f"{per_word} codes a word for each group of scales"
     )

@@ -17,6 +17,7 @@ TOKENS = (8, 16, 32, 48, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 PUSH_CLUSTERS = (2, 3)  # of those that push their sums; clusters of more do not all run at once, one for each SM
+TURNS = (1, 2, 4)
 SHARINGS = (1, 2)
 MOST_LOOPS = 4  # of more ptxas puts the MMAs one after the other
 TOKEN_BAND = 8  # token tiles that are computed side by side, see `tiles.Items`
@@ -352,6 +353,7 @@ class WgmmaConfig:
             "in_flight": (1, 2, 3),
             "chunk": (32, 64),
             "cluster": PUSH_CLUSTERS if self.pushes else CLUSTERS,
+            "turns": TURNS,
             "sharing": SHARINGS,
         }
         for field, wanted in choices.items():

@@ -9,6 +9,7 @@ from cute_kernels.linear.wgmma.config import (
     DTYPES,
     MMA_TOKENS,
     PUSH_CLUSTERS,
+    TURNS,
     WARPGROUP_THREADS,
     WgmmaConfig,
 )
@@ -98,7 +99,7 @@ class ResidentConfig(WgmmaConfig):
             "unit_k": (DIGIT_GROUP,),
             "cluster": PUSH_CLUSTERS,
             "pushes": (True,),
-            "turns": (1, 2, 4),
+            "turns": TURNS,
             "sharing": (1,),
             "digits": (True,),
             "zero_point": (False,),
