@@ -72,6 +72,8 @@ class Cta:
         self.condition = threading.Condition()
         self.all = threading.Barrier(num_threads)
         self.warps = [threading.Barrier(32) for _ in range(num_threads // 32)]
+        self.named: dict[int, threading.Barrier] = {}
+        self.lock = threading.Lock()
         self.exchange = [[0] * 32 for _ in self.warps]
         self.used = 0
 
@@ -134,6 +136,10 @@ class Machine:
         return self.here.cta
 
     @property
+    def warp(self) -> int:
+        return self.here.thread // 32
+
+    @property
     def lane(self) -> int:
         return self.here.thread % 32
 
@@ -142,6 +148,13 @@ class Machine:
 
     def sync_warp(self) -> None:
         self._wait(self.cta.warps[self.here.thread // 32])
+
+    def barrier(self, barrier_id: int, number_of_threads: int) -> None:
+        """A barrier of some of the CTA's threads."""
+        with self.cta.lock:
+            named = self.cta.named.setdefault(barrier_id, threading.Barrier(number_of_threads))
+        assert named.parties == number_of_threads
+        self._wait(named)
 
     def exchanged(self, value: int) -> list[int]:
         """The values of all lanes."""
@@ -247,6 +260,7 @@ class Machine:
             make_warp_uniform=lambda value: value,
             sync_threads=lambda: self._wait(self.cta.all),
             sync_warp=self.sync_warp,
+            barrier=self.barrier,
             shuffle_sync_up=shuffle_up,
             shuffle_sync=lambda value, lane: self.exchanged(value)[lane],
             match_sync=lambda mask, value: sum(1 << i for i, v in enumerate(self.exchanged(value)) if v == value),

@@ -21,6 +21,7 @@ from cute_kernels.moe.wgmma import schedule, tiles
 from cute_kernels.moe.wgmma.schedule import (
     ENTRY_BYTES,
     TABLE_BYTES,
+    TABLE_WARPS,
     GroupedTiles,
     estimate_clocks,
     has_many_rows,
@@ -66,17 +67,17 @@ def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, m
     found: list[list[Any]] = [[] for _ in range(num_ctas)]
 
     def work() -> None:
-        lane, cta = machine.lane, machine.cta.block[0]
-        tiles.fill_table.__wrapped__(TABLE, offsets, shape, lane, tokens)
-        machine.sync_warp()
+        warp, lane, cta = machine.warp, machine.lane, machine.cta.block[0]
+        tiles.fill_table.__wrapped__(TABLE, offsets, shape, warp, lane, tokens)
+        machine.cute().arch.sync_threads()
         count = machine.ptx().load_shared(TABLE + MAX_EXPERTS * ENTRY_BYTES, 0)
         items = tiles.GroupedItems(shape, cta, num_ctas, count, TABLE, lane, tokens)
         for index in range(items.first, items.count, items.stride):
             item = items.item(index)
-            if lane == 5:
+            if (warp, lane) == (3, 5):
                 found[cta].append(item)
 
-    machine.run(work, [(cta, 0, 0) for cta in range(num_ctas)], 32)
+    machine.run(work, [(cta, 0, 0) for cta in range(num_ctas)], TABLE_WARPS * 32)
     return found
 
 

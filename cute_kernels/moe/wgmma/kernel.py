@@ -19,7 +19,7 @@ from cute_kernels.linear.wgmma.config import TOKEN_BAND, X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
-from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES
+from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, TABLE_BYTES, TABLE_WARPS
 from cute_kernels.moe.wgmma.tiles import DigitShape, GroupedItems, GroupedShape, fill_table
 
 
@@ -83,8 +83,8 @@ class GroupedWgmmaKernel(WgmmaKernel):
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
-        elif warp == config.math_warps + 1:
-            fill_table(memory.table, offsets, shape, lane, config.tokens)
+        elif warp < TABLE_WARPS:
+            fill_table(memory.table, offsets, shape, warp, lane, config.tokens)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         count = cute.arch.make_warp_uniform(Int32(ptx.load_shared(memory.table, MAX_EXPERTS * ENTRY_BYTES)))

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from cute_kernels.linear.wgmma.config import MOST_LOOPS, TOKEN_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import MAX_STAGES, MEMORY_BYTES_PER_CLOCK, UNIT_CLOCKS
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
-from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
-TABLE_BYTES = (MAX_EXPERTS + 1) * ENTRY_BYTES  # the last one's: all items, the end of the places
+TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; every CTA has as many
+SUMS = -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16  # where the warps' own numbers of items are, behind the entries,
+TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all items and the end of the places
 # Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
 # it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
 MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITIES[0], CAPACITIES[0] - 1

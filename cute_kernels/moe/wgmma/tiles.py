@@ -2,8 +2,8 @@
 
 An expert's rows are cut into tiles of ``tokens`` places, the last one shorter; with each of its blocks of output
 features such a tile is an item. Items of all experts are counted through, and every CTA takes each ``stride``-th.
-Before the roles begin one warp writes to shared memory how many items there are before each expert and where its places
-begin. To find an item a warp looks through that table in two steps, a lane for 16 experts, then a lane for each.
+Before the roles begin some warps write to shared memory how many items there are before each expert and where its
+places begin. To find an item a warp looks through that table in two steps, a lane for 16 experts, then a lane for each.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
 from cute_kernels.linear.wgmma.config import TOKEN_BAND
 from cute_kernels.linear.wgmma.tiles import Shape
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
-from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES
+from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WARPS
 from cute_kernels.sm90 import WARP_THREADS
+
+TABLE_BARRIER = 9  # number of the barrier of the warps that write the table, behind those of the dense kernel
 
 
 @dataclass(frozen=True)
@@ -136,26 +138,33 @@ def tiles_of(rows, tokens: int):
 
 
 @cute.jit
-def fill_table(table, offsets, shape, lane, tokens: int):
-    """One warp writes the table [MAX_EXPERTS + 1] of (items before an expert, its first place); a lane has 16 of them.
+def fill_table(table, offsets, shape, warp, lane, tokens: int):
+    """`TABLE_WARPS` warps write the table [MAX_EXPERTS + 1] of (items before an expert, its first place), two a lane.
 
-    offsets: address of int32 [experts + 1]. Experts that there are not have no rows.
+    offsets: address of int32 [experts + 1]. Experts that there are not have no rows. A launch waits for the table until
+    its first weights are asked for, so it is made in few steps: each warp counts its own experts' items, then adds what
+    the warps before it have counted, which they leave behind the table.
     """
-    expert = lane * EXPERTS_PER_LANE
-    ends = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
-    for i in cutlass.range_constexpr(EXPERTS_PER_LANE + 1):
+    expert = (warp * WARP_THREADS + lane) * 2
+    ends = cute.make_rmem_tensor(3, Int32)
+    for i in cutlass.range_constexpr(3):
         place = cutlass.min(expert + i, shape.num_experts)
-        ends[i] = Int32(ptx.load_global_words(offsets + cutlass.Int64(place) * 4, 0, 1, constant=False)[0])
-    count = Int32(0)
-    for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-        count = count + tiles_of(ends[i + 1] - ends[i], tokens) * shape.blocks
-    before = count
+        ends[i] = Int32(ptx.load_global_words(offsets + Int64(place) * 4, 0, 1, constant=False)[0])
+    first = tiles_of(ends[1] - ends[0], tokens) * shape.blocks
+    count = first + tiles_of(ends[2] - ends[1], tokens) * shape.blocks
+    behind = count
     for step in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
-        before = before + cutlass.select_(lane >= (1 << step), other, Int32(0))
-    before = before - count
-    for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-        ptx.store_shared(table + (expert + i) * ENTRY_BYTES, 0, [Uint32(before), Uint32(ends[i])])
-        before = before + tiles_of(ends[i + 1] - ends[i], tokens) * shape.blocks
+        other = cute.arch.shuffle_sync_up(behind, 1 << step, mask_and_clamp=0)
+        behind = behind + cutlass.select_(lane >= (1 << step), other, Int32(0))
     if lane == WARP_THREADS - 1:
-        ptx.store_shared(table + MAX_EXPERTS * ENTRY_BYTES, 0, [Uint32(before), Uint32(ends[EXPERTS_PER_LANE])])
+        ptx.store_shared(table + SUMS + warp * 4, 0, [Uint32(behind)])
+    cute.arch.barrier(barrier_id=TABLE_BARRIER, number_of_threads=TABLE_WARPS * WARP_THREADS)
+    before = behind - count
+    for group in cutlass.range_constexpr(TABLE_WARPS // 4):
+        sums = ptx.load_shared_vector(table + SUMS, 16 * group, 4)
+        for i in cutlass.range_constexpr(4):
+            before = before + cutlass.select_(4 * group + i < warp, Int32(sums[i]), Int32(0))
+    place = table + expert * ENTRY_BYTES
+    ptx.store_shared(place, 0, [Uint32(word) for word in (before, ends[0], before + first, ends[1])])
+    if expert == MAX_EXPERTS - 2:
+        ptx.store_shared(place, 2 * ENTRY_BYTES, [Uint32(before + count), Uint32(ends[2])])
