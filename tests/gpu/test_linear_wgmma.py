@@ -13,6 +13,7 @@ import torch
 from cute_kernels.linear.compile import spec_of
 from cute_kernels.linear.plan import OUT_KINDS, make_tile_plan
 from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 from cute_kernels.linear.wgmma.config import DigitBlocksConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
@@ -40,6 +41,16 @@ FORMAT_ROWS = (33, 100)
 DIGIT_ROWS = (3, 8, 9, 16, 17, 24)
 DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
 TURN_ROWS = (1, 8, 9, 16, 17, 24, 25, 32, 33, 49, 64)
+TURN_FORMATS = {  # bits, dtype, group, zero points
+    "w4": (4, torch.bfloat16, 128, False),
+    "w8": (8, torch.bfloat16, 128, False),
+    "w4 fp16 zero": (4, torch.float16, 128, True),
+    "w4 g32 zero": (4, torch.bfloat16, 32, True),
+    "w4 fp16 g256": (4, torch.float16, 256, False),
+    "w4 channel": (4, torch.bfloat16, None, False),
+    "w4 fp16 channel zero": (4, torch.float16, None, True),
+    "w8 fp16 g64 zero": (8, torch.float16, 64, True),
+}
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
@@ -65,9 +76,9 @@ def specs() -> list[KernelSpec]:
             configs += [
                 schedule.config for schedule in in_digits(problem_of(m, 1000, 2048, dtype=dtype, group_size=group))
             ]
-    for bits in (4, 8):
+    for form in TURN_FORMATS.values():
         for m in TURN_ROWS:
-            configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, bits))]
+            configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, *form))]
     digits: list[KernelSpec] = [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
 
@@ -125,7 +136,8 @@ def in_large_tiles(case: Problem) -> list[TileSchedule]:
 def launch(schedule: TileSchedule, weight, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     if out is None:
         out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
-    addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), 0, 0, 0, out.data_ptr())
+    zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
+    addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), zeros, 0, 0, out.data_ptr())
     make_tile_plan(schedule, x.shape[0], torch.cuda.current_device()).run(
         x, addresses, weight.shape[0], 0, OUT_KINDS[out.dtype]
     )
@@ -187,20 +199,24 @@ def test_one_hot_rows_of_digits_return_the_weights(m):
         assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
 
 
+def as_multiplied(weight: PackedWeight) -> torch.Tensor:
+    """W as tiles of decoded weights have it: rounded once, unless a scale is a whole row's and meets the sums."""
+    return weight.dequantize(weight.dtype if weight.group_size else torch.float32)
+
+
 @pytest.mark.parametrize("m", TURN_ROWS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits, dtype, group, zero", TURN_FORMATS.values(), ids=list(TURN_FORMATS))
 @pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520), (66, 256), (130, 8520)])
-def test_units_in_turn_add_up(n, k, bits, m):
+def test_units_in_turn_add_up(n, k, bits, dtype, group, zero, m):
     """Right with a last unit that is not whole, with one unit for each turn of a part and with none for the second.
 
     The same bits in every run, and nothing is written beside the output.
     """
-    packed = known(n, k, bits, group_size=128).pack()
-    weight, x = packed.to(CUDA), activations(m, k, torch.bfloat16)
-    # Weights are rounded once, with few rows too.
-    exact = x.double() @ weight.dequantize(torch.bfloat16).double().T
-    schedules = in_turn(problem_of(m, n, k, bits))
-    assert schedules or (bits == 8 and m > 32)
+    weight, x = known(n, k, bits, group, zero, dtype).pack().to(CUDA), activations(m, k, dtype)
+    exact = x.double() @ as_multiplied(weight).double().T
+    case = problem_of(m, n, k, bits, dtype, group, zero)
+    schedules = in_turn(case)
+    assert schedules or (bits == 8 and m > 32) or case.k_pad % 128
     for schedule in schedules:
         memory = torch.full((m * n + 2 * MARGIN,), 7.0, device=CUDA)
         out = memory[MARGIN : MARGIN + m * n].view(m, n)
@@ -211,16 +227,16 @@ def test_units_in_turn_add_up(n, k, bits, m):
         assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + m * n :] == 7.0)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits, dtype, group, zero", TURN_FORMATS.values(), ids=list(TURN_FORMATS))
 @pytest.mark.parametrize("m", [16, 24, 32])
-def test_one_hot_rows_return_rounded_weights_where_units_are_taken_in_turn(bits, m):
-    packed = known(1000, 2048, bits, group_size=128).pack()
+def test_one_hot_rows_return_the_weights_where_units_are_taken_in_turn(bits, dtype, group, zero, m):
+    packed = known(1000, 2048, bits, group, zero, dtype).pack()
     inputs = torch.arange(m) * 61 + 7
-    x = torch.zeros(m, 2048, dtype=torch.bfloat16)
+    x = torch.zeros(m, 2048, dtype=dtype)
     x[torch.arange(m), inputs] = 1
-    for schedule in in_turn(problem_of(m, 1000, 2048, bits)):
+    for schedule in in_turn(problem_of(m, 1000, 2048, bits, dtype, group, zero)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
-        assert torch.equal(found.cpu(), packed.dequantize(torch.bfloat16).float()[:, inputs].T)
+        assert torch.equal(found.cpu(), as_multiplied(packed).float()[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", [40, 300])

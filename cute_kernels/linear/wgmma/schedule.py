@@ -33,7 +33,12 @@ UNIT_CLOCKS = 90  # and for each unit
 MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
 # The same three where codes are scaled as they are decoded.
 SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS = 20, 0.25, 10
-FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros
+TURN_CLOCKS, TURN_TOKEN_CLOCKS = 30.5, 0.2  # and where they are not, of 4 bits by warpgroups that take turns
+ROW_SCALE_CLOCKS = -5  # for these, where a scale is a whole row's and meets the sums
+# What zero points take besides, where codes are scaled as they are decoded and where not, and groups less than a unit.
+SCALED_ZERO_CLOCKS, ZERO_CLOCKS, SMALL_GROUP_CLOCKS = 6.5, 1, 3.5
+FILL_CLOCKS = 11  # for each row of a box of activations that x does not have: TMA writes zeros,
+PUSH_FILL_CLOCKS = 8.5  # and of the small boxes of tiles whose parts are pushed
 START_CLOCKS = 7300  # of the launch, and until the first MMAs
 ITEM_CLOCKS = 3100  # that an item's results take, while nothing is multiplied
 BULK_START_CLOCKS, BULK_ITEM_CLOCKS = 1100, 2200  # where TMA stores: beyond the start, and instead of the item's
@@ -89,12 +94,16 @@ DIGIT_SHAPES = (
 )
 # Stages at most, by m_tiles; where x is digits of a launch before, it would wait behind more weights.
 TILE_STAGES, DIGIT_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 5}
-# Of weights by (bits, dtype, group_size, zero_point): (tokens, row_parts, m_tiles) of tiles whose parts of K are pushed
-# in a cluster of two, each by two warpgroups that take units in turn; what was the fastest somewhere.
+# By the bits of a code: (tokens, row_parts, m_tiles) of tiles whose parts of K are pushed in a cluster of two, each by
+# two warpgroups that take units in turn; what was the fastest somewhere.
 PUSH_SHAPES = {
-    (4, "bf16", 128, False): ((64, 4, 1), (32, 1, 1), (32, 1, 2), (32, 4, 2), (16, 1, 1), (16, 1, 2)),
-    (8, "bf16", 128, False): ((32, 1, 1), (32, 1, 2), (16, 2, 1), (16, 1, 2)),
+    4: ((64, 4, 1), (32, 1, 1), (32, 1, 2), (32, 4, 2), (16, 1, 1), (16, 1, 2)),
+    8: ((32, 1, 1), (32, 1, 2), (16, 2, 1), (16, 1, 2)),
 }
+# Formats in which all of them ship: (bits, dtype, group_size, zero_point).
+PUSH_FORMS = tuple(product((4, 8), ("bf16", "fp16"), (128,), (False,))) + tuple(
+    product((4,), ("bf16", "fp16"), (128,), (True,))
+)
 PUSH_UNIT_K, PUSH_CLUSTER, PUSH_TURNS, PUSH_STAGES = 128, 2, 2, 12
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
@@ -264,6 +273,13 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
     if config.scales_codes:
         decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
+    elif config.turns > 1 and config.bits == 4:
+        decode, decode_token = TURN_CLOCKS, TURN_TOKEN_CLOCKS
+        decode += 0 if config.group_size else ROW_SCALE_CLOCKS
+    if config.zero_point:
+        decode += SCALED_ZERO_CLOCKS if config.scales_codes else ZERO_CLOCKS
+    if config.unit_groups > 1:
+        decode += SMALL_GROUP_CLOCKS
     tokens = config.tokens
     if config.pushes:
         tokens = config.loop_tokens(-(-problem.m // config.part_tokens))
@@ -276,7 +292,7 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / sharing
     unit = max(tensor, decoding, memory)
     missing = tokens * schedule.token_tiles - problem.m  # rows of the last token tile
-    filling = missing * FILL_CLOCKS * (config.unit_k // BOX_K)
+    filling = missing * (PUSH_FILL_CLOCKS if config.pushes else FILL_CLOCKS) * (config.unit_k // BOX_K)
     return unit + max(filling - unit, 0) / schedule.token_tiles
 
 
@@ -316,7 +332,7 @@ def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
 
 def push_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations whose CTAs push parts of K."""
-    if problem.batch_invariant:
+    if problem.batch_invariant or problem.k_pad % PUSH_UNIT_K:
         return []
     configs = (
         of_format(
@@ -330,7 +346,7 @@ def push_configs(problem: Problem) -> list[WgmmaConfig]:
             pushes=True,
             turns=PUSH_TURNS,
         )
-        for tokens, row_parts, m_tiles in PUSH_SHAPES.get(form_of(problem), ())
+        for tokens, row_parts, m_tiles in PUSH_SHAPES[problem.bits]
         if tokens >= problem.m and (tokens == SHAPES[-1][0] or problem.m > tokens // 2)
     )
     return implementable(configs, {1: PUSH_STAGES, 2: PUSH_STAGES})
@@ -378,19 +394,14 @@ def shipped_configs() -> list[WgmmaConfig]:
         found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
-    for form, shapes in PUSH_SHAPES.items():
-        for tokens, *_ in shapes:
+    for form in PUSH_FORMS:
+        for tokens, *_ in PUSH_SHAPES[form[0]]:
             configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, MOST_RESIDENT_ROWS)):
         configs |= dict.fromkeys(resident_configs(Problem(m, 8192, 8192, 8192, 4, dtype, 128)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
-
-
-def form_of(problem: Problem) -> tuple[int, str, int, bool]:
-    """What weights are told apart by."""
-    return problem.bits, problem.dtype, problem.group_size, problem.zero_point
 
 
 def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
