@@ -8,8 +8,10 @@ import pytest
 
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
 from cute_kernels.linear.config import LinearConfig
+from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.compile import WgmmaSpec
 from cute_kernels.linear.wgmma.config import STORE_TOKENS, WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import PUSH_FORMS, push_configs
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.artifact import Artifact
 from tests import golden
@@ -75,6 +77,12 @@ WGMMA_CONFIGS = [
 EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
 SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=4, splits_k=True)
+IN_TURN = {  # tiles whose warpgroups take turns: what ships, and other formats
+    config: None
+    for form in (*PUSH_FORMS, (4, "bf16", 32, True), (4, "fp16", 0, True), (4, "bf16", 0, False), (8, "fp16", 64, True))
+    for rows in (16, 32, 64)
+    for config in push_configs(Problem(rows, 8192, 8192, 8192, *form))
+}
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
     replace(SQUARE, bits=8, chunk=32): {"LOP3": 2, "PRMT": 2, "HFMA2": 4},
@@ -87,7 +95,7 @@ def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     shipped = LinearSpec(LinearConfig(4, "bf16", 128))
     default_cache().artifacts(
-        [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *OPCODES))], ARCH
+        [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *IN_TURN, *OPCODES))], ARCH
     )
 
 
@@ -109,7 +117,22 @@ def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1
 
 
-@pytest.mark.parametrize("config", WGMMA_CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", IN_TURN, ids=lambda config: config.name)
+def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
+    """As above, a loop for each number of parts of rows."""
+    spec = WgmmaSpec(config)
+    (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
+    assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
+    loops, groups = len(config.loop_parts), config.unit_steps // config.group_steps
+    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.m_tiles * loops
+    assert kernel["opcodes"]["WARPGROUP"] == 2 * groups * loops + 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*WGMMA_CONFIGS, *(config for config in IN_TURN if config.row_parts == 1)],
+    ids=lambda config: config.name,
+)
 def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfig, tmp_path):
     """Versions of ptxas before 13.3 could use registers of A again while an MMA read them.
 
