@@ -13,6 +13,7 @@ from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.schedule import GroupedProblem
+from cute_kernels.moe.wgmma.schedule import TABLE_WARPS
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
@@ -170,6 +171,10 @@ def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     check_config(config)
     if config.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
+    if config.math_warps < TABLE_WARPS:
+        raise ValueError(
+            f"config: got {config.math_warps} multiplying warps, want {TABLE_WARPS}, which write the table"
+        )
     counts = (NUM_TILE_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_TILE_INTEGERS)
     kernel = (GroupedDigitKernel if config.digits else GroupedWgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)

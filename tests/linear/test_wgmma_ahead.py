@@ -18,6 +18,7 @@ from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import digits, digits_ahead, epilogue, kernel, reading
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, WgmmaConfig
+from cute_kernels.moe.wgmma.kernel import GroupedDigitKernel
 from tests.attention import warp as machine
 from tests.linear.digits import digits_of
 from tests.linear.test_wgmma_digits import X_SCALES
@@ -96,7 +97,7 @@ class Ring:
             ):
                 run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
                 self.shared[start + tile * run.size : start + (tile + 1) * run.size] = run
-        subject = kernel.WgmmaKernel(config)
+        subject = GroupedDigitKernel(config)  # whose digits come in parts
         for digit in range(2):
             for part in range(self.present):
                 rows = self.found[part * config.part_tokens : (part + 1) * config.part_tokens, unit, digit]

@@ -16,6 +16,7 @@ from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import digits, epilogue, kernel, reading
 from cute_kernels.linear.wgmma.config import BOX_K, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.moe.wgmma.kernel import GroupedDigitKernel
 from layouts import banks
 from tests.attention import warp as machine
 from tests.linear.digits import digits_of
@@ -55,7 +56,7 @@ def load_stage(
             place = start + STAGE * stage_bytes + tile * run.size
             shared[place : place + run.size] = run
     found, scales = digits_of(x)
-    subject = kernel.WgmmaKernel(config)
+    subject = GroupedDigitKernel(config)  # whose digits come in parts
     part_bytes = 2 * BOX_K * config.part_tokens
     for digit in range(2):
         for part in range(present):

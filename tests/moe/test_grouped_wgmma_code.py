@@ -94,6 +94,9 @@ def test_synchronous_tiles_multiply_each_warp_for_itself(config, artifacts):
     assert not resources.opcodes.get("HGMMA") and not resources.opcodes.get("WARPGROUP")
 
 
-def test_parts_of_k_are_refused():
-    with pytest.raises(ValueError, match="want none"):
-        compile_grouped_wgmma(replace(CONFIGS[0], splits_k=True), "sm_90a")
+@pytest.mark.parametrize(
+    "changes, message", [({"splits_k": True}, "want none"), ({"warpgroups": 1}, "got 4 multiplying warps, want 8")]
+)
+def test_what_a_grouped_product_has_no_kernel_for_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        compile_grouped_wgmma(replace(CONFIGS[0], **changes), "sm_90a")

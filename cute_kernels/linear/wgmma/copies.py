@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
-from cute_kernels.linear.wgmma.config import BOX_K, X_SCALE_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
 from cute_kernels.linear.wgmma.tiles import parts_with
 from layouts.weights.hopper import TILE_BYTES
 
@@ -60,9 +60,7 @@ class CopyingWarps:
         stage is free for that when all of them have given it back, and has come when all slices have.
         """
         config = self.config
-        if const_expr(config.digits):
-            # The launch before made them. All else it had waited for itself, before it let this one begin.
-            cute.arch.griddepcontrol_wait()
+        self.wait_for_activations()
         boxes, parts = config.unit_k // BOX_K, config.row_parts
         targets = cute.group_modes(cute.local_tile(memory.x, (config.part_tokens, BOX_K), (None, 0, None)), 0, 2)
         stage, phase = Int32(0), Int32(1)
@@ -80,8 +78,7 @@ class CopyingWarps:
                 barrier = memory.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                    if const_expr(config.digits):
-                        self.copy_x_scales(shape, memory, item, unit, stage)
+                    self.copy_beside(shape, memory, item, unit, stage)
                 for part in cutlass.range_constexpr(parts):
                     if part < present:
                         for box in cutlass.range_constexpr(boxes):
@@ -94,24 +91,15 @@ class CopyingWarps:
                                 cute.copy(copy_x, chosen, place, tma_bar_ptr=barrier)
                 stage, phase = advance(stage, phase, config.num_stages)
 
-    def box_place(self, stage, part: int, box: int, present) -> tuple[Any, Any]:
-        """(part, box of the ring) where a part's box lies; both digits of x are one operand, so without gaps."""
-        boxes, parts = self.config.unit_k // BOX_K, self.config.row_parts
-        if not self.config.digits:
-            return part, stage * boxes + box
-        place = box * present + part
-        return place & (parts - 1), stage * boxes + (place >> (parts.bit_length() - 1))
+    def wait_for_activations(self) -> None:
+        """Before any is asked for: here they are there when the launch begins."""
 
-    def copy_x_scales(self, shape, memory, item, unit, stage):
-        """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on."""
-        size = self.config.x_scale_stage_bytes
-        first, _ = self.rows_of(shape, item)
-        ptx.bulk_copy_to_shared(
-            memory.x_scales + stage * size,
-            shape.x_scales + (Int64(unit) * shape.x_scale_pitch + (first & -X_SCALE_ALIGNMENT)) * 4,
-            Int32(size),
-            Int32((memory.full + stage).toint()),
-        )
+    def box_place(self, stage, part: int, box: int, present) -> tuple[Any, Any]:
+        """(part, box of the ring) where a part's box lies, of a tile of which ``present`` parts have rows."""
+        return part, stage * (self.config.unit_k // BOX_K) + box
+
+    def copy_beside(self, shape, memory, item, unit, stage) -> None:
+        """Asks for what a stage has of x besides its boxes, ``x_scale_stage_bytes``; one lane. Here nothing."""
 
     def rows_of(self, shape, item) -> tuple[Any, Any]:
         """The first row of x of an item, and what is behind the last that its tile may have."""

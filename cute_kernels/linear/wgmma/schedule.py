@@ -101,8 +101,13 @@ PUSH_SHAPES = {
     8: ((32, 1, 1), (32, 1, 2), (16, 2, 1), (16, 1, 2)),
 }
 # Formats in which all of them ship: (bits, dtype, group_size, zero_point).
-PUSH_FORMS = tuple(product((4, 8), ("bf16", "fp16"), (128,), (False,))) + tuple(
-    product((4,), ("bf16", "fp16"), (128,), (True,))
+PUSH_FORMS = (
+    (4, "bf16", 128, False),
+    (4, "bf16", 128, True),
+    (4, "fp16", 128, False),
+    (4, "fp16", 128, True),
+    (8, "bf16", 128, False),
+    (8, "fp16", 128, False),
 )
 PUSH_UNIT_K, PUSH_CLUSTER, PUSH_TURNS, PUSH_STAGES = 128, 2, 2, 12
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
@@ -270,16 +275,8 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
         decoding = DIGIT_UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
         stage_bytes = config.weight_stage_bytes + DIGIT_ROW_SHARE * tokens * config.x_stage_bytes / config.tokens
         return max(decoding, stage_bytes / rate)
-    decode, decode_token, mma = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS, MMA_CLOCKS
-    if config.scales_codes:
-        decode, decode_token, mma = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS
-    elif config.turns > 1 and config.bits == 4:
-        decode, decode_token = TURN_CLOCKS, TURN_TOKEN_CLOCKS
-        decode += 0 if config.group_size else ROW_SCALE_CLOCKS
-    if config.zero_point:
-        decode += SCALED_ZERO_CLOCKS if config.scales_codes else ZERO_CLOCKS
-    if config.unit_groups > 1:
-        decode += SMALL_GROUP_CLOCKS
+    mma = SCALED_MMA_CLOCKS if config.scales_codes else MMA_CLOCKS
+    decode, decode_token = decode_clocks(config)
     tokens = config.tokens
     if config.pushes:
         tokens = config.loop_tokens(-(-problem.m // config.part_tokens))
@@ -294,6 +291,20 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     missing = tokens * schedule.token_tiles - problem.m  # rows of the last token tile
     filling = missing * (PUSH_FILL_CLOCKS if config.pushes else FILL_CLOCKS) * (config.unit_k // BOX_K)
     return unit + max(filling - unit, 0) / schedule.token_tiles
+
+
+def decode_clocks(config: WgmmaConfig) -> tuple[float, float]:
+    """Clocks that decoding takes for each k16 step of a tile: however few tokens there are, and for each of them."""
+    decode, token = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS
+    if config.scales_codes:
+        decode, token = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS
+    elif config.turns > 1 and config.bits == 4:
+        decode, token = TURN_CLOCKS + (0 if config.group_size else ROW_SCALE_CLOCKS), TURN_TOKEN_CLOCKS
+    if config.zero_point:
+        decode += SCALED_ZERO_CLOCKS if config.scales_codes else ZERO_CLOCKS
+    if config.unit_groups > 1:
+        decode += SMALL_GROUP_CLOCKS
+    return decode, token
 
 
 def candidate_configs(problem: Problem) -> list[WgmmaConfig]:

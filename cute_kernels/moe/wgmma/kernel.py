@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import TOKEN_BAND, X_SCALE_ALIGNMENT
+from cute_kernels.linear.wgmma.config import BOX_K, TOKEN_BAND, X_SCALE_ALIGNMENT
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.work import Operands
 from cute_kernels.moe.schedule import MAX_EXPERTS
@@ -117,9 +117,6 @@ class GroupedWgmmaKernel(WgmmaKernel):
     def bias_place(self, shape, item, row):
         return item.expert * shape.n + row
 
-    def x_scale_shift(self, item):
-        return item.token & (X_SCALE_ALIGNMENT - 1)
-
 
 class GroupedDigitKernel(GroupedWgmmaKernel):
     """The same of activations in digits, as `cute_kernels.linear.wgmma.digit_rows` leaves them."""
@@ -153,3 +150,27 @@ class GroupedDigitKernel(GroupedWgmmaKernel):
         shape = DigitShape(*sizes, x_scales=x_scales, x_scale_pitch=x_scale_pitch)
         operands = Operands(Int64(0), codes, scales, Int64(0), bias, Int64(0), out, Int64(0))
         self.kernel(operands, shape, offsets, copy_x, x_view).launch(**self.launch_options(num_ctas, stream))
+
+    def wait_for_activations(self) -> None:
+        # The launch before makes them. All else it has waited for itself, before it let this one begin.
+        cute.arch.griddepcontrol_wait()
+
+    def box_place(self, stage, part: int, box: int, present) -> tuple[Any, Any]:
+        """As `CopyingWarps.box_place`; both digits are one operand, so boxes lie without gaps."""
+        boxes, parts = self.config.unit_k // BOX_K, self.config.row_parts
+        place = box * present + part
+        return place & (parts - 1), stage * boxes + (place >> (parts.bit_length() - 1))
+
+    def copy_beside(self, shape, memory, item, unit, stage) -> None:
+        """Asks for the scales of a tile's rows of x, from the last multiple of 16 bytes on."""
+        size = self.config.x_scale_stage_bytes
+        first, _ = self.rows_of(shape, item)
+        ptx.bulk_copy_to_shared(
+            memory.x_scales + stage * size,
+            shape.x_scales + (Int64(unit) * shape.x_scale_pitch + (first & -X_SCALE_ALIGNMENT)) * 4,
+            Int32(size),
+            Int32((memory.full + stage).toint()),
+        )
+
+    def x_scale_shift(self, item):
+        return item.token & (X_SCALE_ALIGNMENT - 1)

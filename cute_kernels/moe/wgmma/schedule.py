@@ -20,7 +20,7 @@ from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
-TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; every CTA has as many
+TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; all of them multiply
 SUMS = -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16  # where the warps' own numbers of items are, behind the entries,
 TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all items and the end of the places
 # Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
