@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from bench import mla_workloads, workloads
 from bench import record as records
 from cute_kernels import kv_formats
+from cute_kernels.tuning.command import weight_format
+from cute_kernels.tuning.linear import Format
 
 if TYPE_CHECKING:
     from bench.suites import Bench
@@ -49,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
 
     linear = commands.add_parser("linear", help="weight-only linear layers beside cuBLAS, others and the floor")
     linear.add_argument("--bits", nargs="+", type=int, choices=(4, 8), default=(4, 8))
+    linear.add_argument(
+        "--format",
+        action="append",
+        type=weight_format,
+        metavar="FORMAT",
+        help="of weights, such as w4g128z-fp16, instead of --bits in groups of 128 and bf16; may be given again",
+    )
     linear.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
@@ -178,9 +187,10 @@ def _linear(options: argparse.Namespace) -> int:
     from bench import linear, linear_peers
 
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
-    peers = linear_peers.PEERS[:1] if options.no_peers else linear_peers.PEERS
+    peers = linear_peers.DENSE if options.no_peers else linear_peers.PEERS
+    formats = options.format or [Format(bits) for bits in options.bits]
     try:
-        linear.run(bench, rows=rows, all_bits=options.bits, peers=peers, earlier=options.peers_from)
+        linear.run(bench, rows=rows, formats=formats, peers=peers, earlier=options.peers_from)
     except ValueError as error:
         print(f"--peers-from: {error}", file=sys.stderr)
         return 2

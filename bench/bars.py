@@ -25,6 +25,7 @@ PAGED_OVER_CONTIGUOUS = {64: 1.03, 16: 1.08}
 QUERIES, QUERIES_OVER_ONE = 4, 1.15
 RAGGED_FLOOR_RATIO, MHA_FLOOR_RATIO = 1.3, 1.35
 BF16_RIVAL = "SDPA cudnn"
+LINEAR_FORMATS = ("w4a16", "w8a16")  # others are compared with peers alone
 LINEAR_FEW_ROWS, LINEAR_FLOOR_RATIO = 16, 1.20
 LINEAR_SMALL, LINEAR_SMALL_FLOOR_RATIO = (4096, 4096), 1.35  # N, K
 LINEAR_PEER_RATIO = 1.03  # the noise of a run
@@ -143,7 +144,8 @@ def _judge_linear(row: Record) -> list[Verdict]:
     """Few rows against the floor, all against the fastest peer, many by their rate."""
     shape, us, name = row["shape"], row["us"]["median_us"], f"{row['format']} {row['name']}"
     layer, verdicts = (shape["n"], shape["k"]), []
-    if shape["m"] <= LINEAR_FEW_ROWS:
+    judged = row["format"] in LINEAR_FORMATS  # by more than by peers
+    if judged and shape["m"] <= LINEAR_FEW_ROWS:
         limit = LINEAR_SMALL_FLOOR_RATIO if layer == LINEAR_SMALL else LINEAR_FLOOR_RATIO
         verdicts.append(Verdict(f"{name}: ratio to the floor", row["floor_ratio"], limit, ""))
     # A peer that another process timed is compared with our time from there.
@@ -153,7 +155,7 @@ def _judge_linear(row: Record) -> list[Verdict]:
     if peers:
         best = max(peers, key=peers.__getitem__)
         verdicts.append(Verdict(f"{name}: time over {best}'s", peers[best], LINEAR_PEER_RATIO, ""))
-    if shape["m"] >= LINEAR_MANY_ROWS and layer in LINEAR_LARGE and shape["bits"] == 4:
+    if judged and shape["m"] >= LINEAR_MANY_ROWS and layer in LINEAR_LARGE and shape["bits"] == 4:
         verdicts.append(Verdict(f"{name}: rate", row["tflops"], LINEAR_TFLOPS, "TFLOPS", at_most=False))
     return verdicts
 

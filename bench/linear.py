@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,15 +18,14 @@ from bench.timing import time_cold_in_turn, time_host
 from cute_kernels.linear import PackedWeight, linear
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.quantize import pack_codes
-from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.weight import padded_shape
 from cute_kernels.runtime import KernelSpec
+from cute_kernels.tuning.linear import TORCH_DTYPES, Format
 
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
 ROWS = tuple(1 << i for i in range(14))
 QUICK_ROWS = (1, 16, 128, 1024)
-BITS = (4, 8)
+FORMATS = (Format(4), Format(8))
 GPU = "NVIDIA H200"  # whose kernels are compiled ahead
 CHECKED_ROWS = 16
 MANY_FLOPS = 2e12  # of a call beyond which fewer samples do
@@ -37,17 +36,30 @@ HOST_CALLS = 100
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One product: x [m, k] in bf16 with W [n, k] in codes of ``bits``, groups of GROUP_SIZE inputs, symmetric."""
+    """One product: x [m, k] with W [n, k] in codes of ``bits``; group_size: 0 for one scale a row of W."""
 
     n: int
     k: int
     m: int
     bits: int
+    group_size: int = GROUP_SIZE
+    zero_point: bool = False
+    dtype: str = "bf16"
+
+    @staticmethod
+    def of(n: int, k: int, m: int, form: Format) -> LinearShape:
+        return LinearShape(n, k, m, form.bits, form.group_size, form.zero_point, form.dtype)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Sizes, and what is not as in most records."""
+        usual = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
     @property
     def weight_bytes(self) -> int:
-        """Codes and scales, which each call must read."""
-        return self.n * self.k * self.bits // 8 + 2 * self.n * (self.k // GROUP_SIZE)
+        """Codes, scales and zero points, which each call must read."""
+        groups = self.k // self.group_size if self.group_size else 1
+        return self.n * self.k * self.bits // 8 + (2 + self.zero_point) * self.n * groups
 
     @property
     def flops(self) -> int:
@@ -55,32 +67,39 @@ class LinearShape:
 
     @property
     def format(self) -> str:
-        return f"w{self.bits}a16"
+        """Of symmetric weights in groups of GROUP_SIZE and bf16 w4a16 or w8a16, of others as the command names them."""
+        if self == LinearShape(self.n, self.k, self.m, self.bits):
+            return f"w{self.bits}a16"
+        zero = "z" if self.zero_point else ""
+        return f"w{self.bits}g{self.group_size or 'channel'}{zero}-{self.dtype}"
 
     @property
     def name(self) -> str:
         return f"{self.n} x {self.k}, M = {self.m}"
 
 
-def specs(layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS) -> list[KernelSpec]:
+def specs(
+    layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS, formats: Iterable[Format] = FORMATS
+) -> list[KernelSpec]:
     """The kernels that the benchmark runs; most of them ship."""
     found: dict[KernelSpec, None] = {}
     for n, k in layers:
-        for bits in BITS:
+        for form in formats:
             for m in rows:
-                k_pad = padded_shape((n, k), GROUP_SIZE)[1]
-                problem = Problem(m, n, k, k_pad, bits, "bf16", GROUP_SIZE)
-                found |= dict.fromkeys(specs_of(chosen(problem, GPU).config))
+                found |= dict.fromkeys(specs_of(chosen(form.problem(m, n, k), GPU).config))
     return list(found)
 
 
-def make_weights(n: int, k: int, bits: int, device: torch.device | str = "cuda") -> Weights:
-    """Random codes and scales that make products of about unit size."""
+def make_weights(n: int, k: int, form: Format | int, device: torch.device | str = "cuda") -> Weights:
+    """Random codes, scales that make products of about unit size, zero points; form: bits alone mean `Format(bits)`."""
+    form = form if isinstance(form, Format) else Format(form)
     generator = torch.Generator(device).manual_seed(0)
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=generator, device=device)
-    spread = k**-0.5 / (1 << (bits - 1))
-    scales = spread * (0.5 + torch.rand((n, k // GROUP_SIZE), generator=generator, device=device))
-    return Weights(codes, scales.to(torch.bfloat16), bits)
+    random = {"generator": generator, "device": device}
+    codes = torch.randint(0, 1 << form.bits, (n, k), dtype=torch.uint8, **random)
+    spread, groups = k**-0.5 / (1 << (form.bits - 1)), k // form.group_size if form.group_size else 1
+    scales = (spread * (0.5 + torch.rand((n, groups), **random))).to(TORCH_DTYPES[form.dtype])
+    zeros = torch.randint(0, 1 << form.bits, (n, groups), dtype=torch.uint8, **random) if form.zero_point else None
+    return Weights(codes, scales, form.bits, form.group_size, zeros)
 
 
 def pack(weights: Weights) -> PackedWeight:
@@ -88,9 +107,9 @@ def pack(weights: Weights) -> PackedWeight:
     return pack_codes(
         lambda start, stop: weights.codes[start:stop],
         weights.scales,
-        None,
+        weights.zeros,
         bits=weights.bits,
-        group_size=GROUP_SIZE,
+        group_size=weights.group_size or None,
         shape=(n, k),
     )
 
@@ -112,7 +131,7 @@ class Layer:
     def of(weights: Weights, peers: Iterable[LinearPeer]) -> Layer:
         layer = Layer(weights, pack(weights), {}, {})
         for peer in peers:
-            if weights.bits in peer.bits:
+            if peer.takes(weights):
                 reason = peer.missing()
                 try:
                     if reason is None:
@@ -127,7 +146,7 @@ class Layer:
 
     @cached_property
     def dense(self) -> torch.Tensor:
-        """W in fp32, of bf16 weights."""
+        """W in fp32, of weights rounded to the dtype of x."""
         return self.weights.dense.float()
 
     @cached_property
@@ -139,11 +158,11 @@ def run(
     bench: Bench,
     layers: Iterable[tuple[int, int]] = LAYERS,
     rows: Iterable[int] = ROWS,
-    all_bits: Iterable[int] = BITS,
+    formats: Iterable[Format] = FORMATS,
     peers: Iterable[LinearPeer] = PEERS,
     earlier: dict[str, Any] | None = None,
 ) -> None:
-    """One row per layer, width of codes and number of rows under the record's key "linear".
+    """One row per layer, format of weights and number of rows under the record's key "linear".
 
     earlier: record of a run of another process, whose peers' times are taken over: see `linear_apart`. ValueError if
     it is of another GPU, commit or protocol.
@@ -154,9 +173,9 @@ def run(
         linear_apart.check(earlier, bench.recorder.data)
         bench.recorder.set("peers_from", linear_apart.about(earlier))
     for n, k in layers:
-        for bits in all_bits:
-            work = partial(_run_layer, bench, found, n, k, bits, rows, peers, earlier)
-            bench.attempt(f"linear: w{bits}a16 {n} x {k}", work)
+        for form in formats:
+            work = partial(_run_layer, bench, found, n, k, form, rows, peers, earlier)
+            bench.attempt(f"linear: {LinearShape.of(n, k, 1, form).format} {n} x {k}", work)
 
 
 def _run_layer(
@@ -164,14 +183,14 @@ def _run_layer(
     found: list[dict[str, Any]],
     n: int,
     k: int,
-    bits: int,
+    form: Format,
     rows: Iterable[int],
     peers: Iterable[LinearPeer],
     earlier: dict[str, Any] | None,
 ) -> None:
-    layer = Layer.of(make_weights(n, k, bits), peers)
+    layer = Layer.of(make_weights(n, k, form), peers)
     for m in rows:
-        shape = LinearShape(n, k, m, bits)
+        shape = LinearShape.of(n, k, m, form)
         try:
             row = measure(bench, shape, layer)
             found.append(linear_apart.with_peers(row, earlier) if earlier else row)
@@ -183,7 +202,7 @@ def _run_layer(
 
 def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     """Checks and times one product, ours and the peers' in turn: so they meet the same clocks."""
-    x = torch.randn((shape.m, shape.k), device=layer.packed.device).to(torch.bfloat16)
+    x = torch.randn((shape.m, shape.k), device=layer.packed.device).to(layer.packed.dtype)
     out = torch.full((shape.m, shape.n), torch.nan, dtype=x.dtype, device=x.device)  # whatever is not written shows
     own = partial(linear, x, layer.packed, out=out)
     own()
@@ -209,7 +228,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     return {
         "name": shape.name,
         "format": shape.format,
-        "shape": asdict(shape),
+        "shape": shape.as_dict(),
         "weight_bytes": shape.weight_bytes,
         "error": error,
         "us": us.as_dict(),

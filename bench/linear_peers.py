@@ -12,29 +12,35 @@ from pathlib import Path
 
 import torch
 
-GROUP_SIZE = 128
+GROUP_SIZE = 128  # of the weights that libraries have in common
 Product = Callable[[torch.Tensor], torch.Tensor]  # x [M, K] -> [M, N]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """codes: uint8 [N, K] below 2**bits. scales: bf16 [N, groups of K]. W = (codes - 2**(bits - 1)) * scales."""
+    """codes: uint8 [N, K] below 2**bits. scales: bf16 or fp16 [N, groups of K]; zeros: uint8 of that shape, or None.
+
+    W = (codes - zeros) * scales, with 2**(bits - 1) for zeros if there are none. group_size: 0 for one scale a row.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
     bits: int
+    group_size: int = GROUP_SIZE
+    zeros: torch.Tensor | None = None
 
     @property
     def by_row(self) -> Weights:
         """The same codes with one scale for each output feature, that of its first group."""
-        return Weights(self.codes, self.scales[:, :1].contiguous(), self.bits)
+        return Weights(self.codes, self.scales[:, :1].contiguous(), self.bits, group_size=0)
 
     @property
     def dense(self) -> torch.Tensor:
-        """W in bf16: each weight rounded once."""
+        """W in the dtype of the scales: each weight rounded once, as differences of bytes are exact there."""
         n, k = self.codes.shape
-        groups = self.codes.view(n, self.scales.shape[1], -1)
-        return (groups.to(torch.bfloat16) - (1 << (self.bits - 1))).mul_(self.scales[:, :, None]).view(n, k)
+        dtype, groups = self.scales.dtype, self.codes.view(n, self.scales.shape[1], -1)
+        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros[:, :, None].to(dtype)
+        return (groups.to(dtype) - zeros).mul_(self.scales[:, :, None]).view(n, k)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class LinearPeer:
 
     by_row: whether it knows only one scale for each output feature. It is then given, and held to, `Weights.by_row`:
     as many codes and fewer scales than everybody else reads.
+    dtypes: of scales and activations. any_format: whether zero points and every size of groups are the same to it; if
+    not, it is given symmetric weights in groups of GROUP_SIZE alone.
     """
 
     name: str
@@ -50,6 +58,13 @@ class LinearPeer:
     missing: Callable[[], str | None]
     prepare: Callable[[Weights], Product]
     by_row: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    any_format: bool = False
+
+    def takes(self, weights: Weights) -> bool:
+        """Whether it is compared with at all."""
+        common = weights.zeros is None and weights.group_size == GROUP_SIZE
+        return weights.bits in self.bits and weights.scales.dtype in self.dtypes and (common or self.any_format)
 
 
 def _cublas(weights: Weights) -> Product:
@@ -99,7 +114,7 @@ def words_of(weights: Weights) -> torch.Tensor:
 
 
 def marlin_weights(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int32 and scales bf16 [groups, N] in Marlin's order."""
+    """Codes int32 and scales [groups, N] in Marlin's order."""
     n, k = weights.codes.shape
     nothing = torch.empty(0, dtype=torch.int32, device=weights.codes.device)
     packed = torch.ops._C.gptq_marlin_repack(words_of(weights), nothing, k, n, weights.bits, False)
@@ -136,7 +151,7 @@ def by_name(operator, **given: object) -> torch.Tensor:
 
 
 def _machete(weights: Weights) -> Product:
-    operators, dtype = torch.ops._C, torch.bfloat16
+    operators, dtype = torch.ops._C, weights.scales.dtype
     columns = words_of(weights).T.contiguous().T
     kind = type_id(weights.bits)
     packed, scales = operators.machete_prepack_B(columns, dtype, kind, dtype), weights.scales.T.contiguous()
@@ -168,10 +183,15 @@ def _quack_by_row(weights: Weights) -> Product:
 
 
 CUBLAS = "cuBLAS bf16"
+BOTH = (torch.bfloat16, torch.float16)
+DENSE = (  # which are always there
+    LinearPeer(CUBLAS, (4, 8), lambda: None, _cublas, any_format=True),
+    LinearPeer("cuBLAS fp16", (4, 8), lambda: None, _cublas, dtypes=(torch.float16,), any_format=True),
+)
 PEERS = (
-    LinearPeer(CUBLAS, (4, 8), lambda: None, _cublas),
-    LinearPeer("Marlin", (4, 8), vllm_missing, _marlin),
-    LinearPeer("Machete", (4, 8), vllm_missing, _machete),
+    *DENSE,
+    LinearPeer("Marlin", (4, 8), vllm_missing, _marlin, dtypes=BOTH),
+    LinearPeer("Machete", (4, 8), vllm_missing, _machete, dtypes=BOTH),
     LinearPeer("QuACK", (4,), _quack_missing, _quack),
     LinearPeer("QuACK by row", (8,), _quack_missing, _quack_by_row, by_row=True),
 )

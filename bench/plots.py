@@ -133,17 +133,15 @@ def _plot_ladder(ladders: Sequence[Record], record: Record, folder: Path) -> Pat
 
 
 def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
-    """How many times as fast as cuBLAS in bf16, over rows of x; dashed, the fastest of the other libraries."""
-    from bench.linear_peers import CUBLAS
-
+    """How many times as fast as cuBLAS in 16 bits, over rows of x; dashed, the fastest of the other libraries."""
     forms = list(dict.fromkeys(row["format"] for row in rows))
     figure, panels = _figure(len(forms), share_y=True)
     for panel, form in zip(panels, forms, strict=True):
-        own = [row for row in rows if row["format"] == form and row["peers"].get(CUBLAS, {}).get("us")]
+        own = [row for row in rows if row["format"] == form and _dense_us(row)]
         layers = list(dict.fromkeys((row["shape"]["n"], row["shape"]["k"]) for row in own))
         for (n, k), colour in zip(layers, LAYER_COLOURS * 2, strict=False):
             some = [row for row in own if (row["shape"]["n"], row["shape"]["k"]) == (n, k)]
-            cublas = [row["peers"][CUBLAS]["us"] for row in some]
+            cublas = [_dense_us(row) for row in some]
             at = [row["shape"]["m"] for row in some]
             speeds = [base / row["us"]["median_us"] for base, row in zip(cublas, some, strict=True)]
             panel.plot(at, speeds, "o-", color=colour, markersize=4, label=f"{n} x {k}")
@@ -157,16 +155,24 @@ def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
         panel.set_title(form)
         panel.set_xlabel("rows of x")
         panel.grid(True, alpha=0.3)
-    panels[0].set_ylabel("cuBLAS bf16's time / time, cold L2\n(dashed: fastest other library)")
+    dense = " and ".join(dict.fromkeys(f"cuBLAS {row['shape'].get('dtype', 'bf16')}" for row in rows))
+    panels[0].set_ylabel(f"{dense}'s time / time, cold L2\n(dashed: fastest other library)")
     _legend_beside(panels[-1])
     return _save(figure, record, folder / "linear_speed.svg")
 
 
 def _others(row: Record) -> list[float]:
     """Times of the peers that take the same weights."""
-    from bench.linear_peers import CUBLAS
+    from bench.linear_peers import DENSE
 
-    return [peer["us"] for name, peer in row["peers"].items() if name != CUBLAS and peer["us"]]
+    dense = {peer.name for peer in DENSE}
+    return [peer["us"] for name, peer in row["peers"].items() if name not in dense and peer["us"]]
+
+
+def _dense_us(row: Record) -> float:
+    """The time of cuBLAS with weights in the dtype of x; 0 if it is not in the record."""
+    dtype = row["shape"].get("dtype", "bf16")  # said where it is another
+    return row["peers"].get(f"cuBLAS {dtype}", {}).get("us") or 0.0
 
 
 def _plot_mla(rows: Sequence[Record], record: Record, folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from bench.suites import WrongOutput
 from bench.timing import Protocol, Timing
 from cute_kernels.linear import linear as product
 from cute_kernels.linear.compile import shipped_specs
+from cute_kernels.tuning.command import weight_format
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
@@ -26,21 +26,47 @@ def test_timing_without_a_gpu_is_refused_in_words(capsys):
     assert "no CUDA GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bytes_are_those_of_the_packed_weight(bits):
-    shape = LinearShape(192, 384, 5, bits)
-    assert linear.pack(linear.make_weights(192, 384, bits, "cpu")).nbytes == shape.weight_bytes
+FORMATS = ("w4g128", "w8g128", "w4g128z-fp16", "w4g64", "w4gchannel-fp16", "w8gchannelz")
+every_format = pytest.mark.parametrize("form", [weight_format(name) for name in FORMATS], ids=FORMATS)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_packed_weight_is_the_dense_one_of_the_peers(bits):
-    weights = linear.make_weights(128, 256, bits, "cpu")
-    assert torch.equal(linear.pack(weights).dequantize(torch.bfloat16), weights.dense)
-    x = torch.randn(3, 256).to(torch.bfloat16)
+@every_format
+def test_bytes_are_those_of_the_packed_weight(form):
+    shape = LinearShape.of(192, 384, 5, form)
+    assert linear.pack(linear.make_weights(192, 384, form, "cpu")).nbytes == shape.weight_bytes
+
+
+@every_format
+def test_the_packed_weight_is_the_dense_one_of_the_peers(form):
+    weights = linear.make_weights(128, 256, form, "cpu")
+    dtype = weights.scales.dtype
+    assert torch.equal(linear.pack(weights).dequantize(dtype), weights.dense)
+    x = torch.randn(3, 256).to(dtype)
     want = x.float() @ weights.dense.float().T
     chosen = torch.arange(3)
     assert linear.check(product(x, linear.pack(weights)), chosen, want) < linear.TOLERANCE
-    assert linear.check(linear_peers.PEERS[0].prepare(weights)(x), chosen, want) < linear.TOLERANCE
+    (dense,) = (peer for peer in linear_peers.DENSE if peer.takes(weights))
+    assert dense.name == f"cuBLAS {form.dtype}"
+    assert linear.check(dense.prepare(weights)(x), chosen, want) < linear.TOLERANCE
+
+
+def test_formats_have_the_names_that_the_command_takes_and_the_usual_ones_their_own():
+    shapes = [LinearShape.of(64, 128, 1, weight_format(name)) for name in FORMATS]
+    assert [shape.format for shape in shapes[:2]] == ["w4a16", "w8a16"]
+    assert [weight_format(shape.format) for shape in shapes[2:]] == [weight_format(name) for name in FORMATS[2:]]
+    assert shapes[0].as_dict() == {"n": 64, "k": 128, "m": 1, "bits": 4}
+    assert shapes[2].as_dict() == {"n": 64, "k": 128, "m": 1, "bits": 4, "zero_point": True, "dtype": "fp16"}
+
+
+def test_libraries_are_given_the_formats_that_they_have_in_common():
+    names = {
+        name: [peer.name for peer in linear_peers.PEERS if peer.takes(linear.make_weights(64, 256, form, "cpu"))]
+        for name, form in zip(FORMATS, map(weight_format, FORMATS), strict=True)
+    }
+    assert names["w4g128"] == [CUBLAS, "Marlin", "Machete", "QuACK"]
+    assert names["w8g128"] == [CUBLAS, "Marlin", "Machete", "QuACK by row"]
+    assert names["w4g128z-fp16"] == names["w4gchannel-fp16"] == ["cuBLAS fp16"]
+    assert names["w4g64"] == names["w8gchannelz"] == [CUBLAS]
 
 
 def test_the_check_notices_what_is_wrong_or_missing():
@@ -138,7 +164,7 @@ def row(shape: LinearShape, us: float, floor: float = 10.0, **peers: float | Non
     return {
         "name": shape.name,
         "format": shape.format,
-        "shape": asdict(shape),
+        "shape": shape.as_dict(),
         "weight_bytes": shape.weight_bytes,
         "us": {"median_us": us, "min_us": us},
         "tflops": shape.flops / us * 1e-6,
@@ -212,3 +238,12 @@ def test_tables_and_figure(tmp_path):
     assert "| 8192 x 8192 | w4a16 | 10.0 | **16.0** (20.0) | **79.0** (40.0) |" in linear.markdown(data)
     (path,) = plots.plot(data, tmp_path)
     assert path.name == "linear_speed.svg" and "8192 x 8192" in path.read_text()
+    half = LinearShape.of(8192, 8192, 1, weight_format("w4g128z-fp16"))
+    (path,) = plots.plot(record(row(half, us=10.0, cuBLAS_fp16=30.0)), tmp_path)
+    assert "w4g128z-fp16" in path.read_text() and "cuBLAS fp16" in path.read_text()
+
+
+def test_formats_that_have_no_bars_are_compared_with_peers_alone():
+    half = LinearShape.of(8192, 8192, 1, weight_format("w4g128z-fp16"))
+    (verdict,) = judge(record(row(half, us=100.0, cuBLAS_fp16=30.0)))
+    assert verdict.what == "w4g128z-fp16 8192 x 8192, M = 1: time over cuBLAS fp16's" and not verdict.met
