@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from bench import linear_apart
-from bench.linear_peers import GROUP_SIZE, PEERS, LinearPeer, Product, Weights
+from bench.linear_peers import PEERS, LinearPeer, Product, Weights
 from bench.peers import AGREEMENT, relative_error
 from bench.report import aligned, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
@@ -36,30 +36,24 @@ HOST_CALLS = 100
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One product: x [m, k] with W [n, k] in codes of ``bits``; group_size: 0 for one scale a row of W."""
+    """One product: x [m, k] with W [n, k]."""
 
     n: int
     k: int
     m: int
-    bits: int
-    group_size: int = GROUP_SIZE
-    zero_point: bool = False
-    dtype: str = "bf16"
-
-    @staticmethod
-    def of(n: int, k: int, m: int, form: Format) -> LinearShape:
-        return LinearShape(n, k, m, form.bits, form.group_size, form.zero_point, form.dtype)
+    form: Format
 
     def as_dict(self) -> dict[str, Any]:
-        """Sizes, and what is not as in most records."""
-        usual = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+        """Sizes and bits, and what else of the format is not as in `FORMATS`."""
+        usual = asdict(FORMATS[0])
+        form = {name: value for name, value in asdict(self.form).items() if name == "bits" or value != usual[name]}
+        return {"n": self.n, "k": self.k, "m": self.m, **form}
 
     @property
     def weight_bytes(self) -> int:
         """Codes, scales and zero points, which each call must read."""
-        groups = self.k // self.group_size if self.group_size else 1
-        return self.n * self.k * self.bits // 8 + (2 + self.zero_point) * self.n * groups
+        scale = 2 + self.form.zero_point
+        return self.n * (self.k * self.form.bits // 8 + scale * self.form.num_groups(self.n, self.k))
 
     @property
     def flops(self) -> int:
@@ -67,11 +61,8 @@ class LinearShape:
 
     @property
     def format(self) -> str:
-        """Of symmetric weights in groups of GROUP_SIZE and bf16 w4a16 or w8a16, of others as the command names them."""
-        if self == LinearShape(self.n, self.k, self.m, self.bits):
-            return f"w{self.bits}a16"
-        zero = "z" if self.zero_point else ""
-        return f"w{self.bits}g{self.group_size or 'channel'}{zero}-{self.dtype}"
+        """Of `FORMATS` w4a16 and w8a16, of others as the command names them."""
+        return f"w{self.form.bits}a16" if self.form in FORMATS else self.form.name
 
     @property
     def name(self) -> str:
@@ -90,13 +81,12 @@ def specs(
     return list(found)
 
 
-def make_weights(n: int, k: int, form: Format | int, device: torch.device | str = "cuda") -> Weights:
-    """Random codes, scales that make products of about unit size, zero points; form: bits alone mean `Format(bits)`."""
-    form = form if isinstance(form, Format) else Format(form)
+def make_weights(n: int, k: int, form: Format, device: torch.device | str = "cuda") -> Weights:
+    """Random codes, scales that make products of about unit size, zero points."""
     generator = torch.Generator(device).manual_seed(0)
     random = {"generator": generator, "device": device}
     codes = torch.randint(0, 1 << form.bits, (n, k), dtype=torch.uint8, **random)
-    spread, groups = k**-0.5 / (1 << (form.bits - 1)), k // form.group_size if form.group_size else 1
+    spread, groups = k**-0.5 / (1 << (form.bits - 1)), form.num_groups(n, k)
     scales = (spread * (0.5 + torch.rand((n, groups), **random))).to(TORCH_DTYPES[form.dtype])
     zeros = torch.randint(0, 1 << form.bits, (n, groups), dtype=torch.uint8, **random) if form.zero_point else None
     return Weights(codes, scales, form.bits, form.group_size, zeros)
@@ -175,7 +165,7 @@ def run(
     for n, k in layers:
         for form in formats:
             work = partial(_run_layer, bench, found, n, k, form, rows, peers, earlier)
-            bench.attempt(f"linear: {LinearShape.of(n, k, 1, form).format} {n} x {k}", work)
+            bench.attempt(f"linear: {LinearShape(n, k, 1, form).format} {n} x {k}", work)
 
 
 def _run_layer(
@@ -190,7 +180,7 @@ def _run_layer(
 ) -> None:
     layer = Layer.of(make_weights(n, k, form), peers)
     for m in rows:
-        shape = LinearShape.of(n, k, m, form)
+        shape = LinearShape(n, k, m, form)
         try:
             row = measure(bench, shape, layer)
             found.append(linear_apart.with_peers(row, earlier) if earlier else row)
@@ -314,7 +304,8 @@ def markdown(record: dict[str, Any]) -> str:
     about = (
         f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
         f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}; us, median of "
-        f"{record.get('samples')} calls with a cold L2; groups of {GROUP_SIZE}; in brackets the fastest peer's."
+        f"{record.get('samples')} calls with a cold L2; groups of {FORMATS[0].group_size}; in brackets the fastest "
+        "peer's."
     )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from cute_kernels.tuning.linear import TORCH_DTYPES
+
 GROUP_SIZE = 128  # of the weights that libraries have in common
 Product = Callable[[torch.Tensor], torch.Tensor]  # x [M, K] -> [M, N]
 
@@ -182,11 +184,15 @@ def _quack_by_row(weights: Weights) -> Product:
     return module.prepare((weights.codes ^ (1 << (weights.bits - 1))).view(torch.int8), weights.scales[:, 0])
 
 
-CUBLAS = "cuBLAS bf16"
-BOTH = (torch.bfloat16, torch.float16)
-DENSE = (  # which are always there
-    LinearPeer(CUBLAS, (4, 8), lambda: None, _cublas, any_format=True),
-    LinearPeer("cuBLAS fp16", (4, 8), lambda: None, _cublas, dtypes=(torch.float16,), any_format=True),
+def cublas_name(dtype: str) -> str:
+    """Of the product with W in the dtype of x."""
+    return f"cuBLAS {dtype}"
+
+
+BOTH = tuple(TORCH_DTYPES.values())
+DENSE = tuple(  # which are always there
+    LinearPeer(cublas_name(name), (4, 8), lambda: None, _cublas, dtypes=(dtype,), any_format=True)
+    for name, dtype in TORCH_DTYPES.items()
 )
 PEERS = (
     *DENSE,

@@ -155,7 +155,7 @@ def _plot_linear(rows: Sequence[Record], record: Record, folder: Path) -> Path:
         panel.set_title(form)
         panel.set_xlabel("rows of x")
         panel.grid(True, alpha=0.3)
-    dense = " and ".join(dict.fromkeys(f"cuBLAS {row['shape'].get('dtype', 'bf16')}" for row in rows))
+    dense = " and ".join(dict.fromkeys(_dense_name(row) for row in rows))
     panels[0].set_ylabel(f"{dense}'s time / time, cold L2\n(dashed: fastest other library)")
     _legend_beside(panels[-1])
     return _save(figure, record, folder / "linear_speed.svg")
@@ -169,10 +169,16 @@ def _others(row: Record) -> list[float]:
     return [peer["us"] for name, peer in row["peers"].items() if name not in dense and peer["us"]]
 
 
+def _dense_name(row: Record) -> str:
+    """Of cuBLAS's product in the dtype of x, which a shape says where it is not bf16."""
+    from bench.linear_peers import cublas_name
+
+    return cublas_name(row["shape"].get("dtype", "bf16"))
+
+
 def _dense_us(row: Record) -> float:
     """The time of cuBLAS with weights in the dtype of x; 0 if it is not in the record."""
-    dtype = row["shape"].get("dtype", "bf16")  # said where it is another
-    return row["peers"].get(f"cuBLAS {dtype}", {}).get("us") or 0.0
+    return row["peers"].get(_dense_name(row), {}).get("us") or 0.0
 
 
 def _plot_mla(rows: Sequence[Record], record: Record, folder: Path) -> Path:

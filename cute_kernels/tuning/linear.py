@@ -34,6 +34,16 @@ class Format:
     zero_point: bool = False
     dtype: str = "bf16"
 
+    @property
+    def name(self) -> str:
+        """As `command.weight_format` takes it."""
+        zero = "z" if self.zero_point else ""
+        return f"w{self.bits}g{self.group_size or 'channel'}{zero}-{self.dtype}"
+
+    def num_groups(self, n: int, k: int) -> int:
+        """Along K of W [n, k]."""
+        return num_groups((n, k), self.group_size or None)
+
     def problem(self, m: int, n: int, k: int, num_sms: int = NUM_SMS) -> Problem:
         k_pad = padded_shape((n, k), self.group_size or None)[1]
         return Problem(

@@ -12,12 +12,13 @@ from bench.__main__ import main
 from bench.bars import judge
 from bench.floor import Floor
 from bench.linear import Layer, LinearShape
-from bench.linear_peers import CUBLAS, LinearPeer
+from bench.linear_peers import LinearPeer, cublas_name
 from bench.suites import WrongOutput
 from bench.timing import Protocol, Timing
 from cute_kernels.linear import linear as product
 from cute_kernels.linear.compile import shipped_specs
 from cute_kernels.tuning.command import weight_format
+from cute_kernels.tuning.linear import Format
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
@@ -27,12 +28,13 @@ def test_timing_without_a_gpu_is_refused_in_words(capsys):
 
 
 FORMATS = ("w4g128", "w8g128", "w4g128z-fp16", "w4g64", "w4gchannel-fp16", "w8gchannelz")
+CUBLAS = cublas_name("bf16")
 every_format = pytest.mark.parametrize("form", [weight_format(name) for name in FORMATS], ids=FORMATS)
 
 
 @every_format
 def test_bytes_are_those_of_the_packed_weight(form):
-    shape = LinearShape.of(192, 384, 5, form)
+    shape = LinearShape(192, 384, 5, form)
     assert linear.pack(linear.make_weights(192, 384, form, "cpu")).nbytes == shape.weight_bytes
 
 
@@ -51,7 +53,7 @@ def test_the_packed_weight_is_the_dense_one_of_the_peers(form):
 
 
 def test_formats_have_the_names_that_the_command_takes_and_the_usual_ones_their_own():
-    shapes = [LinearShape.of(64, 128, 1, weight_format(name)) for name in FORMATS]
+    shapes = [LinearShape(64, 128, 1, weight_format(name)) for name in FORMATS]
     assert [shape.format for shape in shapes[:2]] == ["w4a16", "w8a16"]
     assert [weight_format(shape.format) for shape in shapes[2:]] == [weight_format(name) for name in FORMATS[2:]]
     assert shapes[0].as_dict() == {"n": 64, "k": 128, "m": 1, "bits": 4}
@@ -96,15 +98,15 @@ def test_a_peer_with_a_scale_for_each_row_is_held_to_its_own_weight(monkeypatch)
         LinearPeer("by row", (8,), lambda: None, prepare, by_row=True),
         LinearPeer("mistaken", (8,), lambda: None, lambda weights: prepare(weights.by_row)),
     ]
-    layer = Layer.of(linear.make_weights(64, 256, 8, "cpu"), peers)
-    found = linear.measure(bench, LinearShape(64, 256, 33, 8), layer)  # pyright: ignore[reportArgumentType]
+    layer = Layer.of(linear.make_weights(64, 256, Format(8), "cpu"), peers)
+    found = linear.measure(bench, LinearShape(64, 256, 33, Format(8)), layer)  # pyright: ignore[reportArgumentType]
     assert found["peers"]["by row"] == {"us": 9.0}
     assert "disagrees" in found["peers"]["mistaken"]["why_not"]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_hold_consecutive_inputs(bits):
-    weights = linear.make_weights(64, 128, bits, "cpu")
+    weights = linear.make_weights(64, 128, Format(bits), "cpu")
     words = linear_peers.words_of(weights)
     inputs = 32 // bits
     assert words.shape == (128 // inputs, 64)
@@ -122,7 +124,7 @@ def test_peers_that_are_absent_or_fail_say_why():
         LinearPeer("failing", (4,), lambda: None, fail),
         LinearPeer("other", (8,), lambda: None, fail),
     ]
-    layer = Layer.of(linear.make_weights(64, 128, 4, "cpu"), peers)
+    layer = Layer.of(linear.make_weights(64, 128, Format(4), "cpu"), peers)
     assert layer.why_not == {"absent": "not installed", "failing": "RuntimeError: no kernel image"}
     assert not layer.products
 
@@ -145,15 +147,15 @@ def test_a_row_holds_what_was_measured(monkeypatch):
 
     monkeypatch.setattr(linear, "time_cold_in_turn", time_each)
     bench = SimpleNamespace(flush=None, protocol=Protocol(), floor=lambda num_bytes: Floor(num_bytes, 5.0, "reader"))
-    weights = linear.make_weights(64, 256, 8, "cpu")
+    weights = linear.make_weights(64, 256, Format(8), "cpu")
     layer = Layer.of(weights, [linear_peers.PEERS[0], LinearPeer("wrong", (8,), lambda: None, wrong)])
-    shape = LinearShape(64, 256, 33, 8)
+    shape = LinearShape(64, 256, 33, Format(8))
     found = linear.measure(bench, shape, layer)  # pyright: ignore[reportArgumentType]
     assert found["us"]["median_us"] == 10.0 and found["floor_ratio"] == 2.0
     assert found["peers"][CUBLAS] == {"us": 10.0 + len(CUBLAS)}
     assert "disagrees" in found["peers"]["wrong"]["why_not"] and found["error"] < linear.TOLERANCE
     assert found["host_us"] is None  # measured for few rows only
-    few = linear.measure(bench, LinearShape(64, 256, 2, 8), layer)  # pyright: ignore
+    few = linear.measure(bench, LinearShape(64, 256, 2, Format(8)), layer)  # pyright: ignore
     assert 0 < few["host_us"] < 1e6
     assert found["tflops"] == pytest.approx(2 * 33 * 64 * 256 / 10e-6 * 1e-12)
 
@@ -181,9 +183,9 @@ def record(*rows: dict) -> dict:
 
 
 def test_bars():
-    few = row(LinearShape(8192, 8192, 1, 4), us=11.0, fast=10.0, slow=30.0)
-    small = row(LinearShape(4096, 4096, 16, 8), us=13.0, fast=20.0)
-    many = row(LinearShape(57344, 8192, 1024, 4), us=1200.0)
+    few = row(LinearShape(8192, 8192, 1, Format(4)), us=11.0, fast=10.0, slow=30.0)
+    small = row(LinearShape(4096, 4096, 16, Format(8)), us=13.0, fast=20.0)
+    many = row(LinearShape(57344, 8192, 1024, Format(4)), us=1200.0)
     verdicts = {verdict.what: verdict.met for verdict in judge(record(few, small, many))}
     assert verdicts == {
         "w4a16 8192 x 8192, M = 1: ratio to the floor": True,
@@ -195,10 +197,10 @@ def test_bars():
 
 
 def test_peers_of_another_process_are_compared_with_what_was_timed_beside_them():
-    shape = LinearShape(8192, 8192, 1, 4)
+    shape = LinearShape(8192, 8192, 1, Format(4))
     here, there = row(shape, us=11.0, Marlin=20.0), row(shape, us=15.0, floor=12.0, QuACK=14.0, Marlin=19.0)
     there["peers"]["other"] = {"us": None, "why_not": "no kernel"}
-    earlier = record(row(LinearShape(8192, 8192, 2, 4), us=1.0, QuACK=1.0), there)
+    earlier = record(row(LinearShape(8192, 8192, 2, Format(4)), us=1.0, QuACK=1.0), there)
     merged = linear_apart.with_peers(here, earlier)
     assert merged["peers"] == {
         "Marlin": {"us": 20.0},
@@ -230,7 +232,7 @@ def test_tables_and_figure(tmp_path):
     rows = []
     for m in (1, 64):
         peers = {CUBLAS.replace(" ", "_"): 40.0, "Marlin": 20.0 * m}
-        rows.append(row(LinearShape(8192, 8192, m, 4), us=15.0 + m, **peers))
+        rows.append(row(LinearShape(8192, 8192, m, Format(4)), us=15.0 + m, **peers))
     data = record(*rows)
     lines = linear.text(data).splitlines()
     assert any(line.split()[:5] == ["w4a16", "8192", "x", "8192", "64"] and "1280.0" in line for line in lines)
@@ -238,12 +240,12 @@ def test_tables_and_figure(tmp_path):
     assert "| 8192 x 8192 | w4a16 | 10.0 | **16.0** (20.0) | **79.0** (40.0) |" in linear.markdown(data)
     (path,) = plots.plot(data, tmp_path)
     assert path.name == "linear_speed.svg" and "8192 x 8192" in path.read_text()
-    half = LinearShape.of(8192, 8192, 1, weight_format("w4g128z-fp16"))
+    half = LinearShape(8192, 8192, 1, weight_format("w4g128z-fp16"))
     (path,) = plots.plot(record(row(half, us=10.0, cuBLAS_fp16=30.0)), tmp_path)
     assert "w4g128z-fp16" in path.read_text() and "cuBLAS fp16" in path.read_text()
 
 
 def test_formats_that_have_no_bars_are_compared_with_peers_alone():
-    half = LinearShape.of(8192, 8192, 1, weight_format("w4g128z-fp16"))
+    half = LinearShape(8192, 8192, 1, weight_format("w4g128z-fp16"))
     (verdict,) = judge(record(row(half, us=100.0, cuBLAS_fp16=30.0)))
     assert verdict.what == "w4g128z-fp16 8192 x 8192, M = 1: time over cuBLAS fp16's" and not verdict.met

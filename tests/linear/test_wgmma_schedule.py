@@ -24,6 +24,7 @@ from cute_kernels.linear.wgmma.schedule import (
     unit_clocks,
 )
 from tests.linear import measured
+from tests.linear.measured_turns import FORM_TURNS, TURNS
 
 SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096), (100, 128), (64, 64), (1000, 2048)]
 
@@ -177,10 +178,10 @@ def test_a_last_round_is_cut_as_was_fastest(n, k, bits, m):
     assert times[min(times, key=expected.__getitem__)] <= 1.01 * min(times.values())
 
 
-@pytest.mark.parametrize("n, k, bits, m", measured.TURNS, ids=lambda number: str(number))
+@pytest.mark.parametrize("n, k, bits, m", TURNS, ids=lambda number: str(number))
 def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
     """The model takes the fastest tile of those measured, by a table or without, and meets its time within 16 %."""
-    before, times = measured.TURNS[n, k, bits, m]
+    before, times = TURNS[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
     schedule = modelled(case)
     assert schedule == chosen(case, "NVIDIA H200")
@@ -192,12 +193,12 @@ def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
 
 @pytest.mark.parametrize(
     "form, n, k, m",
-    [(form, *size, m) for form, sizes in measured.FORM_TURNS.items() for size, rows in sizes.items() for m in rows],
+    [(form, *size, m) for form, sizes in FORM_TURNS.items() for size, rows in sizes.items() for m in rows],
     ids=str,
 )
 def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k, m):
     """The model's choice is within 4 % of the fastest measured; it meets times of turns within 18 %."""
-    before, times = measured.FORM_TURNS[form][n, k][m]
+    before, times = FORM_TURNS[form][n, k][m]
     bits, dtype, group_size, zero_point = form
     case = problem(m, n, k, bits=bits, dtype=dtype, group_size=group_size, zero_point=zero_point)
     schedule = modelled(case)
@@ -218,7 +219,7 @@ def test_turns_take_whole_units_of_the_padded_inputs(k, k_pad, group_size):
 
 
 def takes_turns(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
-    """Whether `measured.TURNS` has times of such schedules."""
+    """Whether `TURNS` has times of such schedules."""
     return isinstance(schedule, TileSchedule) and schedule.config.turns > 1 and not schedule.config.digits
 
 
@@ -227,12 +228,8 @@ def turns_us(case: Problem, schedule: Schedule | TileSchedule) -> float:
     assert takes_turns(schedule)
     config = schedule.config
     tile = config.tokens, config.row_parts, config.block_rows
-    rows = [
-        m
-        for (*weight, m), (_, times) in measured.TURNS.items()
-        if weight == [case.n, case.k, case.bits] and tile in times
-    ]
-    return measured.TURNS[case.n, case.k, case.bits, min(m for m in rows if m >= case.m)][1][tile]
+    rows = [m for (*weight, m), (_, times) in TURNS.items() if weight == [case.n, case.k, case.bits] and tile in times]
+    return TURNS[case.n, case.k, case.bits, min(m for m in rows if m >= case.m)][1][tile]
 
 
 def test_rows_that_are_not_there_are_counted():

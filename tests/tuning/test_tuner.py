@@ -198,6 +198,8 @@ def test_steps_are_said_once_a_second_where_nobody_watches(monkeypatch, capsys):
 def test_formats_are_read():
     assert command.weight_format("w4g128") == linear.Format()
     assert command.weight_format("w8gchannelz-fp16") == linear.Format(8, 0, True, "fp16")
+    for form in (linear.Format(), linear.Format(8, 0, True, "fp16")):
+        assert command.weight_format(form.name) == form
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
