@@ -84,9 +84,24 @@ class LinearConfig:
         return ROW_WARPS * self.k_warps
 
     @property
+    def copy_warps(self) -> int:
+        """One that copies weights, and one that copies activations."""
+        return 2
+
+    @property
+    def stage_warps(self) -> int:
+        """Warps that give a stage back: all that multiply."""
+        return self.math_warps
+
+    @property
     def num_threads(self) -> int:
-        """Multiplying warps, one that copies weights, one that copies activations, and those of the epilogue."""
-        return (self.math_warps + 2 + self.epilogue_warps) * WARP_THREADS
+        """Multiplying warps, those that copy, and those of the epilogue."""
+        return (self.math_warps + self.copy_warps + self.epilogue_warps) * WARP_THREADS
+
+    @property
+    def x_alignment(self) -> int:
+        """Of activations in shared memory, bytes."""
+        return ALIGNMENT
 
     @property
     def unit_tiles(self) -> int:

@@ -196,14 +196,17 @@ class Epilogue:
 
     def target_of(self, work, segment, vector):
         """Where four neighbouring results of a token belong."""
-        shape = work.shape
         token = work.output_row(segment, vector // self.row_vectors)
-        row = segment.block * self.config.block_rows + vector % self.row_vectors * VECTOR
+        return self.target_in(work.shape, segment.block, token, vector, work.bias_place(segment, 0))
+
+    def target_in(self, shape, block, token, vector, first_bias):
+        """As `target_of`, of a row of the output; first_bias: the bias of the first output feature."""
+        row = block * self.config.block_rows + vector % self.row_vectors * VECTOR
         gated = shape.activation == SWIGLU
         halves = cutlass.select_(gated, Int32(1), Int32(0))
         columns, column = shape.n >> halves, row >> halves
         count = cutlass.min(shape.n - row, VECTOR) >> halves
-        return Target(row, Int64(token) * columns + column, count, work.bias_place(segment, row))
+        return Target(row, Int64(token) * columns + column, count, first_bias + row)
 
     @cute.jit
     def load_extras(self, operands, shape, target, extras):

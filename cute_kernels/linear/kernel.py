@@ -170,14 +170,14 @@ class LinearKernel:
         config = self.config
         smem = cutlass.utils.SmemAllocator()
         ring = smem.allocate(config.ring_bytes, byte_alignment=128)
-        x = smem.allocate(config.x_bytes, byte_alignment=128)
+        x = smem.allocate(config.x_bytes, byte_alignment=config.x_alignment)
         staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
         table = smem.allocate(self.table_bytes, byte_alignment=16).toint() if self.table_bytes else 0
         empty = full + config.num_stages
         staged = empty + config.num_stages
         drained = staged + config.num_buffers
-        pitch = shape.slice_units * (2 * config.unit_k) + X_PAD
+        pitch = self.x_pitch(shape)
         return Memory(
             ring=ring.toint(),
             x=x.toint(),
@@ -187,15 +187,23 @@ class LinearKernel:
             empty=empty,
             staged=staged,
             drained=drained,
-            x_slot_bytes=shape.m * pitch,
+            x_slot_bytes=self.x_slot_bytes(shape, pitch),
             table=table,
         )
+
+    def x_pitch(self, shape) -> Any:
+        """Bytes from a row of activations to the next."""
+        return shape.slice_units * (2 * self.config.unit_k) + X_PAD
+
+    def x_slot_bytes(self, shape, pitch) -> Any:
+        """Of a set of activations."""
+        return shape.m * pitch
 
     def init_barriers(self, memory: Memory):
         config = self.config
         for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, 2)  # weights, activations
-            cute.arch.mbarrier_init(memory.empty + i, config.math_warps)
+            cute.arch.mbarrier_init(memory.full + i, config.copy_warps)
+            cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
         for i in range(config.num_buffers):
             cute.arch.mbarrier_init(memory.staged + i, config.math_warps)
             cute.arch.mbarrier_init(memory.drained + i, config.epilogue_warps)

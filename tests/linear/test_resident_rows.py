@@ -31,7 +31,7 @@ class Numbers:
     def __init__(self, memory: np.ndarray):
         self.words = memory.view(np.uint32)
 
-    def load_global_if(self, condition, address, offset: int, num_words: int = 4):
+    def load_global_if(self, condition, address, offset: int, num_words: int = 4, *, constant: bool = True):
         inside, places = np.asarray(condition) != 0, np.asarray(address, np.int64) + offset
         assert not (places[inside] % 16).any() and (places[inside] >= 0).all()
         assert (places[inside] + 4 * num_words <= 4 * self.words.size).all(), "access out of bounds"

@@ -16,10 +16,17 @@ KERNEL_MODULES = (
     "digits", "digits_ahead", "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
 RESIDENT_MODULES = ("resident_config", "resident_kernel", "resident_rows", "resident_units")
+DIGIT_MODULES = ("config", "copies", "digit_rows", "digits", "reading", "resident_config", "resident_rows", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
 ROWS_COUNTS = (4, 3)  # addresses and integers of the launch that makes them,
 BLOCKS_COUNTS = (1, 2)  # and of that which makes them in blocks
+
+
+def digit_roots() -> tuple[Path, ...]:
+    """The modules that say what products in digits are, which a CTA makes itself."""
+    folder = Path(__file__).resolve().parent
+    return tuple(folder / f"{name}.py" for name in DIGIT_MODULES)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,9 @@ and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import cutlass
@@ -25,19 +28,114 @@ from cutlass import Float32, Uint32
 
 from cute_kernels.device import numbers, ptx, wgmma
 from cute_kernels.device.ring import advance
+from cute_kernels.linear.wgmma.config import DIGIT_GROUP
 from cute_kernels.linear.wgmma.reading import ReadingWarps
 from layouts.weights.hopper import STEP_K, TILE_N
 
 MMA_K = 2 * STEP_K
+UNIT_STEPS = DIGIT_GROUP // STEP_K
 DIGIT_BASE = 256
 SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
 TOGETHER_TOKENS = 40  # for which a thread has registers for the products of two tiles at a time
 
 
-class DigitUnits:
+@dataclass(frozen=True)
+class Part:
+    """A unit of a tile: codes and digits that are multiplied by MMAs one after the other.
+
+    Attributes:
+        tile: whose sums its products are added to.
+        words: codes of a thread, [chunk][word].
+        scales: of its two rows.
+        x_scales: of its tokens.
+        x: the descriptor of the digits.
+    """
+
+    tile: int
+    words: Any
+    scales: Any
+    x_scales: Any
+    x: Any
+
+
+class DigitProducts:
+    """The products of a unit of codes and digits, wherever they lie.
+
+    Args:
+        tiles: of 64 output features that are multiplied with the same digits.
+        tokens: rows of x that there is room for in the sums, [tile][tokens / 2] of a thread.
+        word_steps: k16 steps whose codes of a thread are a word.
+    """
+
+    def __init__(self, tiles: int, tokens: int, word_steps: int):
+        self.tiles, self.tokens, self.word_steps = tiles, tokens, word_steps
+
+    def multiply_words(self, sums, words, scales, x_scales, x, masks, tokens: int) -> None:
+        """Adds a unit's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
+        descriptor x, which all tiles share."""
+        parts = [Part(i, words[i], scales[i], x_scales, x) for i in range(self.tiles)]
+        self.multiply_parts(sums, parts, masks, tokens)
+
+    def multiply_parts(self, sums, parts: Sequence[Part], masks, tokens: int) -> None:
+        """Adds products of several tiles or units. While sums of one are scaled the next one's are under way, if there
+        is room."""
+        started = self.start(self.operands(parts[0].words, masks), parts[0].x, tokens)
+        for part, after in pairwise([*parts, None]):
+            assert part is not None
+            following = self.operands(after.words, masks) if after else []
+            ahead = after is not None and tokens <= TOGETHER_TOKENS
+            if after and ahead:
+                following = self.start(following, after.x, tokens)
+            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
+            self.add(sums, part.tile, self.join(dots), part.scales, part.x_scales)
+            if after:
+                started = following if ahead else self.start(following, after.x, tokens)
+
+    def operands(self, words, masks) -> list[Any]:
+        """The A operands of a tile's unit: two registers for each k16 step."""
+        steps = self.word_steps
+        return [
+            register
+            for step in range(UNIT_STEPS)
+            for register in self.fragment(words[step // steps][step % steps], masks)
+        ]
+
+    def start(self, operands, x, tokens: int) -> list[Any]:
+        """Starts the products of a tile's unit: [digit][tokens / 2] sums of high and of low digits."""
+        ready = wgmma.fence(operands)
+        dots: list[Any] = []
+        for step in range(DIGIT_GROUP // MMA_K):
+            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
+            dots = wgmma.multiply_bytes(dots, tokens, ready[4 * step : 4 * step + 4], b)
+        wgmma.commit()
+        return dots
+
+    def fragment(self, word, masks) -> list[Any]:
+        """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
+        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
+
+    def masks(self, nothing) -> Any:
+        """A constant for `fragment`, kept in a register: an instruction has room for one."""
+        return nothing + Uint32(SIGNS)
+
+    def join(self, dots) -> list[Any]:
+        """The exact products of a tile's group, of both digits' sums."""
+        count = len(dots) // 2
+        return [dots[i] * DIGIT_BASE + dots[count + i] for i in range(count)]
+
+    def add(self, sums, tile: int, products, scales, x_scales) -> None:
+        """Adds the products of a tile's group, scaled, to its sums."""
+        first = tile * (self.tokens // 2)
+        for i, exact in enumerate(products):
+            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
+            sums[first + i] = ptx.fma(value, scales[i // 2 % 2], sums[first + i])
+
+
+class DigitUnits(DigitProducts):
     """What a multiplying warpgroup does with the units of an item, for a configuration that says ``digits``."""
 
     def __init__(self, kernel: ReadingWarps):
+        super().__init__(kernel.config.m_tiles, kernel.config.tokens, kernel.decoder.steps)
         self.kernel = kernel
         self.config = kernel.config
 
@@ -56,20 +154,9 @@ class DigitUnits:
         return stage, phase, last
 
     def multiply_unit(self, sums, memory, stage, place, x_place, tokens: int):
-        """Adds a unit's products. While sums of a tile are scaled the next one's are under way, if there is room."""
-        tiles = self.config.m_tiles
+        """Adds a unit's products."""
         words, scales, x_scales = self.load(memory, stage, place, x_place, tokens)
-        x = self.descriptor(memory, stage)
-        started = self.start(self.operands(words[0], place.masks), x, tokens)
-        for i in range(tiles):
-            following = self.operands(words[i + 1], place.masks) if i + 1 < tiles else []
-            ahead = i + 1 < tiles and tokens <= TOGETHER_TOKENS
-            if ahead:
-                following = self.start(following, x, tokens)
-            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
-            self.add(sums, i, self.join(dots), scales[i], x_scales)
-            if i + 1 < tiles:
-                started = following if ahead else self.start(following, x, tokens)
+        self.multiply_words(sums, words, scales, x_scales, self.descriptor(memory, stage), place.masks, tokens)
 
     def load(self, memory, stage, place, x_place, tokens: int) -> tuple[Any, Any, Any]:
         """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""
@@ -100,42 +187,3 @@ class DigitUnits:
             for block in range(tokens // 8)
             for i in range(2)
         ]
-
-    def operands(self, words, masks) -> list[Any]:
-        """The A operands of a tile's unit: two registers for each k16 step."""
-        steps = self.kernel.decoder.steps
-        return [
-            register
-            for step in range(self.config.unit_steps)
-            for register in self.fragment(words[step // steps][step % steps], masks)
-        ]
-
-    def start(self, operands, x, tokens: int) -> list[Any]:
-        """Starts the products of a tile's unit: [digit][tokens / 2] sums of high and of low digits."""
-        ready = wgmma.fence(operands)
-        dots: list[Any] = []
-        for step in range(self.config.unit_k // MMA_K):
-            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
-            dots = wgmma.multiply_bytes(dots, tokens, ready[4 * step : 4 * step + 4], b)
-        wgmma.commit()
-        return dots
-
-    def fragment(self, word, masks) -> list[Any]:
-        """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
-        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
-
-    def masks(self, nothing) -> Any:
-        """A constant for `fragment`, kept in a register: an instruction has room for one."""
-        return nothing + Uint32(SIGNS)
-
-    def join(self, dots) -> list[Any]:
-        """The exact products of a tile's group, of both digits' sums."""
-        count = len(dots) // 2
-        return [dots[i] * DIGIT_BASE + dots[count + i] for i in range(count)]
-
-    def add(self, sums, tile: int, products, scales, x_scales) -> None:
-        """Adds the products of a tile's group, scaled, to its sums."""
-        first = tile * (self.config.tokens // 2)
-        for i, exact in enumerate(products):
-            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
-            sums[first + i] = ptx.fma(value, scales[i // 2 % 2], sums[first + i])

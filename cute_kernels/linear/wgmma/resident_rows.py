@@ -13,7 +13,7 @@ the low ones, pieces of 16 bytes exchanged among eight rows as 128-byte swizzlin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_kernels.device import lanes, numbers, ptx
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig
 from cute_kernels.linear.wgmma.digit_rows import MAGIC, DigitRowsKernel
-from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES
 from cute_kernels.sm90 import WARP_THREADS
 
 GROUP_LANES = 4  # that have 128 inputs of a row
@@ -58,10 +58,27 @@ class Source:
     barrier: Any  # that counts their bytes
 
 
+class RowsRoom(Protocol):
+    """What of a configuration says how digits are made; its fields are those of `ResidentConfig`."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def math_warps(self) -> int: ...
+    @property
+    def boxes(self) -> int: ...
+    @property
+    def loads(self) -> bool: ...
+
+
 class ResidentRows:
     """What the multiplying warps of a :class:`.resident_kernel.ResidentKernel` do with x."""
 
-    def __init__(self, config: ResidentConfig):
+    constant = True  # whether nobody writes x while the kernel runs
+
+    def __init__(self, config: RowsRoom):
         self.config = config
         self.digit_rows = DigitRowsKernel(DigitRowsConfig(config.dtype))
 
@@ -144,7 +161,7 @@ class ResidentRows:
         """As :meth:`load`, of x in memory; zeros behind its rows, the ends of rows and all steps."""
         row, unit = self.place(bits, step, lane)
         first = (begin + unit) * GROUP_PIECES
-        start = x.address + (Int64(row) * x.row_pieces + first) * PIECE_BYTES
+        start = x.address + (Int64(self.source_row(x, row)) * x.row_pieces + first) * PIECE_BYTES
         there = cutlass.select_((step < steps) & (row < x.rows), x.row_pieces - first, Int32(0))
         words = []
         for number in range(LANE_BLOCKS):
@@ -152,8 +169,14 @@ class ResidentRows:
             for i in range(BLOCK_PIECES):
                 piece = block * BLOCK_PIECES + i
                 inside = cutlass.select_(piece < there, Int32(1), Int32(0))
-                words += numbers.load_global_if(inside, start + Int64(piece) * PIECE_BYTES, 0, 4)
+                words += numbers.load_global_if(
+                    inside, start + Int64(piece) * PIECE_BYTES, 0, 4, constant=self.constant
+                )
         return words
+
+    def source_row(self, x: Source, row) -> Any:
+        """Which row of x is the ``row``-th of those whose digits are made; here the same."""
+        return row
 
     def step_bits(self, units) -> Any:
         """log2 of the steps of a row of so many units, rounded up: a division would take as long as a step."""
