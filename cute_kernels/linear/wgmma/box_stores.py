@@ -88,7 +88,9 @@ class BoxStores:
         The first warp asks for boxes, all of its lanes count them: who is elected to need not be the same each time.
         """
         if store.row_warp == 0:
-            cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+            # A tile cut along rows may have stored an odd number of boxes, the last one from the buffer that is next.
+            running = 0 if self.config.cuts_rows and number == 0 else STORE_BUFFERS - 1
+            cute.arch.cp_async_bulk_wait_group(running, read=True)
         self.wait(store)
         self.stage(store, sums, first + number * STORE_TOKENS // 2, number % STORE_BUFFERS * STORE_BYTES)
         cute.arch.fence_proxy("async.shared", space="cta")
