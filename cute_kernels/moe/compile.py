@@ -12,11 +12,13 @@ from cute_kernels.linear.wgmma import compile as linear_wgmma
 from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.runs.config import RunConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import TABLE_WARPS
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
+NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS = 6, 10  # of one in digits that its CTAs make,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
 NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
@@ -62,6 +64,20 @@ class GroupedWgmmaSpec(KernelSpec):
 
     def compile(self, arch: str) -> Any:
         return compile_grouped_wgmma(self.config, arch)
+
+
+@dataclass(frozen=True, eq=False)
+class RunSpec(GroupedSpec):
+    """One grouped GEMM kernel of few rows in digits: takes what `RunKernel.__call__` describes."""
+
+    config: RunConfig
+
+    def source_roots(self) -> tuple[Path, ...]:
+        own = _modules("compile", "runs/config", "runs/finder", "runs/kernel", "runs/work", "schedule", "work")
+        return *own, *linear_wgmma.digit_roots(), *linear.LinearSpec(self.config).source_roots()
+
+    def compile(self, arch: str) -> Any:
+        return compile_runs(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +159,8 @@ def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec:
     """The kernel of a configuration."""
+    if isinstance(config, RunConfig):
+        return RunSpec(config)
     return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
 
 
@@ -162,6 +180,15 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     return compile_matrix_kernel(GroupedKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
+
+
+def compile_runs(config: RunConfig, arch: str, *options: str) -> Any:
+    """As `compile_grouped`."""
+    from cute_kernels.moe.runs.kernel import RunKernel
+
+    check_config(config)
+    counts = (NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS)
+    return compile_matrix_kernel(RunKernel(config), config.dtype, counts, arch, *options)
 
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:

@@ -22,6 +22,7 @@ from cute_kernels.moe.launch import DTYPE_NAMES, Weights, addresses_of
 from cute_kernels.moe.plan import (
     GroupedPlan,
     ProductPlan,
+    RunPlan,
     combine_function,
     gather_function,
     plan_of,
@@ -146,7 +147,7 @@ def moe_plan_of(
         for w in (gate_up, down)
     ]
     first, second = plans
-    if isinstance(first, GroupedPlan) and isinstance(second, GroupedPlan):
+    if isinstance(first, GroupedPlan | RunPlan) and isinstance(second, GroupedPlan | RunPlan):
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         plans[1] = replace(second, waits=False)
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.

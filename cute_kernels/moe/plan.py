@@ -11,14 +11,17 @@ import torch
 
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.digit_launch import DigitRows, digit_rows
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec, RunSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.runs.schedule import RunLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedLayout, chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of
 from cute_kernels.runtime.workspace import POOL
+
+FEW_PLACES = 256  # results of a layer that are stored in fp32 before they are added up: more are worth half the bytes
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,29 @@ class GroupedPlan:
         n, activation, out_kind = numbers
         for sizes in self.launches:
             self.function(x, *addresses, workspace, *routing, n, *sizes, self.waits, activation, out_kind)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A product of few rows an expert in digits that its CTAs make.
+
+    Attributes:
+        sizes: between n and ``waits`` among the function's arguments.
+        waits: as of `GroupedPlan`.
+    """
+
+    function: Callable[..., Any]
+    layout: RunLayout
+    sizes: tuple[int, ...]
+    waits: bool = True
+    gathers: bool = True
+    stores_fp32: bool = True
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], routing: tuple[int, int], numbers: tuple[int, ...]):
+        """As :meth:`GroupedPlan.run`."""
+        codes, scales, _, bias, out = addresses
+        n, activation, out_kind = numbers
+        self.function(x, codes, scales, bias, out, *routing, n, *self.sizes, self.waits, activation, out_kind)
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ class DigitsPlan:
         self.function(digits, codes, scales, x_scales.data_ptr(), bias, out, offsets, n, *tail)
 
 
-ProductPlan = GroupedPlan | TilesPlan | DigitsPlan
+ProductPlan = GroupedPlan | RunPlan | TilesPlan | DigitsPlan
 
 
 @lru_cache(maxsize=4096)
@@ -136,6 +162,8 @@ def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, devi
     if isinstance(layout, GroupedTiles):
         make = make_digits_plan if layout.config.digits else make_tiles_plan
         return make(layout, places, num_experts, device_index)
+    if isinstance(layout, RunLayout):
+        return make_run_plan(layout, places, num_experts, device_index)
     return make_plan(layout, num_experts, device_index)
 
 
@@ -153,6 +181,13 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
             for number in range(schedule.num_launches)
         ),
     )
+
+
+def make_run_plan(layout: RunLayout, places: int, num_experts: int, device_index: int) -> RunPlan:
+    """The plan of given runs of blocks."""
+    sizes = layout.num_tiles, layout.units, layout.num_ctas, num_experts, places, layout.x_slots
+    function = load(RunSpec(layout.config), arch_of(device_index))
+    return RunPlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
 
 
 def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:

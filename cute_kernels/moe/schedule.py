@@ -152,6 +152,15 @@ def usual_rows(problem: GroupedProblem) -> float:
     return min(problem.places, mean + 2 * math.sqrt(mean))
 
 
+def usual_entries(mean: float, capacity: int) -> float:
+    """Entries of up to ``capacity`` rows that an expert takes on average; its rows are Poisson-distributed."""
+    chance, total = math.exp(-mean), 0.0
+    for rows in range(1, math.ceil(mean + 8 * math.sqrt(mean)) + 2):
+        chance *= mean / rows
+        total += chance * -(-rows // capacity)
+    return total
+
+
 def most_rows(problem: GroupedProblem) -> int:
     """Rows that hardly any expert has more of, if rows fall to them at random, as a power of two.
 

@@ -1,4 +1,4 @@
-"""Which layouts of a grouped product there are to choose from, over both kernels, and what a tuned table chose.
+"""Which layouts of a grouped product there are to choose from, over all kernels, and what a tuned table chose.
 
 As `cute_kernels.linear.tuned` for linear layers. How rows fall to experts is known on the device only: a problem is its
 number of places, and what is measured for it are rows that fall at random.
@@ -6,7 +6,6 @@ number of places, and what is measured for it are rows that fall at random.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -25,15 +24,18 @@ from cute_kernels.linear.tuned import (
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US
 from cute_kernels.moe import schedule as few
-from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule, usual_rows
+from cute_kernels.moe.runs import schedule as runs
+from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule, usual_entries, usual_rows
 from cute_kernels.moe.wgmma import schedule as many
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.tuned import Choice, choice_of
 
+RUNS = "runs"  # as tables name these kernels, beside `FEW` and `MANY`
 MOST_ENTRIES = 2  # that experts may usually take of the memory-bound kernel, which reads a weight for each of them
 SLICE_US = 0.7  # of exchanging partial results with a further slice of K
 
-GroupedLayout = GroupedSchedule | GroupedTiles
+GroupedLayout = GroupedSchedule | RunLayout | GroupedTiles
 GroupedCandidate = Candidate[GroupedLayout]
 
 
@@ -53,11 +55,13 @@ def problem_of(key: str) -> GroupedProblem | None:
 
 
 def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
-    """Every layout of either kernel that is worth a thought."""
+    """Every layout of any kernel that is worth a thought."""
     if usual_rows(problem) <= MOST_ENTRIES * CAPACITIES[-1]:
         for capacity in CAPACITIES:
             for schedule in few.schedules(problem, capacity):
                 yield Candidate(FEW, schedule, schedule.num_slices, few_rows_us(problem, schedule))
+        for layout in runs.layouts(problem):
+            yield Candidate(RUNS, layout, 1, runs.estimate_us(problem, layout))
     for tiles in many.layouts(problem):
         yield Candidate(MANY, tiles, 1, many.estimate_clocks(problem, tiles) / CLOCKS_PER_US)
 
@@ -69,23 +73,16 @@ def few_rows_us(problem: GroupedProblem, schedule: GroupedSchedule) -> float:
     return entries * weight_bytes / MEMORY_BYTES_PER_US + SLICE_US * (schedule.num_slices - 1)
 
 
-def usual_entries(mean: float, capacity: int) -> float:
-    """Entries of up to ``capacity`` rows that an expert takes on average; its rows are Poisson-distributed."""
-    chance, total = math.exp(-mean), 0.0
-    for rows in range(1, math.ceil(mean + 8 * math.sqrt(mean)) + 2):
-        chance *= mean / rows
-        total += chance * -(-rows // capacity)
-    return total
-
-
 def modelled(problem: GroupedProblem) -> GroupedLayout:
     """What is taken if no table says otherwise."""
+    if runs.has_few_rows(problem):
+        return runs.make_runs(problem)
     return many.make_tiles(problem) if many.has_many_rows(problem) else few.make_schedule(problem)
 
 
 def worth_measuring(problem: GroupedProblem) -> list[GroupedCandidate]:
     """What is taken without a table, first, and of each kernel the layouts that are expected to be fast."""
-    return shortlist(candidates(problem), modelled(problem))
+    return shortlist(candidates(problem), modelled(problem), (FEW, RUNS, MANY))
 
 
 def chosen(problem: GroupedProblem, gpu: str) -> GroupedLayout:

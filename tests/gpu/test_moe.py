@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from cute_kernels.linear.config import BF16, FP32, NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
-from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.plan import ACTIVATIONS, DTYPES
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 from cute_kernels.linear.wgmma.config import DigitRowsConfig
@@ -19,10 +20,14 @@ from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec, spec_of
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import addresses_of, launch_routing
-from cute_kernels.moe.layer import moe_plan_of
-from cute_kernels.moe.plan import GroupedPlan, make_product_plan
+from cute_kernels.moe.layer import OUT_KINDS, moe_plan_of
+from cute_kernels.moe.plan import DigitsPlan, GroupedPlan, RunPlan, TilesPlan, make_product_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
-from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule
+from cute_kernels.moe.runs import schedule as runs
+from cute_kernels.moe.runs.config import ROUND_EXPERTS, ROUNDS
+from cute_kernels.moe.runs.schedule import SHAPES as RUN_SHAPES
+from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of
 from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import tuned as tables
@@ -58,7 +63,25 @@ TOKENS = (1, 5, 33, 200)
 FEW_ROWS = (0, *range(1, 17), 0, 33, 0)  # every number of rows of a tile, a tile after two whole ones, and none
 SPARE = 2  # places behind those of the experts
 TUNED_TOKENS = 33
-PAIRS = [(8, None), (None, 16), (32, 8), (None, None)]  # entries of the products' memory-bound kernel, or the other one
+EARLY_TOKENS = (1, 3)
+# Entries of the products' memory-bound kernel, or another kernel.
+RUNS, TILES = "runs", "tiles"
+PAIRS = [(8, TILES), (TILES, 16), (32, 8), (TILES, TILES), (RUNS, RUNS), (RUNS, 8), (16, RUNS), (TILES, RUNS)]
+MARGIN = 3  # rows before and behind a result, which nobody writes
+EXACT = 1e-4  # of the largest result, of x in digits and sums in fp32
+DISTINCT = 4  # experts with a weight of their own; others have one of theirs
+# Experts' rows; beyond 128 and 256 experts there are more rounds in which they are found.
+RUN_COUNTS = {
+    "every number of rows": (0, 1, 7, 8, 9, 16, 17, 300),
+    "at most 32 places": (3, 0, 8, 1, 0, 16, 2),
+    "all at one expert": (0, 0, 0, 0, 0, 50, 0, 0),
+    "one expert": (9,),
+    "no rows": (0, 0, 0),
+    "two rounds": tuple(int(i % 3 == 1) * (i % 11) for i in range(200)),
+    "four rounds": (*(0,) * 300, 17, *(int(i % 50 == 3) for i in range(210)), 5),
+}
+# N, K of an expert: tails of both, an odd number of units, and room for the digits of one entry only.
+RUN_SIZES = ((1000, 1000), (72, 384), (200, 3584))
 
 
 def problem(
@@ -85,6 +108,11 @@ def specs() -> list[KernelSpec]:
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
         found += [GroupedWgmmaSpec(layout.config) for layout in tiles_of_few_rows(*form)]
+    for counts, (n, k), dtype in RUN_CASES:
+        found += [spec_of(layout.config) for layout in run_layouts(counts, n, k, dtype)]
+    for tokens, zero in itertools.product(EARLY_TOKENS, (False, True)):
+        both = (2 * inner, hidden), (hidden, inner)
+        found += [grouped_spec(problem(2 * tokens, experts, n, k, zero=zero)) for n, k in both]
     for pair in PAIRS:
         found += [spec_of(one.schedule.config) for one in tuned_products(pair).values()]
     return list(dict.fromkeys(found))
@@ -96,18 +124,37 @@ def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bo
     return [layout for layout in every if layout.config.synchronous or layout.config.digits]
 
 
-def tuned_products(pair: tuple[int | None, int | None]) -> dict[str, GroupedCandidate]:
-    """For each product of LAYER, by its key, a candidate of the given entries, or of the kernel for many rows."""
+RUN_CASES = [(counts, RUN_SIZES[0], torch.bfloat16) for counts in RUN_COUNTS.values()]
+RUN_CASES += [(RUN_COUNTS["every number of rows"], size, torch.bfloat16) for size in RUN_SIZES[1:]]
+RUN_CASES += [(RUN_COUNTS["every number of rows"], RUN_SIZES[0], torch.float16)]
+
+
+def run_layouts(counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> list[RunLayout]:
+    """All runs of whole blocks that are possible: entries of 8 and of 16 rows, chunks of a unit and of two."""
+    found = list(runs.layouts(problem(sum(counts) + SPARE, len(counts), n, k, dtype=dtype)))
+    units = padded_shape((n, k), 128)[1] // 128
+    # With more rounds of experts there are fewer tiles of entries of 16 rows, or none.
+    rounds = next(count for count in ROUNDS if len(counts) <= count * ROUND_EXPERTS)
+    possible = [one for one in RUN_SHAPES if one.max_tokens == 8 or one.n_tiles * rounds <= 2]
+    assert len(found) == sum(units % shape.chunk_units == 0 for shape in possible)
+    return found
+
+
+def kind_of(one: GroupedCandidate) -> int | str:
+    """What of PAIRS a candidate is."""
+    layout = one.schedule
+    if isinstance(layout, GroupedSchedule):
+        return layout.config.max_tokens
+    return RUNS if isinstance(layout, RunLayout) else TILES
+
+
+def tuned_products(pair: tuple[int | str, int | str]) -> dict[str, GroupedCandidate]:
+    """For each product of LAYER, by its key, a candidate of the given kind."""
     experts, hidden, inner = LAYER
     found = {}
-    for capacity, (n, k) in zip(pair, ((2 * inner, hidden), (hidden, inner)), strict=True):
-        assert capacity is None or capacity in CAPACITIES
+    for kind, (n, k) in zip(pair, ((2 * inner, hidden), (hidden, inner)), strict=True):
         product = problem(2 * TUNED_TOKENS, experts, n, k)
-        found[key_of(product)] = next(
-            one
-            for one in candidates(product)
-            if (one.schedule.config.max_tokens if isinstance(one.schedule, GroupedSchedule) else None) == capacity
-        )
+        found[key_of(product)] = next(one for one in candidates(product) if kind_of(one) == kind)
     return found
 
 
@@ -221,10 +268,11 @@ def test_tiles_of_every_number_of_few_rows(swiglu, bits, dtype, group, zero):
         assert_near(results[0][:total], wanted[:total], TOLERANCE[dtype])
 
 
-def layer() -> tuple[PackedExperts, PackedExperts]:
+def layer(zero: bool = False) -> tuple[PackedExperts, PackedExperts]:
     experts, hidden, inner = LAYER
-    gate, up = experts_of(experts, inner, hidden), stack_experts([*experts_of(experts, inner, hidden)][::-1])
-    return interleave_experts(gate, up), experts_of(experts, hidden, inner)
+    gate = experts_of(experts, inner, hidden, zero=zero)
+    up = stack_experts([*gate][::-1])
+    return interleave_experts(gate, up), experts_of(experts, hidden, inner, zero=zero)
 
 
 def assignments(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,7 +296,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(tokens, out_dtype, id_dtype)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_a_table_may_give_each_product_to_either_kernel(pair, tmp_path, monkeypatch):
+def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch):
     entries = {key: Choice(*one.name, us=1.0, model_us=1.0) for key, one in tuned_products(pair).items()}
     TunedTable(torch.cuda.get_device_name(), None, entries).write(tmp_path / "table.json")
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "table.json"))
@@ -263,8 +311,9 @@ def test_a_table_may_give_each_product_to_either_kernel(pair, tmp_path, monkeypa
     finally:
         forget()
     assert_near(out, wanted, 6e-3)
-    products = made.gate_up, made.down
-    assert [type(product) is GroupedPlan for product in products] == [capacity is not None for capacity in pair]
+    plans: dict[Any, Any] = {RUNS: RunPlan, TILES: (TilesPlan, DigitsPlan)}
+    for product, kind in zip((made.gate_up, made.down), pair, strict=True):
+        assert isinstance(product, plans.get(kind, GroupedPlan))
 
 
 def forget() -> None:
@@ -275,12 +324,13 @@ def forget() -> None:
     ops._plans.clear()
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens):
-    """Of layers behind each other with new routing each: offsets and partial results of one are not another's."""
-    gate_up, down = (weight.to(CUDA) for weight in layer())
+@pytest.mark.parametrize("tokens", EARLY_TOKENS)
+@pytest.mark.parametrize("zero", [False, True], ids=["runs", "few rows"])
+def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, zero):
+    """Of layers behind each other with new routing each: offsets, digits, partial results of one are no other's."""
+    gate_up, down = (weight.to(CUDA) for weight in layer(zero))
     early = moe_plan_of(tokens, 2, 32, gate_up.form, down.form, torch.float32)
-    assert isinstance(early.down, GroupedPlan) and not early.down.waits
+    assert isinstance(early.down, GroupedPlan if zero else RunPlan) and not early.down.waits
     late = replace(early, down=replace(early.down, waits=True))
     x, weights = numbers(tokens, LAYER[1]).to(CUDA), assignments(tokens)[1].to(CUDA)
     chosen = [assignments(tokens, seed)[0].to(CUDA, torch.int32) for seed in range(200)]
@@ -330,3 +380,136 @@ def test_a_product_of_no_places():
     offsets = torch.zeros(4, dtype=torch.int32, device=CUDA)
     x = torch.empty((0, SHAPES[1][1]), dtype=torch.bfloat16, device=CUDA)
     assert grouped_linear(x, weight, offsets).shape == (0, SHAPES[1][0])
+
+
+# -- runs of whole blocks ----------------------------------------------------------------------------------------------
+
+
+def weights_of(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedExperts, torch.Tensor]:
+    """(``count`` experts on the GPU, those of DISTINCT ones in turn; fp64 [DISTINCT, n, k])."""
+    one = experts_of(DISTINCT, n, k, dtype=dtype)
+    turn = torch.arange(count) % DISTINCT
+    every = PackedExperts(one.codes[turn], one.scales[turn], None, 4, 128, (n, k), check_values=False)
+    return every.to(CUDA), one.dequantize(torch.float64).to(CUDA)
+
+
+def run_product(
+    layout: RunLayout,
+    weight: PackedExperts,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    rows: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,
+) -> None:
+    """Launches a product of a layout; all tensors are on the GPU."""
+    places, n = out.shape[0], weight.shape[0]
+    plan = make_product_plan(layout, places, len(weight), torch.cuda.current_device())
+    addresses = *addresses_of(weight), 0 if bias is None else bias.data_ptr(), out.data_ptr()
+    routing = offsets.data_ptr(), 0 if rows is None else rows.data_ptr()
+    plan.run(x, addresses, routing, (n, ACTIVATIONS[activation], OUT_KINDS[out.dtype]))
+
+
+def exact_product(x: torch.Tensor, dense: torch.Tensor, counts, bias, activation: str | None) -> torch.Tensor:
+    """fp64 results of rows of x, which are those of the experts' places one after the other."""
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(x.device)
+    found = torch.empty(x.shape[0], dense.shape[1], dtype=torch.float64, device=x.device)
+    for turn in range(DISTINCT):
+        own = expert % DISTINCT == turn
+        found[own] = x[own].double() @ dense[turn].T
+    if bias is not None:
+        found += bias[expert].double()
+    if activation == "swiglu":
+        return torch.nn.functional.silu(found[:, ::2]) * found[:, 1::2]
+    return torch.nn.functional.silu(found) if activation == "silu" else found
+
+
+def poisoned(places: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(NaN with a margin around a result, the result)."""
+    whole = torch.full((places + 2 * MARGIN, columns), math.nan, device=CUDA, dtype=dtype)
+    return whole, whole[MARGIN : MARGIN + places]
+
+
+def run_ids(case: tuple[tuple[int, ...], tuple[int, int], torch.dtype]) -> str:
+    counts, (n, k), dtype = case
+    return f"{next(name for name, one in RUN_COUNTS.items() if one == counts)}-n{n}-k{k}-{DTYPES[dtype]}"
+
+
+@pytest.mark.parametrize("case", RUN_CASES, ids=run_ids)
+def test_runs_multiply_every_row_of_every_expert(case):
+    """By index and as they lie; what is nobody's is not written, and the same numbers come again."""
+    counts, (n, k), dtype = case
+    weight, dense = weights_of(len(counts), n, k, dtype)
+    offsets, rows = (tensor.to(CUDA) for tensor in routing_of(counts, 50))
+    total, places = sum(counts), rows.shape[0]
+    x, bias = numbers(50, k, dtype=dtype).to(CUDA), numbers(len(counts), n, dtype=dtype, seed=2).to(CUDA)
+    taken = x[rows.long()].contiguous()
+    for activation, added in ((None, None), ("silu", bias), ("swiglu", bias)):
+        wanted = exact_product(taken[:total], dense, counts, added, activation)
+        for layout in run_layouts(counts, n, k, dtype):
+            for given, index, out_dtype in ((x, rows, dtype), (x, rows, torch.float32), (taken, None, torch.float32)):
+                results = []
+                for _ in range(2):
+                    whole, out = poisoned(places, wanted.shape[1], out_dtype)
+                    run_product(layout, weight, given, offsets, index, added, activation, out)
+                    assert whole[:MARGIN].isnan().all() and whole[MARGIN + total :].isnan().all()
+                    results.append(out[:total])
+                assert torch.equal(*results)
+                if total:
+                    assert_near(results[0], wanted, EXACT if out_dtype == torch.float32 else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_runs_return_the_weights_of_rows_with_a_single_one(dtype):
+    counts, (n, k) = RUN_COUNTS["every number of rows"], RUN_SIZES[0]
+    weight, dense = weights_of(len(counts), n, k, dtype)
+    total = sum(counts)
+    inputs = torch.arange(total, device=CUDA) * 37 % k
+    x = torch.nn.functional.one_hot(inputs, k).to(dtype)
+    offsets = routing_of(counts, 1)[0].to(CUDA)
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(CUDA)
+    wanted = dense[expert % DISTINCT, :, inputs].float()
+    for layout in run_layouts(counts, n, k, dtype):
+        _, out = poisoned(total, n, torch.float32)
+        run_product(layout, weight, x, offsets, None, None, None, out)
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("name", ["every number of rows", "at most 32 places"])
+def test_rows_of_runs_that_are_not_finite_are_nan_alone(name):
+    counts, (n, k) = RUN_COUNTS[name], RUN_SIZES[0]
+    weight, _ = weights_of(len(counts), n, k, torch.bfloat16)
+    offsets, rows = (tensor.to(CUDA) for tensor in routing_of(counts, 9))
+    x = numbers(9, k).to(CUDA)
+    x[2, 5], x[4, k - 1], x[7, 300] = math.inf, -math.inf, math.nan
+    broken = torch.isin(rows, torch.tensor([2, 4, 7], device=CUDA, dtype=rows.dtype))[: sum(counts)]
+    assert broken.any() and not broken.all()
+    for layout in run_layouts(counts, n, k, torch.bfloat16):
+        _, out = poisoned(rows.shape[0], n, torch.float32)
+        run_product(layout, weight, x, offsets, rows, None, None, out)
+        found = out[: sum(counts)]
+        assert found[broken].isnan().all() and found[~broken].isfinite().all()
+
+
+@pytest.mark.parametrize("number", range(len(RUN_SHAPES)), ids=lambda number: str(tuple(RUN_SHAPES[number])))
+def test_graphs_of_runs_replay_with_other_routing(number):
+    counts, (n, k) = RUN_COUNTS["every number of rows"], RUN_SIZES[0]
+    weight, dense = weights_of(len(counts), n, k, torch.bfloat16)
+    layout = run_layouts(counts, n, k, torch.bfloat16)[number]
+    x = numbers(50, k).to(CUDA)
+    offsets, rows = (tensor.to(CUDA) for tensor in routing_of(counts, 50))
+    _, out = poisoned(rows.shape[0], n, torch.float32)
+    run_product(layout, weight, x, offsets, rows, None, None, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_product(layout, weight, x, offsets, rows, None, None, out)
+    for other in (counts[::-1], (0,) * len(counts), (2,) * len(counts)):
+        total = sum(other)
+        offsets.copy_(routing_of(other, 1)[0])
+        rows.copy_(torch.randint(0, 50, rows.shape, generator=torch.Generator().manual_seed(total)))
+        out.fill_(math.nan)
+        graph.replay()
+        assert out[total:].isnan().all()
+        if total:
+            assert_near(out[:total], exact_product(x[rows[:total].long()], dense, other, None, None), EXACT)

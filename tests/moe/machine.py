@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,30 @@ class Barrier:
             self.pending, self.phase = self.count, self.phase + 1
 
 
+class NamedBarrier:
+    """A barrier of some of a CTA's threads, of which some may only say that they have come."""
+
+    def __init__(self, parties: int):
+        self.parties, self.come, self.rounds, self.failed = parties, 0, 0, False
+        self.condition = threading.Condition()
+
+    def pass_by(self, waits: bool) -> None:
+        with self.condition:
+            own = self.rounds
+            self.come += 1
+            if self.come == self.parties:
+                self.come, self.rounds = 0, own + 1
+                self.condition.notify_all()
+            elif waits:
+                passed = self.condition.wait_for(lambda: self.failed or self.rounds > own, TIMEOUT)
+                assert passed and not self.failed, "deadlock: a barrier of some threads"
+
+    def abort(self) -> None:
+        with self.condition:
+            self.failed = True
+            self.condition.notify_all()
+
+
 class Cta:
     """What the threads of a CTA share."""
 
@@ -72,7 +97,7 @@ class Cta:
         self.condition = threading.Condition()
         self.all = threading.Barrier(num_threads)
         self.warps = [threading.Barrier(32) for _ in range(num_threads // 32)]
-        self.named: dict[int, threading.Barrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
         self.lock = threading.Lock()
         self.exchange = [[0] * 32 for _ in self.warps]
         self.used = 0
@@ -123,12 +148,12 @@ class Machine:
         assert not any(thread.is_alive() for thread in threads), "a thread does not end"
 
     def _thread(self, work: Callable[[], None], cta: Cta, number: int) -> None:
-        self.here.cta, self.here.thread, self.here.allocated = cta, number, 0
+        self.here.cta, self.here.thread, self.here.allocated, self.here.idle = cta, number, 0, False
         try:
             work()
         except BaseException as error:
             self.errors.append(error)
-            for barrier in (cta.all, *cta.warps):
+            for barrier in (cta.all, *cta.warps, *list(cta.named.values())):
                 barrier.abort()
 
     @property
@@ -149,12 +174,20 @@ class Machine:
     def sync_warp(self) -> None:
         self._wait(self.cta.warps[self.here.thread // 32])
 
-    def barrier(self, barrier_id: int, number_of_threads: int) -> None:
+    def barrier(self, barrier_id: int, number_of_threads: int, waits: bool = True) -> None:
         """A barrier of some of the CTA's threads."""
         with self.cta.lock:
-            named = self.cta.named.setdefault(barrier_id, threading.Barrier(number_of_threads))
+            named = self.cta.named.setdefault(barrier_id, NamedBarrier(number_of_threads))
         assert named.parties == number_of_threads
-        self._wait(named)
+        named.pass_by(waits)
+
+    @contextmanager
+    def elect_one(self) -> Iterator[None]:
+        """What a warp's first lane does alone: others do it, too, but change no barrier and copy nothing."""
+        self.sync_warp()
+        self.here.idle = self.lane != 0
+        yield
+        self.here.idle = False
 
     def exchanged(self, value: int) -> list[int]:
         """The values of all lanes."""
@@ -171,6 +204,8 @@ class Machine:
         self.cta.barriers[int(barrier)] = Barrier(count)
 
     def mbarrier_change(self, barrier: int, arrivals: int, num_bytes: int) -> None:
+        if self.here.idle:
+            return
         with self.cta.condition:
             found = self.cta.barriers[int(barrier)]
             found.pending -= arrivals
@@ -206,6 +241,8 @@ class Machine:
         def bulk_copy(destination: int, source: int, size: int, barrier: int) -> None:
             assert destination % 16 == source % 16 == size % 16 == 0 and size > 0, "misaligned copy"
             assert source >= 256
+            if self.here.idle:
+                return
             self.cta.shared[destination : destination + size] = self.memory[source : source + size]
             self.copies.append((self.cta.block, source, size))
             self.mbarrier_change(barrier, 0, -size)
@@ -261,8 +298,11 @@ class Machine:
             sync_threads=lambda: self._wait(self.cta.all),
             sync_warp=self.sync_warp,
             barrier=self.barrier,
+            barrier_arrive=lambda barrier_id, number_of_threads: self.barrier(barrier_id, number_of_threads, False),
+            elect_one=self.elect_one,
+            clz=lambda value: 32 - int(value).bit_length(),
             shuffle_sync_up=shuffle_up,
-            shuffle_sync=lambda value, lane: self.exchanged(value)[lane],
+            shuffle_sync=lambda value, lane: self.exchanged(value)[lane % 32],
             match_sync=lambda mask, value: sum(1 << i for i, v in enumerate(self.exchanged(value)) if v == value),
             vote_ballot_sync=lambda vote: sum(1 << i for i, v in enumerate(self.exchanged(bool(vote))) if v),
             popc=lambda value: int(value).bit_count(),

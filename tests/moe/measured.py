@@ -331,6 +331,43 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
 }
 
 
+# A run of the kernel of runs of whole blocks, entries of 8 rows, weights without zero points, as launched: of chunks of
+# two units of a tile, and of a unit of two tiles. Rows by index in first products, in order in second ones.
+RUNS: dict[Case, tuple[float, float]] = {
+    (QWEN3, 1, 1): (10.0, 10.0),
+    (QWEN3, 2, 1): (11.84, 12.83),
+    (QWEN3, 4, 1): (17.06, 17.18),
+    (QWEN3, 8, 1): (27.47, 26.93),
+    (QWEN3, 16, 1): (37.89, 38.35),
+    (QWEN3, 32, 1): (50.86, 51.44),
+    (QWEN3, 64, 1): (56.03, 55.68),
+    (QWEN3, 1, 2): (8.12, 8.27),
+    (QWEN3, 2, 2): (9.49, 9.39),
+    (QWEN3, 4, 2): (12.75, 12.16),
+    (QWEN3, 8, 2): (17.8, 17.68),
+    (QWEN3, 16, 2): (23.04, 23.18),
+    (QWEN3, 32, 2): (29.74, 29.21),
+    (QWEN3, 64, 2): (32.58, 32.27),
+    (MIXTRAL, 1, 1): (33.34, 35.05),
+    (MIXTRAL, 2, 1): (60.53, 59.75),
+    (MIXTRAL, 4, 1): (87.5, 89.5),
+    (MIXTRAL, 8, 1): (89.83, 89.64),
+    (MIXTRAL, 16, 1): (116.6, 116.8),
+    (DEEPSEEK_V3, 1, 1): (34.18, 34.48),
+    (DEEPSEEK_V3, 4, 1): (112.2, 111.3),
+    (DEEPSEEK_V3, 8, 1): (207.3, 206.9),
+    (DEEPSEEK_V3, 16, 1): (331.15, 330.8),
+    (DEEPSEEK_V3, 32, 1): (567.3, 570.5),
+    (DEEPSEEK_V3, 64, 1): (753.9, 754.0),
+    (DEEPSEEK_V3, 1, 2): (20.3, 20.56),
+    (DEEPSEEK_V3, 4, 2): (60.5, 60.3),
+    (DEEPSEEK_V3, 8, 2): (109.2, 109.5),
+    (DEEPSEEK_V3, 16, 2): (173.4, 173.8),
+    (DEEPSEEK_V3, 32, 2): (296.8, 296.7),
+    (DEEPSEEK_V3, 64, 2): (396.5, 396.5),
+}
+
+
 def tile_of(config: WgmmaConfig) -> tuple[int | str, ...]:
     """A tile as the tables above name it."""
     kind = (config.warpgroups,) if config.synchronous else ("digits",) if config.digits else ()

@@ -16,6 +16,8 @@ import torch
 from cute_kernels.linear.wgmma import digit_launch
 from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, launch, layer, ops, plan
 from cute_kernels.moe.layer import Scratch
+from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.schedule import GroupedSchedule
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import native
@@ -100,7 +102,7 @@ REFUSED = {
     "an activation there is not": "activation", "a list of activations": "activation",
 }  # fmt: skip
 WAITS = -3  # among a product's arguments
-KINDS = ("few rows", "tiles", "digits", "modelled")  # of kernels that the products are by
+KINDS = ("few rows", "runs", "tiles", "digits", "modelled")  # of kernels that the products are by
 
 made = functools.cache(lambda name: CALLS[name]())
 
@@ -134,9 +136,10 @@ def launches(monkeypatch, products):
     def chosen(problem: Any, gpu: str) -> Any:
         if products == "modelled":
             return modelled(problem)
-        wanted = {"few rows": (False, False), "tiles": (True, False), "digits": (True, True)}[products]
+        kind = {"few rows": GroupedSchedule, "runs": RunLayout, "tiles": GroupedTiles, "digits": GroupedTiles}[products]
         for one in candidates(problem):
-            if (isinstance(one.schedule, GroupedTiles), bool(getattr(one.schedule.config, "digits", False))) == wanted:
+            digits = bool(getattr(one.schedule.config, "digits", False))
+            if isinstance(one.schedule, kind) and digits == (products == "digits"):
                 return one.schedule
         return modelled(problem)
 
@@ -202,6 +205,7 @@ def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
     "products, kernels",
     [
         ("few rows", [ROUTING, "grouped", "grouped", COMBINE]),
+        ("runs", [ROUTING, "_runs1", "_runs1", COMBINE]),
         ("tiles", [ROUTING, GATHER, "grouped", "grouped", COMBINE]),
         ("digits", [ROUTING, DIGITS, "grouped", DIGITS, "grouped", COMBINE]),
     ],
@@ -223,7 +227,7 @@ def test_the_operator_launches_what_the_call_does(name, products, launches, monk
     assert run(launches, made(name)) == want and len(want) >= 4
 
 
-@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
+@pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     given = call(20)
     result = fused_moe(**given)
@@ -237,6 +241,11 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         first, second = between
         assert first[0] is given["x"] and first[7:9] == (offsets, rows) and second[7:9] == (offsets, 0)
         assert first[WAITS] and not second[WAITS]  # the second's weights are asked for while the first ends
+    elif products == "runs":
+        first, second = between
+        assert first[0] is given["x"] and first[5:7] == (offsets, rows) and second[5:7] == (offsets, 0)
+        assert first[WAITS] and not second[WAITS]
+        assert [product[11:13] for product in between] == [(EXPERTS, 20 * TOPK)] * 2
     elif products == "tiles":
         gather, first, second = between
         assert gather == (given["x"], end, rows, first[0].data_ptr(), 20 * TOPK)
@@ -248,7 +257,8 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
             assert (made_at[3], made_at[4]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
             assert product[0].shape[0] == made_at[5] == 20 * TOPK
     hidden = (more_digits if products == "digits" else second)[0]
-    assert first[5] == hidden.data_ptr() and hidden.shape[1] == INNER and second[5] == results
+    out_at = 4 if products == "runs" else 5  # which has no zero points
+    assert first[out_at] == hidden.data_ptr() and hidden.shape[1] == INNER and second[out_at] == results
     assert hidden.data_ptr() < offsets < rows < places < results
 
 
@@ -259,16 +269,19 @@ def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
 
 
 def test_a_second_product_waits_behind_one_of_another_kind(launches, monkeypatch):
-    """Only the kernel of few rows is known to wait for the routing before it lets the next launch begin."""
-    few = plan.plan_of(6, EXPERTS, HIDDEN, INNER, INNER, 4, BF16, 128, False, -1)
-    assert isinstance(few, plan.GroupedPlan) and few.waits
+    """Only the kernels of few rows are known to wait for the routing before they let the next launch begin."""
+    few = plan.plan_of(6, EXPERTS, HIDDEN, INNER, INNER, 4, BF16, 128, True, -1)
+    runs = plan.plan_of(6, EXPERTS, HIDDEN, INNER, INNER, 4, BF16, 128, False, -1)
+    assert isinstance(few, plan.GroupedPlan) and isinstance(runs, plan.RunPlan) and few.waits and runs.waits
     other = SimpleNamespace(gathers=True, stores_fp32=True)
-    for kinds, waits in (((few, few), False), ((other, few), True)):
-        layer.moe_plan_of.cache_clear()
-        monkeypatch.setattr(layer, "plan_of", lambda *arguments, left=list(kinds): left.pop(0))
-        forms = (experts(2 * INNER, HIDDEN).form, experts(HIDDEN, INNER).form)
-        second = layer.moe_plan_of(3, TOPK, 32, *forms, BF16).down
-        assert isinstance(second, plan.GroupedPlan) and second.waits == waits
+    for first, waits in ((few, False), (runs, False), (other, True)):
+        for second in (few, runs):
+            layer.moe_plan_of.cache_clear()
+            kinds = [first, second]
+            monkeypatch.setattr(layer, "plan_of", lambda *arguments, left=kinds: left.pop(0))
+            forms = (experts(2 * INNER, HIDDEN).form, experts(HIDDEN, INNER).form)
+            found = layer.moe_plan_of(3, TOPK, 32, *forms, BF16).down
+            assert type(found) is type(second) and found.waits == waits  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -370,16 +383,16 @@ def test_the_products_operator_launches_what_the_call_does(name, products, launc
     assert run(launches, product_made(name)) == want and want
 
 
-@pytest.mark.parametrize("products", KINDS[:3], indirect=True)
+@pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(products, launches):
     given = product(rows=ROWS)
     out = grouped_linear(**given)
     assert out.shape == (3, 2 * INNER) and out.dtype == BF16 and out.is_contiguous()
     offsets, rows = OFFSETS.data_ptr(), ROWS.data_ptr()
     *before, last = (launch.arguments for launch in launches)
-    assert last[5] == out.data_ptr() and offsets in last[1:]
-    if products == "few rows":
-        assert not before and last[0] is given["x"] and last[8] == rows
+    assert last[4 if products == "runs" else 5] == out.data_ptr() and offsets in last[1:]
+    if products in ("few rows", "runs"):
+        assert not before and last[0] is given["x"] and last[8 if products == "few rows" else 6] == rows
     elif products == "tiles":
         ((source, *others),) = before
         assert source is given["x"] and others == [offsets + 4 * EXPERTS, rows, last[0].data_ptr(), 3]

@@ -18,6 +18,7 @@ from cute_kernels.linear import tuned as of_linear
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
+from cute_kernels.moe.runs.schedule import RunLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import (
     candidates,
@@ -76,7 +77,7 @@ def test_keys_name_problems(problem: GroupedProblem):
     assert len({key_of(one) for one in (problem, *others)}) == 5
 
 
-def test_what_is_measured_are_a_few_of_either_kernel():
+def test_what_is_measured_are_a_few_of_each_kernel():
     for problem in PROBLEMS:
         found = worth_measuring(problem)
         assert max(Counter(one.kernel for one in found[1:]).values()) <= of_linear.MOST
@@ -117,11 +118,14 @@ def test_an_entry_that_names_nothing_is_no_entry(changes):
     assert tuned.tuned(problem, GPU) is None and tuned.chosen(problem, GPU) == modelled(problem)
 
 
-@pytest.mark.parametrize("kind", [GroupedSchedule, GroupedTiles])
+@pytest.mark.parametrize("kind", [GroupedSchedule, RunLayout, GroupedTiles])
 def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
-    """Either kernel for a product that the model would give to the other one, on the table's GPU only."""
-    few, many = grouped(64, 8, 4096, 14336), grouped(8, 8, 1024, 1024)
-    problem = few if kind is GroupedSchedule else many
+    """Each kernel for a product that the model would give to another one, on the table's GPU only."""
+    problem = {
+        GroupedSchedule: grouped(64, 8, 4096, 14336),
+        RunLayout: grouped(64, 8, 1024, 1024),
+        GroupedTiles: grouped(8, 8, 1024, 1024),
+    }[kind]
     assert not isinstance(modelled(problem), kind)
     wanted = next(one for one in worth_measuring(problem) if isinstance(one.schedule, kind))
     table({key_of(problem): choice(wanted)}).write(own_path(GPU))
@@ -137,7 +141,7 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
         return plan.plan_of(places, p.num_experts, p.n, p.k, p.k_pad, 4, torch.bfloat16, 128, False, 0)
 
     assert made(problem.places, GPU).function.config == wanted.schedule.config
-    assert made(problem.places, GPU).gathers == (kind is GroupedSchedule)
+    assert made(problem.places, GPU).gathers == (kind is not GroupedTiles)
     for places, gpu in ((problem.places, "NVIDIA H100"), (problem.places + 1, GPU)):
         assert made(places, gpu).function.config == modelled(replace(problem, places=places)).config
 

@@ -14,10 +14,10 @@ import torch
 from cute_kernels import __main__ as command_line
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.plan import OUT_KINDS
-from cute_kernels.linear.tuned import FEW
+from cute_kernels.linear.tuned import FEW, MANY
 from cute_kernels.moe.compile import MODELS
 from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.tuned import GroupedCandidate
+from cute_kernels.moe.tuned import RUNS, GroupedCandidate
 from cute_kernels.runtime.tuned import TunedTable
 from cute_kernels.tuning import command, experts
 from cute_kernels.tuning.experts import Experts, ExpertsSubject, random_routing
@@ -45,11 +45,11 @@ class CpuPlan:
 
     @property
     def gathers(self) -> bool:
-        return self.candidate.kernel == FEW or getattr(self.candidate.schedule.config, "digits", False)
+        return self.candidate.kernel in (FEW, RUNS) or getattr(self.candidate.schedule.config, "digits", False)
 
     @property
     def stores_fp32(self) -> bool:
-        return self.candidate.kernel == FEW
+        return self.candidate.kernel in (FEW, RUNS)
 
     def run(self, x, addresses, places, numbers) -> None:
         subject = self.subject
@@ -112,13 +112,17 @@ def test_both_products_of_a_layer_are_subjects():
 
 @pytest.mark.parametrize("form", [Format(), Format(8, 0, True, "fp16")])
 @pytest.mark.parametrize("tokens", [1, 24])
-def test_candidates_of_both_kernels_agree(machine, tokens, form):
-    """Rows by index reach one kernel as they are, and the other one in order; results in fp32 stay so."""
+def test_candidates_of_all_kernels_agree(machine, tokens, form):
+    """Rows by index reach kernels of few rows as they are, and the other one in order; results in fp32 stay so."""
     for subject in subjects(tokens, form=form):
         kernels = {one.kernel for one in subject.candidates}
         calls = subject.calls()
-        assert len(kernels) == 2 and len(calls) == len(subject.names) and None not in calls
-    kinds = {(name[0] == FEW, dtype) for name, dtype in machine.seen}
+        assert (
+            kernels == {FEW, MANY} | ({RUNS} if form == Format() else set())
+            and len(calls) == len(subject.names)
+            and None not in calls
+        )
+    kinds = {(name[0] != MANY, dtype) for name, dtype in machine.seen}
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[form.dtype]
     assert kinds == {(True, dtype), (False, dtype), (True, torch.float32)}
     assert set(machine.brought) == {2 * tokens}

@@ -1,0 +1,84 @@
+"""Compile-time choices of grouped products by runs of whole blocks, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.linear.config import BLOCK_TOKENS, ROW_WARPS, LinearConfig
+from cute_kernels.sm90 import WARP_THREADS
+
+UNIT_K = 128  # inputs that share a scale of x, and of the weights
+ROW_DIGIT_BYTES = 2 * UNIT_K  # both digits of a unit of a row
+ROW_SCALE_BYTES = 4
+ROWS = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)  # of an expert that are multiplied together, at most
+SWIZZLE_BYTES = 1024  # among which 128-byte swizzling exchanges pieces
+LANE_EXPERTS = 4  # of a lane, one after the other, in a round
+ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
+ROUNDS = (1, 2, 4)
+MOST_ROUNDS_OF_TILES = 2  # tiles times rounds of experts that a thread has registers for beside sums of many rows
+
+
+@dataclass(frozen=True)
+class RunConfig(LinearConfig):
+    """A variant whose multiplying warps make digits of x, which stay in shared memory; products are those of bytes.
+
+    The four warps that have the same ``k_warps``-th share of units are a warpgroup. It takes whole stages of the ring,
+    in turn with the others. One warp copies, weights alone.
+
+    Attributes:
+        expert_rounds: of `ROUND_EXPERTS` experts, for which each warp counts entries.
+    """
+
+    expert_rounds: int = 1
+
+    @property
+    def copy_warps(self) -> int:
+        return 1
+
+    @property
+    def stage_warps(self) -> int:
+        return ROW_WARPS
+
+    @property
+    def x_alignment(self) -> int:
+        return SWIZZLE_BYTES
+
+    @property
+    def room_units(self) -> int:
+        """Units whose digits there is room for."""
+        return self.x_bytes // (self.unit_digit_bytes + self.unit_x_scale_bytes)
+
+    @property
+    def unit_digit_bytes(self) -> int:
+        """Digits of a unit of as many rows as there is room for."""
+        return ROW_DIGIT_BYTES * self.max_tokens
+
+    @property
+    def unit_x_scale_bytes(self) -> int:
+        """Their scales."""
+        return ROW_SCALE_BYTES * self.max_tokens
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}_runs{self.expert_rounds}"
+
+    def can_implement(self) -> str | None:
+        choices = {
+            "bits": (4,),
+            "zero_point": (False,),
+            "group_size": (UNIT_K,),
+            "unit_k": (UNIT_K,),
+            "max_tokens": ROWS,
+            "k_warps": (2, 3, 4),
+            "expert_rounds": ROUNDS,
+        }
+        for field, wanted in choices.items():
+            found = getattr(self, field)
+            if found not in wanted:
+                return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
+        if self.num_stages % self.k_warps:
+            # By its parity a use of a stage would be taken for the next but one.
+            return f"num_stages {self.num_stages} is no multiple of the {self.k_warps} warpgroups that take turns"
+        if self.max_tokens > BLOCK_TOKENS and self.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
+            return f"{self.max_tokens} rows of {self.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
+        return super().can_implement()

@@ -1,0 +1,136 @@
+"""How a grouped product by runs of whole blocks is laid out. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
+from cute_kernels.moe.runs.config import ROUND_EXPERTS, ROUNDS, ROWS, UNIT_K, RunConfig
+from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
+from cute_kernels.sm90 import MAX_SHARED_BYTES
+from layouts.weights.hopper import TILE_N
+
+RING_BYTES = 104 * 1024  # of weights, at most
+LEAST_RING_BYTES = 48 * 1024  # what is on its way to an SM, and a stage more for each warpgroup
+SPARE_BYTES = 1024  # of shared memory, for alignment
+
+
+class RunShape(NamedTuple):
+    """How the warpgroups of a CTA share out a block, of entries of so many rows; fields as in `RunConfig`."""
+
+    max_tokens: int
+    n_tiles: int
+    k_warps: int
+    chunk_units: int
+
+
+# What was the fastest somewhere. Of more rows than the first have, the model chooses none: only tables do.
+SHAPES = tuple(RunShape(rows, *shape) for rows in ROWS for shape in ((1, 3, 2), (2, 3, 1)))
+MODELLED_ROWS = ROWS[0]
+# An H200's, fitted to measured times (tests/moe/measured.py).
+START_US = 7.2  # of a launch, until the first weights have come, and of the way out
+BLOCK_US = 0.08  # of a block, beyond the memory's time for it
+LEAST_SHARE = 0.5  # of the time of a round of blocks, however few CTAs have one more
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """How a launch is laid out.
+
+    Attributes:
+        config: the compiled variant.
+        num_tiles: tiles of 64 output features of an expert.
+        units: of the padded K.
+        num_ctas: as many as there are SMs; those without a block end at once.
+        x_slots: sets of digits of an entry that a CTA has room for, 1 or 2.
+    """
+
+    config: RunConfig
+    num_tiles: int
+    units: int
+    num_ctas: int
+    x_slots: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Of an expert."""
+        return -(-self.num_tiles // self.config.n_tiles)
+
+
+def has_few_rows(problem: GroupedProblem) -> bool:
+    """Whether such a product is what serves a problem: experts usually have one entry of rows, or none."""
+    return usual_rows(problem) <= MODELLED_ROWS and any(layouts(problem))
+
+
+def make_runs(problem: GroupedProblem) -> RunLayout:
+    """The fastest layout by the model, of a problem with `has_few_rows`."""
+    found = (layout for layout in layouts(problem) if layout.config.max_tokens == MODELLED_ROWS)
+    return min(found, key=lambda layout: estimate_us(problem, layout))
+
+
+def estimate_us(problem: GroupedProblem, layout: RunLayout) -> float:
+    """Microseconds that the model expects, launch included.
+
+    CTAs have as many blocks as another or one more; SMs take in weights faster where not all of them do.
+    """
+    entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, layout.config.max_tokens)
+    rounds, rest = divmod(entries * layout.num_blocks / layout.num_ctas, 1)
+    block_bytes = layout.units * layout.config.unit_stage_bytes
+    block = layout.num_ctas * block_bytes / MEMORY_BYTES_PER_US + BLOCK_US
+    return START_US + block * (rounds + max(rest, LEAST_SHARE if rest else 0.0))
+
+
+def layouts(problem: GroupedProblem) -> Iterator[RunLayout]:
+    """All that are possible."""
+    for shape in SHAPES:
+        layout = make_layout(problem, shape)
+        if layout is not None and counts(problem, layout) <= MOST_DIVIDED:
+            yield layout
+
+
+def counts(problem: GroupedProblem, layout: RunLayout) -> int:
+    """The largest number that `cute_kernels.moe.work.quotient` is to divide, times the divisor."""
+    blocks = problem.max_entries(layout.config.max_tokens) * layout.num_blocks
+    return blocks * max(layout.num_ctas, layout.num_blocks)
+
+
+def make_layout(problem: GroupedProblem, shape: RunShape) -> RunLayout | None:
+    """With room for the digits of two entries, if the ring is none the shorter for it; None if there is no ring."""
+    units, rest = divmod(problem.k_pad, UNIT_K)
+    if rest or units % shape.chunk_units:
+        return None
+    found = [
+        RunLayout(config, -(-problem.n // TILE_N), units, problem.num_sms, x_slots)
+        for x_slots in (2, 1)
+        if (config := config_of(problem, shape, x_slots * units))
+    ]
+    return max(found, key=lambda layout: layout.config.num_stages, default=None)
+
+
+def config_of(problem: GroupedProblem, shape: RunShape, room_units: int) -> RunConfig | None:
+    """A configuration with room for digits of so many units; None if that leaves no ring."""
+    rounds = next((count for count in ROUNDS if problem.num_experts <= count * ROUND_EXPERTS), None)
+    if rounds is None:
+        return None
+    config = RunConfig(
+        bits=problem.bits,
+        dtype=problem.dtype,
+        group_size=problem.group_size,
+        zero_point=problem.zero_point,
+        unit_k=UNIT_K,
+        epilogue_warps=2,
+        use_pdl=problem.use_pdl,
+        num_stages=shape.k_warps,
+        expert_rounds=rounds,
+        **shape._asdict(),
+    )
+    config = replace(config, x_bytes=room_units * (config.unit_digit_bytes + config.unit_x_scale_bytes))
+    stage = config.stage_bytes
+    room = MAX_SHARED_BYTES - SPARE_BYTES - (config.smem_bytes - config.ring_bytes)
+    stages = min(RING_BYTES // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
+    if stages * stage < LEAST_RING_BYTES:
+        return None
+    config = replace(config, num_stages=stages)
+    return config if config.can_implement() is None else None

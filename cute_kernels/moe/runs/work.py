@@ -1,0 +1,69 @@
+"""What a launch of runs of whole blocks is given, and which blocks a CTA has; :mod:`.schedule` is the host's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32
+
+from cute_kernels.moe.work import quotient
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """Sizes of a launch; run-time integers."""
+
+    n: Any
+    k: Any
+    num_tiles: Any  # of 64 output features of an expert
+    units: Any  # of the padded K
+    num_blocks: Any  # of output features of an expert
+    block_reciprocal: Any  # as `cute_kernels.moe.work.reciprocal`
+    num_ctas: Any
+    cta_reciprocal: Any
+    num_experts: Any
+    places: Any
+    x_slots: Any  # sets of digits that shared memory holds, 1 or 2
+    waits: Any  # whether offsets may be of the kernel before this one
+    activation: Any
+    out_kind: Any
+
+
+@dataclass(frozen=True)
+class RunOperands:
+    """Addresses of a launch. bias and rows are 0 where there is none."""
+
+    x: Any  # [.., k] of the configuration's dtype
+    codes: Any  # of all experts, one after the other; scales too
+    scales: Any
+    bias: Any  # [experts, n] of x's dtype
+    residual: Any  # 0
+    out: Any  # [places, columns]
+    offsets: Any  # int32 [experts + 1]: the first place of each expert
+    rows: Any  # int32 [places]: the row of x at each place, or 0: its own number
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """A CTA's blocks of output features, ``count`` from the ``first`` on, those of all entries counted through."""
+
+    shape: Any
+    first: Any
+    count: Any
+
+    @staticmethod
+    def of(shape, entries, cta) -> BlockRun:
+        """Of ``entries`` entries."""
+        blocks = entries * shape.num_blocks
+        each = quotient(blocks, shape.cta_reciprocal)
+        rest = blocks - each * shape.num_ctas
+        more = cutlass.select_(cta < rest, Int32(1), Int32(0))
+        return BlockRun(shape, cta * each + cutlass.min(cta, rest), each + more)
+
+    def block(self, index) -> tuple[Any, Any]:
+        """(entry, block of its expert) of the ``index``-th."""
+        flat = self.first + index
+        entry = quotient(flat, self.shape.block_reciprocal)
+        return entry, flat - entry * self.shape.num_blocks

@@ -1,0 +1,305 @@
+"""The code of the kernel of runs, thread by thread: copies, waits, digits of entries, blocks' results. Not its own are
+the making of digits, in whose place lie the rows themselves, and what the tensor cores do with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.device import ring
+from cute_kernels.linear import epilogue
+from cute_kernels.linear import kernel as linear_kernel
+from cute_kernels.linear.config import BF16, FP32
+from cute_kernels.linear.experts import PackedExperts, stack_experts
+from cute_kernels.linear.plan import ACTIVATIONS
+from cute_kernels.linear.wgmma import copies, digits
+from cute_kernels.moe import work as moe_work
+from cute_kernels.moe.reference import grouped_linear_reference
+from cute_kernels.moe.runs import finder
+from cute_kernels.moe.runs import kernel as runs_kernel
+from cute_kernels.moe.runs import work as runs_work
+from cute_kernels.moe.runs.config import RunConfig
+from cute_kernels.moe.runs.kernel import EntryRows, RunKernel
+from layouts.transform import unpack
+from layouts.weights import hopper
+from tests.linear.cases import known
+from tests.moe.machine import Machine, unwrapped
+
+MODULES = (ring, linear_kernel, epilogue, copies, digits, moe_work, finder, runs_kernel, runs_work)
+CONFIG = RunConfig(
+    4, "bf16", 128, k_warps=2, chunk_units=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True
+)  # fmt: skip
+ROW_BYTES = 256  # of 128 inputs: as many as their digits take
+HALF = np.float32(0.5)
+
+
+class Rows:
+    """Stands for `EntryRows`: puts twice a row's inputs in the place of its digits, and a half in that of its scale."""
+
+    def __init__(self, test: Launch):
+        self.test, self.real = test, EntryRows(runs_kernel.DigitRoom(test.config))
+
+    def make(self, x, places, begin, end, warp, lane) -> None:
+        machine, tokens = self.test.machine, self.test.config.max_tokens
+        assert begin == 0 and 1 <= x.rows <= tokens and places.x_address % 1024 == 0
+        self.test.begin_entry()
+        if (warp, lane) == (0, 0):
+            self.test.made[machine.cta.block[0]].append((places.x_address, x.rows))
+        shared = machine.cta.shared
+        for row in range(tokens):
+            source = int(self.real.source_row(x, row))  # all lanes ask
+            if row >= x.rows or (row + lane) % self.test.config.math_warps != warp or lane >= 8:
+                continue
+            for unit in range(begin + lane, end, 8):  # each warp and lane its share
+                count = min(max(8 * x.row_pieces - 128 * unit, 0), 128)
+                first = x.address + (source * 8 * x.row_pieces + 128 * unit) * 2
+                values = np.zeros(128, np.float32)
+                values[:count] = 2 * halves(machine.memory, first, count)
+                at = places.x_address + (unit * tokens + row) * ROW_BYTES
+                shared[at : at + ROW_BYTES] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+                at = places.x_scales + (unit * tokens + row) * 4
+                shared[at : at + 4].view(np.float32)[0] = HALF
+        self.test.end_entry()
+
+
+def halves(memory: np.ndarray, address: int, count: int) -> np.ndarray:
+    return (memory[address : address + 2 * count].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+@lru_cache(maxsize=4096)
+def weights(codes: bytes, scales: bytes) -> np.ndarray:
+    """fp64 [64, 128] of a unit of a tile."""
+    blob = torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(1, 2, 2048)
+    values = unpack(hopper.restore(blob, 4), 4).numpy().astype(np.float64) - 8
+    return values * halves(np.frombuffer(scales, np.uint8), 0, 64)[:, None]
+
+
+class Launch:
+    """A launch on the machine of threads.
+
+    made: for each CTA (place of digits, rows) of what it makes digits of; filled, read: times that a stage was filled,
+    and that a warp has read it, (CTA, stage); chunks: of each entry of a CTA; makers, readers: threads that have made
+    an entry's digits, and chunks of it that warps have read, (CTA, entry of the CTA).
+    """
+
+    def __init__(self, config: RunConfig, num_ctas: int, x_slots: int, monkeypatch):
+        self.config, self.num_ctas, self.x_slots = config, num_ctas, x_slots
+        self.machine = Machine(1 << 23)
+        self.machine.install(monkeypatch, *MODULES)
+        self.made: list[list[tuple[int, int]]] = [[] for _ in range(num_ctas)]
+        self.filled: Counter = Counter()
+        self.read: Counter = Counter()
+        self.makers: Counter = Counter()
+        self.readers: Counter = Counter()
+        names = ("row_at", "copy_blocks", "make_digits", "multiply_blocks", "multiply_block", "store_blocks")
+        self.kernel = unwrapped(RunKernel, *names)(config)
+        self.kernel.rows = Rows(self)
+        self.kernel.copy_units, self.kernel.multiply_units = self.copy_units, self.multiply_units
+        stores = ("release", "load_extras", "store", "store_elements")
+        self.kernel.epilogue = unwrapped(epilogue.Epilogue, *stores)(config)
+
+    def begin_entry(self) -> None:
+        """A thread's next entry, in a slot of digits that no warp reads any more."""
+        here = self.machine.here
+        here.entry = getattr(here, "entry", -1) + 1
+        cta, before = here.cta.block[0], here.entry - self.x_slots
+        if before >= 0:
+            assert self.readers[cta, before] == 4 * self.chunks[cta][before], "digits are made that are still read"
+
+    def end_entry(self) -> None:
+        with self.machine.cta.lock:
+            self.makers[self.machine.cta.block[0], self.machine.here.entry] += 1
+
+    def copy_units(self, memory, begins, unit, stage) -> None:
+        """As the kernel, into a stage that all warps of its warpgroup have given back."""
+        place = self.machine.cta.block[0], stage
+        if self.machine.lane == 0:
+            assert self.read[place] == self.filled[place] * 4, "a stage is filled that is still read"
+            self.filled[place] += 1
+        RunKernel.copy_units(self.kernel, memory, begins, unit, stage)
+
+    def multiply_units(self, sums, base, x_offset, place) -> None:
+        """Adds what the tensor cores would to the sums of one thread."""
+        config, shared, entry = self.config, self.machine.cta.shared, self.machine.here.entry
+        cta = self.machine.cta.block[0]
+        assert self.makers[cta, entry] == 32 * config.math_warps, "digits are read that are not all there"
+        if self.machine.warp == config.math_warps - 1:
+            time.sleep(0.1)  # what others do too early is seen
+        for tile in range(config.n_tiles):
+            for unit in range(config.chunk_units):
+                number = tile * config.chunk_units + unit
+                codes = base + number * config.unit_bytes
+                scales = base + config.scale_offset + number * config.unit_scale_bytes
+                w = weights(
+                    shared[codes : codes + config.unit_bytes].tobytes(),
+                    shared[scales : scales + config.unit_scale_bytes].tobytes(),
+                )
+                at = x_offset + unit * config.unit_digit_bytes
+                for i in range(4 * config.token_blocks):
+                    token = i // 4 * 8 + 2 * place.t + i % 2
+                    feature = 16 * place.row_warp + place.g + 8 * (i // 2 % 2)
+                    x = halves(shared, place.x + at + token * ROW_BYTES, 128)
+                    scale_at = place.x_scales + runs_kernel.scale_offset(at) + (token - 2 * place.t) * 4
+                    scale = shared[scale_at : scale_at + 4].view(np.float32)[0]
+                    with np.errstate(invalid="ignore"):
+                        index = tile * 4 * config.token_blocks + i
+                        sums[index] = np.float32(sums[index] + float(w[feature] @ x) * scale)
+        if self.machine.lane == 0:
+            with self.machine.cta.lock:
+                self.read[cta, base // config.stage_bytes] += 1
+                self.readers[cta, entry] += 1
+
+    def run(
+        self,
+        weight: PackedExperts,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        out_dtype: torch.dtype = torch.float32,
+        waits: int = 1,
+    ) -> torch.Tensor:
+        """Results, of which those that are not written are -7."""
+        machine, config = self.machine, self.config
+        n, places = weight.shape[0], (x if rows is None else rows).shape[0]
+        shape = (places, n // 2 if activation == "swiglu" else n)
+        self.codes, self.scales = machine.put(weight.codes), machine.put(weight.scales)
+        out = machine.put(torch.full(shape, -7.0, dtype=out_dtype))
+        given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
+        blocks = [(cta, 0, 0) for cta in range(self.num_ctas)]
+        waiting: list[tuple] = []
+
+        def start(**options):
+            assert options["grid"] == (self.num_ctas, 1, 1) and options["block"][0] == config.num_threads
+            machine.run(lambda: RunKernel.kernel.__wrapped__(self.kernel, *waiting[0]), blocks, config.num_threads)
+
+        self.kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
+        num_tiles, units = weight.codes.shape[1], weight.codes.shape[2] // 2
+        entries = [Counter(one[0] for one in some) for some in blocks_of(self, weight, offsets.diff().tolist())]
+        self.chunks = [[count * units // config.chunk_units for count in some.values()] for some in entries]
+        RunKernel.__call__.__wrapped__(
+            self.kernel, given, self.codes, self.scales, machine.put(bias), out, machine.put(offsets),
+            machine.put(rows), n, num_tiles, units, self.num_ctas, len(weight), places, self.x_slots, waits,
+            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+        )  # fmt: skip
+        return machine.get(out, shape, out_dtype)
+
+
+def config_of(k: int, x_slots: int, **fields: Any) -> RunConfig:
+    config = replace(CONFIG, **fields)
+    units = x_slots * -(-k // 128)
+    config = replace(config, x_bytes=units * (config.unit_digit_bytes + config.unit_x_scale_bytes))
+    assert config.can_implement() is None
+    return config
+
+
+CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
+    "entries of one and of many rows": ((3, 0, 1, 17, 0, 8), 130, 256, 3, 2, {}),
+    "one slot": ((3, 0, 1, 17, 0, 8), 130, 256, 3, 1, {}),
+    "two tiles, the last block of one": ((2, 9, 1, 1), 192, 384, 2, 2, {"n_tiles": 2}),
+    "chunks of two units": ((2, 9, 1), 200, 512, 2, 1, {"chunk_units": 2}),
+    "three warpgroups": ((2, 9, 1), 128, 640, 2, 2, {"k_warps": 3, "num_stages": 6}),
+    "fewer chunks than warpgroups": ((2, 1, 4), 256, 128, 2, 2, {"k_warps": 4, "num_stages": 4}),
+    "more CTAs than blocks": ((0, 1, 0), 128, 128, 4, 2, {}),
+    "one expert has all": ((0, 0, 20, 0), 64, 256, 3, 1, {}),
+    "no rows at all": ((0, 0, 0), 64, 128, 2, 2, {}),
+    "16 rows": ((3, 16, 17, 0, 40), 72, 256, 2, 2, {"max_tokens": 16}),
+    "tails of N and K": ((1, 2, 0, 3), 130, 200, 3, 2, {}),
+    "one buffer": ((3, 1, 9), 192, 128, 2, 1, {"num_buffers": 1}),
+    "two rounds of experts": (tuple(i % 50 == 49 for i in range(150)), 64, 128, 2, 2, {"expert_rounds": 2}),
+    "rows that more than one warp's lanes are read": ((20, 0, 19), 64, 128, 3, 2, {}),
+    "two storing warps": ((3, 8, 1), 64, 128, 1, 2, {"epilogue_warps": 2}),
+}
+
+
+@pytest.mark.parametrize("counts, n, k, num_ctas, x_slots, fields", CASES.values(), ids=list(CASES))
+def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slots, fields, monkeypatch):
+    counts = [int(count) for count in counts]
+    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(len(counts))])
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(7, k, generator=generator).to(torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    places = sum(counts) + 2  # of which two are nobody's
+    rows = torch.randint(0, 7, (places,), generator=generator).int()
+    launch = Launch(config_of(k, x_slots, **fields), num_ctas, x_slots, monkeypatch)
+    found = launch.run(weight, x, offsets, rows)
+    torch.testing.assert_close(found[:-2], exact(x[rows.long()], weight, counts)[:-2], rtol=2e-5, atol=1e-6)
+    assert torch.all(found[-2:] == -7.0)
+    check_copies(launch, weight, counts)
+    check_digits(launch, weight, counts)
+
+
+def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Tensor:
+    """Products with weights that are not rounded."""
+    parts = x.double().split([*counts, x.shape[0] - sum(counts)])
+    dense = [*weight.dequantize(torch.float64), torch.zeros(weight.shape, dtype=torch.float64)]
+    return torch.cat([part @ w.T for part, w in zip(parts, dense, strict=True)]).float()
+
+
+def blocks_of(launch: Launch, weight: PackedExperts, counts: list[int]) -> list[list[tuple[int, int, int]]]:
+    """For each CTA (entry, expert, block), in order: plain Python."""
+    per_expert = -(-weight.codes.shape[1] // launch.config.n_tiles)
+    tokens = launch.config.max_tokens
+    experts = [expert for expert, count in enumerate(counts) for _ in range(0, count, tokens)]
+    every = [(i, expert, block) for i, expert in enumerate(experts) for block in range(per_expert)]
+    each, rest = divmod(len(every), launch.num_ctas)
+    return [every[i * each + min(i, rest) : (i + 1) * each + min(i + 1, rest)] for i in range(launch.num_ctas)]
+
+
+def check_copies(launch: Launch, weight: PackedExperts, counts: list[int]) -> None:
+    """Each CTA copies every unit of its blocks once, in their order."""
+    config, (_, tiles, count, _) = launch.config, weight.codes.shape
+    units = count // 2
+    runs = (
+        (launch.codes, weight.codes.nbytes, config.unit_bytes),
+        (launch.scales, weight.scales.nbytes, config.unit_scale_bytes),
+    )
+    for first, size, unit_bytes in runs:
+        for cta, blocks in enumerate(blocks_of(launch, weight, counts)):
+            wanted = [
+                (((expert * tiles + min(block * config.n_tiles + i, tiles - 1)) * units + unit) * unit_bytes)
+                for _, expert, block in blocks
+                for unit in range(0, units, config.chunk_units)
+                for i in range(config.n_tiles)
+            ]
+            copied = [c for c in launch.machine.copies if c[0][0] == cta and first <= c[1] < first + size]
+            assert [source - first for _, source, _ in copied] == wanted
+            assert {c[2] for c in copied} <= {config.chunk_units * unit_bytes}
+    assert len(launch.machine.copies) == 2 * config.n_tiles * sum(launch.filled.values())
+
+
+def check_digits(launch: Launch, weight: PackedExperts, counts: list[int]) -> None:
+    """A CTA makes the digits of an entry once, in slots that take turns."""
+    config, units = launch.config, weight.codes.shape[2] // 2
+    rows = [min(config.max_tokens, count - i) for count in counts for i in range(0, count, config.max_tokens)]
+    for made, blocks in zip(launch.made, blocks_of(launch, weight, counts), strict=True):
+        entries = list(dict.fromkeys(entry for entry, _, _ in blocks))
+        assert [count for _, count in made] == [rows[entry] for entry in entries]
+        places = [place for place, _ in made]
+        pitch = units * config.unit_digit_bytes
+        slots = [min(places) + i % launch.x_slots * pitch for i in range(len(made))]
+        assert places == slots
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+def test_bias_activation_and_output_dtype_are_the_experts(activation, monkeypatch):
+    n, k = 132, 128
+    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(3)])
+    x = torch.randn(12, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    bias = torch.randn(3, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    offsets = torch.tensor([0, 2, 2, 12], dtype=torch.int32)
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
+    found = Launch(config_of(k, 2), 3, 2, monkeypatch).run(weight, x, offsets, None, **options, waits=0)
+    torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
