@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.timing import time_cold_in_turn
+from bench.timing import SHIFT_ROUNDS, order_of, time_cold_in_turn
 from cute_kernels.tuning import timing
 from cute_kernels.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, ColdTimer
 
@@ -97,3 +97,13 @@ def test_a_calls_time_does_not_depend_on_where_it_stands(monkeypatch, counts):
         assert [timing.median_us for timing in times.values()] == pytest.approx([3.4] * len(counts))
         assert [timing.min_us for timing in times.values()] == pytest.approx([3.1] * len(counts))
         assert ColdTimer("cpu")([gpu.launch(n, PLACES_US) for n in counts]) == pytest.approx([3.4] * len(counts))
+
+
+def test_calls_do_not_always_follow_the_same_one():
+    """A long call under the power limit has the clock that the one before it leaves."""
+    names = ["cuBLAS", "Marlin", "Machete", "QuACK", "served"]
+    few = [order_of(names, sample, 9) for sample in range(9)]
+    assert all(sorted(order) == sorted(names) for order in few)
+    assert len({order[order.index("served") - 1] for order in few}) > 2
+    many = [order_of(names, sample, 2 * SHIFT_ROUNDS) for sample in range(2 * SHIFT_ROUNDS)]
+    assert many[0] == many[SHIFT_ROUNDS - 1] != many[SHIFT_ROUNDS]
