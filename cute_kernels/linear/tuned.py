@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -116,11 +116,11 @@ def worth_measuring(problem: Problem) -> list[Candidate[Schedule | TileSchedule]
     return shortlist(candidates(problem), modelled(problem))
 
 
-def shortlist(found: Iterable[Candidate[S]], first: S, kernels: Sequence[str] = (FEW, MANY)) -> list[Candidate[S]]:
+def shortlist(found: Iterable[Candidate[S]], first: S) -> list[Candidate[S]]:
     """The candidate of the schedule ``first``, then of each kernel those that are expected to be the fastest."""
     found = list(dict.fromkeys(found))
     kept = [one for one in found if one.schedule == first]
-    for kernel in kernels:
+    for kernel in dict.fromkeys(one.kernel for one in found):
         expected = sorted((one for one in found if one.kernel == kernel), key=lambda one: one.estimate_us)
         cuts = Counter(one.schedule.config for one in kept)
         taken = 0

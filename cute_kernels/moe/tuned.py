@@ -82,7 +82,7 @@ def modelled(problem: GroupedProblem) -> GroupedLayout:
 
 def worth_measuring(problem: GroupedProblem) -> list[GroupedCandidate]:
     """What is taken without a table, first, and of each kernel the layouts that are expected to be fast."""
-    return shortlist(candidates(problem), modelled(problem), (FEW, RUNS, MANY))
+    return shortlist(candidates(problem), modelled(problem))
 
 
 def chosen(problem: GroupedProblem, gpu: str) -> GroupedLayout:

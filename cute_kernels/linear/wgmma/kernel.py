@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx, wgmma
-from cute_kernels.device.ring import advance
+from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
 from cute_kernels.linear.wgmma.config import (
     BOX_K,
@@ -259,10 +259,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         config = self.config
         if config.turns == 1:
             return advance(stage, phase, config.num_stages)
-        stage = stage + config.turns
-        wrapped = stage >= config.num_stages
-        stage = cutlass.select_(wrapped, stage - config.num_stages, stage)
-        return stage, cutlass.select_(wrapped, phase ^ 1, phase)
+        return advance_by(config.turns, stage, phase, config.num_stages)
 
     def nothing(self, shape, lane):
         """0 that the compiler does not know, and takes for different in each lane.

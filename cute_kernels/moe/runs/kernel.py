@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import ptx, wgmma
-from cute_kernels.device.ring import advance
+from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import BLOCK_TOKENS, ROW_WARPS
 from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, LinearKernel
 from cute_kernels.linear.wgmma.copies import product
@@ -349,10 +349,7 @@ class RunKernel(LinearKernel):
             if lane == 0:
                 cute.arch.mbarrier_arrive(memory.empty + stage)
             following = unit + config.k_warps * chunk
-            stage = stage + config.k_warps
-            wrapped = stage >= config.num_stages
-            stage = cutlass.select_(wrapped, stage - config.num_stages, stage)
-            phase = cutlass.select_(wrapped, phase ^ 1, phase)
+            stage, phase = advance_by(config.k_warps, stage, phase, config.num_stages)
         return stage, phase, (following - shape.units) // chunk
 
     def multiply_units(self, sums, base, x_offset, place: DigitLane) -> None:
