@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import ring as stages
 from cute_kernels.linear import decode
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import Problem
@@ -141,7 +142,7 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     monkeypatch.setattr(resident_units, "Int32", int)
     monkeypatch.setattr(resident_kernel, "Int32", int)
     monkeypatch.setattr(kernel, "Int32", int)
-    monkeypatch.setattr(kernel.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
+    monkeypatch.setattr(stages.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
     monkeypatch.setattr(kernel, "advance", lambda at, phase, n: ((at + 1) % n, phase ^ (at + 1 == n)))
     monkeypatch.setattr(resident_units, "const_expr", lambda value: value)
     for owner, name in JITTED:

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cute_kernels.device import ring
 from cute_kernels.linear.wgmma import kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 
@@ -28,6 +29,7 @@ def stepping(monkeypatch) -> list[tuple[int, int]]:
         range=lambda begin, end, step, unroll: range(begin, end, step), select_=lambda which, a, b: a if which else b
     )
     monkeypatch.setattr(kernel, "cutlass", loops)
+    monkeypatch.setattr(ring, "cutlass", loops)
     monkeypatch.setattr(kernel, "Int32", int)
     return waited
 
