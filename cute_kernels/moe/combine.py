@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.moe.config import COMBINE_BATCH, COMBINE_THREADS, COMBINE_VECTOR, CombineConfig
@@ -30,16 +30,19 @@ class CombineKernel:
         places: Int64,
         weights: Int64,
         topk: Int32,
+        num_experts: Int32,
         stream,
     ):
         """Launches over (columns, tokens).
 
         out: [tokens, n] of the configuration's dtype. Addresses: results [places, n] of its source, on 16 bytes; places
-        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights fp32 [tokens, topk].
+        int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights fp32 [tokens, topk]. With
+        ``id_bits`` places are the assignments' own, and what is given instead of them are ids of experts, of which
+        those outside 0 to num_experts - 1 count for nothing.
         """
         shape: Any = out.shape
         tokens, n = shape
-        self.kernel(results, places, weights, ptx.address(out), n, topk).launch(
+        self.kernel(results, places, weights, ptx.address(out), n, topk, num_experts).launch(
             grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
             block=(COMBINE_THREADS, 1, 1),
             use_pdl=self.config.use_pdl,
@@ -47,7 +50,9 @@ class CombineKernel:
         )
 
     @cute.kernel
-    def kernel(self, results: Int64, places: Int64, weights: Int64, out: Int64, n: Int32, topk: Int32):
+    def kernel(
+        self, results: Int64, places: Int64, weights: Int64, out: Int64, n: Int32, topk: Int32, num_experts: Int32
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, token, _ = cute.arch.block_idx()
         column = (block * COMBINE_THREADS + thread) * COMBINE_VECTOR
@@ -59,13 +64,12 @@ class CombineKernel:
         first = Int64(token) * topk
         if column < n:
             for begin in cutlass.range(0, topk, COMBINE_BATCH, unroll=1):
-                self.add_batch(sums, results, places + (first + begin) * 4, weights + (first + begin) * 4, topk - begin,
-                               column, n)  # fmt: skip
+                self.add_batch(sums, results, places, weights, first + begin, topk - begin, num_experts, column, n)
             self.store(sums, out, Int64(token) * n + column, n - column)
 
     @cute.jit
-    def add_batch(self, sums, results, places, weights, count, column, n):
-        """Adds up to COMBINE_BATCH rows; all of them are asked for before the first is used."""
+    def add_batch(self, sums, results, places, weights, first, count, num_experts, column, n):
+        """Adds the rows of up to COMBINE_BATCH assignments; all of them are asked for before the first is used."""
         chosen = cute.make_rmem_tensor(COMBINE_BATCH, Int32)
         shares = cute.make_rmem_tensor(COMBINE_BATCH, Float32)
         values = cute.make_rmem_tensor(COMBINE_BATCH * COMBINE_VECTOR, Float32)
@@ -74,8 +78,9 @@ class CombineKernel:
             chosen[i] = Int32(-1)
             shares[i] = Float32(0.0)
             if i < count:
-                chosen[i] = Int32(ptx.load_global_words(places, 4 * i, 1, constant=False)[0])
-                shares[i] = ptx.load_global_words(weights, 4 * i, 1, constant=False)[0].bitcast(Float32)
+                chosen[i] = self.place_of(places, first, i, num_experts)
+                share = ptx.load_global_words(weights + first * 4, 4 * i, 1, constant=False)
+                shares[i] = share[0].bitcast(Float32)
         for i in cutlass.range_constexpr(COMBINE_BATCH):
             source = results + (Int64(chosen[i]) * n + column) * self.source_bytes
             if (chosen[i] >= 0) & (n % COMBINE_VECTOR == 0):
@@ -90,6 +95,17 @@ class CombineKernel:
             if chosen[i] >= 0:  # else a weight of any kind counts for nothing
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
+
+    def place_of(self, places, first, i: int, num_experts):
+        """The row of the results of the ``i``-th assignment from the ``first`` on, -1 if there is none."""
+        words = max(self.config.id_bits // 32, 1)
+        low, *high = ptx.load_global_words(places + first * (4 * words), 4 * words * i, words, constant=False)
+        if not self.config.id_bits:
+            return Int32(low)
+        known = low < Uint32(num_experts)
+        for word in high:
+            known = known & (word == 0)
+        return cutlass.select_(known, Int32(first) + i, Int32(-1))
 
     @property
     def source_bytes(self) -> int:

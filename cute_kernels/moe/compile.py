@@ -19,6 +19,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
 NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS = 6, 10  # of one in digits that its CTAs make,
+NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 12  # of that among assignments as they are,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
 NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
@@ -74,6 +75,8 @@ class RunSpec(GroupedSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         own = _modules("compile", "runs/config", "runs/finder", "runs/kernel", "runs/work", "schedule", "work")
+        if self.config.assigned:
+            own += _modules("runs/assigned", "runs/assignments")
         return *own, *linear_wgmma.digit_roots(), *linear.LinearSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
@@ -149,6 +152,7 @@ def shipped_specs() -> list[KernelSpec]:
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
     small += [CombineSpec(CombineConfig("bf16", "bf16")), CombineSpec(CombineConfig("fp16", "fp16"))]
+    small += [CombineSpec(CombineConfig("bf16", id_bits=bits)) for bits in (32, 64)]
     return [*small, *(GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")), *specs]
 
 
@@ -184,11 +188,15 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
 
 def compile_runs(config: RunConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
+    from cute_kernels.moe.runs.assigned import AssignedRunKernel
     from cute_kernels.moe.runs.kernel import RunKernel
 
     check_config(config)
     counts = (NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS)
-    return compile_matrix_kernel(RunKernel(config), config.dtype, counts, arch, *options)
+    if config.assigned:
+        counts = (NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS)
+    kernel = (AssignedRunKernel if config.assigned else RunKernel)(config)
+    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
@@ -230,4 +238,4 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     any_place: dict[str, int] = {"divisibility": 1, "assumed_align": 4 if config.dtype == "fp32" else 2}
-    return compile_matrix_kernel(CombineKernel(config), config.dtype, (3, 1), arch, *options, **any_place)
+    return compile_matrix_kernel(CombineKernel(config), config.dtype, (3, 2), arch, *options, **any_place)

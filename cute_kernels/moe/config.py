@@ -52,11 +52,13 @@ class CombineConfig:
     Attributes:
         dtype: of the output, "bf16", "fp16" or "fp32".
         source: of the results that are added up.
+        id_bits: of an expert's id, 32 or 64, where results lie in the order of assignments; 0 where places say how.
         use_pdl: programmatic dependent launch.
     """
 
     dtype: str = "bf16"
     source: str = "fp32"
+    id_bits: int = 0
     use_pdl: bool = True
 
     @property
@@ -66,14 +68,15 @@ class CombineConfig:
     @property
     def name(self) -> str:
         source = "" if self.source == "fp32" else f"_of_{self.source}"
-        return f"moe_combine_{self.dtype}{source}{'_pdl' if self.use_pdl else ''}"
+        ids = f"_i{self.id_bits}" if self.id_bits else ""
+        return f"moe_combine_{self.dtype}{source}{ids}{'_pdl' if self.use_pdl else ''}"
 
     def can_implement(self) -> str | None:
         """Why this configuration cannot be compiled, or None."""
         for name in ("dtype", "source"):
             if getattr(self, name) not in OUT_DTYPES:
                 return f"{name} {getattr(self, name)!r} is not one of {', '.join(OUT_DTYPES)}"
-        return None
+        return None if self.id_bits in (0, 32, 64) else f"id_bits {self.id_bits!r} is not 0, 32 or 64"
 
 
 @dataclass(frozen=True)

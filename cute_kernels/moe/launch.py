@@ -110,6 +110,8 @@ class GroupedLaunch:
             x = _aligned(x)
         if out is None:
             out = empty_strided(*self.new_out)
+        if expert_offsets.data_ptr() % VECTOR_BYTES:
+            expert_offsets = expert_offsets.clone()
         offsets, row_index = expert_offsets.data_ptr(), _address(rows)
         if self.gather is not None:
             source, x = x, empty_strided(*self.new_gathered)
@@ -125,10 +127,7 @@ def grouped_launch_of(
 ) -> GroupedLaunch:
     """The launch of calls with at least one place; by_rows: whether rows of x are named."""
     index, vector = form.device_index, VECTOR_BYTES // form.dtype.itemsize
-    plan = plan_of(
-        places, form.num_experts, form.n, form.k, form.k_pad, form.bits, form.dtype, form.group_size, form.has_zeros,
-        index,
-    )  # fmt: skip
+    plan = plan_of(places, form)
     return GroupedLaunch(
         device_index=index,
         places=places,

@@ -20,14 +20,20 @@ from cute_kernels.linear.launch import VECTOR_BYTES, _aligned
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.moe.launch import DTYPE_NAMES, Weights, addresses_of
 from cute_kernels.moe.plan import (
+    AssignedIds,
+    AssignedPlan,
     GroupedPlan,
     ProductPlan,
     RunPlan,
     combine_function,
     gather_function,
+    layout_of,
+    make_assigned_plan,
     plan_of,
     routing_function,
 )
+from cute_kernels.moe.runs.config import MOST_ASSIGNMENTS
+from cute_kernels.moe.runs.schedule import RunLayout, among_assignments
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
 from cute_kernels.runtime.plans import MAX_PLANS
 
@@ -66,8 +72,7 @@ class MoePlan:
 
     Attributes:
         device_index: of the GPU.
-        gather: what lays rows of x in the order of the places, or None where the first product takes them by index.
-        new_gathered, new_out: what those rows, and a result, are made of.
+        new_out: what a result is made of.
         first, second: the numbers of each product: n, activation, kind of the output.
         pads: whether rows of x, and of hidden activations, must be made whole vectors.
     """
@@ -76,12 +81,7 @@ class MoePlan:
     num_places: int
     num_experts: int
     topk: int
-    routing: Callable[..., Any]
-    gather: Callable[..., Any] | None
-    new_gathered: Blank
     new_out: Blank
-    gate_up: ProductPlan
-    down: ProductPlan
     combine: Callable[..., Any]
     first: tuple[int, int, int]
     second: tuple[int, int, int]
@@ -99,8 +99,8 @@ class MoePlan:
     ) -> torch.Tensor:
         """Launches on the current stream of the plan's device: ``out`` [tokens, n], contiguous, or a new one.
 
-        x: [tokens, K], topk_ids and topk_weights as of `cute_kernels.moe.fused_moe`, any strides. One flat function, as
-        each layer of each decoding step of a model waits for it.
+        x: [tokens, K], topk_ids and topk_weights as of `cute_kernels.moe.fused_moe`, any strides. Few and flat calls,
+        as each layer of each decoding step of a model waits for it.
         """
         index = self.device_index
         if index != torch._C._cuda_getDevice():
@@ -118,6 +118,30 @@ class MoePlan:
             x = _aligned(x)
         if out is None:
             out = empty_strided(*self.new_out)
+        self.launch(x, gate_up, down, topk_ids, topk_weights, out)
+        return out
+
+    def launch(self, x, gate_up, down, topk_ids, topk_weights, out) -> None:
+        """As `run`, of contiguous tensors, x on 16 bytes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SortedMoePlan(MoePlan):
+    """A layer whose assignments are sorted by expert first.
+
+    Attributes:
+        gather: what lays rows of x in the order of the places, or None where the first product takes them by index.
+        new_gathered: what those rows are made of.
+    """
+
+    routing: Callable[..., Any]
+    gather: Callable[..., Any] | None
+    new_gathered: Blank
+    gate_up: ProductPlan
+    down: ProductPlan
+
+    def launch(self, x, gate_up, down, topk_ids, topk_weights, out) -> None:
         scratch = self.scratch
         hidden = empty_strided(*scratch.hidden)
         base = hidden.data_ptr()
@@ -131,8 +155,25 @@ class MoePlan:
         if self.pads[1]:
             hidden = _aligned(hidden)
         self.down.run(hidden, (*addresses_of(down), 0, results), (offsets, 0), self.second)
-        self.combine(out, results, places, topk_weights.data_ptr(), self.topk)
-        return out
+        self.combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts)
+
+
+@dataclass(frozen=True)
+class AssignedMoePlan(MoePlan):
+    """A layer of so few assignments that the products find their rows among them as they are."""
+
+    gate_up: AssignedPlan
+    down: AssignedPlan
+
+    def launch(self, x, gate_up, down, topk_ids, topk_weights, out) -> None:
+        hidden = empty_strided(*self.scratch.hidden)
+        base, ids = hidden.data_ptr(), topk_ids.data_ptr()
+        results = base + self.scratch.results
+        self.gate_up.run(x, (*addresses_of(gate_up), 0, base), ids, self.first)
+        if self.pads[1]:
+            hidden = _aligned(hidden)
+        self.down.run(hidden, (*addresses_of(down), 0, results), ids, self.second)
+        self.combine(out, results, ids, topk_weights.data_ptr(), self.topk, self.num_experts)
 
 
 @lru_cache(maxsize=MAX_PLANS)
@@ -140,33 +181,64 @@ def moe_plan_of(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, out_dtype: torch.dtype
 ) -> MoePlan:
     """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64."""
-    dtype, index, num_experts = gate_up.dtype, gate_up.device_index, gate_up.num_experts
     num_places = tokens * topk
-    plans = [
-        plan_of(num_places, num_experts, w.n, w.k, w.k_pad, w.bits, dtype, w.group_size, w.has_zeros, index)
-        for w in (gate_up, down)
-    ]
-    first, second = plans
-    if isinstance(first, GroupedPlan | RunPlan) and isinstance(second, GroupedPlan | RunPlan):
-        # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
-        plans[1] = replace(second, waits=False)
+    plans = assigned_plans(tokens, topk, id_bits, gate_up, down) or sorted_plans(num_places, gate_up, down)
+    few = isinstance(plans[0], AssignedPlan)
+    dtype, index = gate_up.dtype, gate_up.device_index
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
     between = torch.float32 if plans[1].stores_fp32 else dtype
     name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize
-    return MoePlan(
-        device_index=index,
-        num_places=num_places,
-        num_experts=num_experts,
-        topk=topk,
+    result_bytes = num_places * down.n * between.itemsize
+    common = {
+        "device_index": index,
+        "num_places": num_places,
+        "num_experts": gate_up.num_experts,
+        "topk": topk,
+        "new_out": blank((tokens, down.n), out_dtype),
+        "combine": combine_function(DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0, index),
+        "first": (gate_up.n, SWIGLU, OUT_KINDS[dtype]),
+        "second": (down.n, NO_ACTIVATION, OUT_KINDS[between]),
+        "pads": (bool(gate_up.k % vector), bool(down.k % vector)),
+        "scratch": Scratch.of(num_places, gate_up.num_experts, down.k, result_bytes, dtype),
+        "gate_up": plans[0],
+        "down": plans[1],
+    }
+    if few:
+        return AssignedMoePlan(**common)
+    return SortedMoePlan(
+        **common,
         routing=routing_function(id_bits, index),
         gather=None if plans[0].gathers else gather_function(name, index),
         new_gathered=blank((num_places, -(-gate_up.k // vector) * vector), dtype),
-        new_out=blank((tokens, down.n), out_dtype),
-        gate_up=plans[0],
-        down=plans[1],
-        combine=combine_function(DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], index),
-        first=(gate_up.n, SWIGLU, OUT_KINDS[dtype]),
-        second=(down.n, NO_ACTIVATION, OUT_KINDS[between]),
-        pads=(bool(gate_up.k % vector), bool(down.k % vector)),
-        scratch=Scratch.of(num_places, num_experts, down.k, num_places * down.n * between.itemsize, dtype),
     )
+
+
+def assigned_plans(
+    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm
+) -> tuple[AssignedPlan, AssignedPlan] | None:
+    """The plans of both products where they find assignments as they are; None if there are too many, or one does not.
+
+    No launch of the first lets another begin before it has waited for the ids, so the second need not.
+    """
+    count = tokens * topk
+    if count > MOST_ASSIGNMENTS:
+        return None
+    found = []
+    for form, row_assignments, waits in ((gate_up, topk, True), (down, 1, False)):
+        layout = layout_of(count, form)
+        layout = among_assignments(layout) if isinstance(layout, RunLayout) else None
+        if layout is None:
+            return None
+        ids = AssignedIds(count, id_bits // 32, row_assignments, waits)
+        found.append((layout, ids, form.num_experts, form.device_index))
+    first, second = (make_assigned_plan(*plan) for plan in found)
+    return first, second
+
+
+def sorted_plans(places: int, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[ProductPlan, ProductPlan]:
+    """The plans of both products of sorted assignments."""
+    first, second = plan_of(places, gate_up), plan_of(places, down)
+    if isinstance(first, GroupedPlan | RunPlan) and isinstance(second, GroupedPlan | RunPlan):
+        # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
+        second = replace(second, waits=False)
+    return first, second

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.wgmma.digit_launch import DigitRows, digit_rows
 from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec, RunSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.runs.schedule import RunLayout, row_factor
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedLayout, chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -82,6 +83,42 @@ class RunPlan:
         self.function(x, codes, scales, bias, out, *routing, n, *self.sizes, self.waits, activation, out_kind)
 
 
+class AssignedIds(NamedTuple):
+    """The ids of a few assignments' experts, as a product is given them.
+
+    count: of all; id_words: of 32 bits, of an id; row_assignments: neighbours that have a row of x together; waits: as
+    of `GroupedPlan`.
+    """
+
+    count: int
+    id_words: int
+    row_assignments: int
+    waits: bool
+
+
+@dataclass(frozen=True)
+class AssignedPlan:
+    """A product of a few assignments as a router leaves them, in digits that its CTAs make: no launch sorts them.
+
+    Attributes:
+        sizes: between n and ``waits`` among the function's arguments.
+        waits: as of `GroupedPlan`, of the ids.
+    """
+
+    function: Callable[..., Any]
+    layout: RunLayout
+    sizes: tuple[int, ...]
+    waits: bool
+    gathers: bool = True
+    stores_fp32: bool = True
+
+    def run(self, x: torch.Tensor, addresses: tuple[int, ...], ids: int, numbers: tuple[int, ...]):
+        """As :meth:`GroupedPlan.run`; ids: address of the assignments' experts."""
+        codes, scales, _, bias, out = addresses
+        n, activation, out_kind = numbers
+        self.function(x, codes, scales, bias, out, ids, n, *self.sizes, self.waits, activation, out_kind)
+
+
 @dataclass(frozen=True)
 class TilesPlan:
     """A product of many rows an expert, which takes the rows of x in the order of the places."""
@@ -129,32 +166,28 @@ ProductPlan = GroupedPlan | RunPlan | TilesPlan | DigitsPlan
 
 
 @lru_cache(maxsize=4096)
-def plan_of(
-    places: int,
-    num_experts: int,
-    n: int,
-    k: int,
-    k_pad: int,
-    bits: int,
-    dtype: torch.dtype,
-    group_size: int,
-    zero_point: bool,
-    device: int,
-) -> ProductPlan:
-    """The plan of a grouped product on a CUDA device."""
+def layout_of(places: int, form: ExpertsForm) -> GroupedLayout:
+    """How a grouped product on a CUDA device is laid out."""
+    device = form.device_index
     problem = GroupedProblem(
         places=places,
-        num_experts=num_experts,
-        n=n,
-        k=k,
-        k_pad=k_pad,
-        bits=bits,
-        dtype=DTYPES[dtype],
-        group_size=group_size,
-        zero_point=zero_point,
+        num_experts=form.num_experts,
+        n=form.n,
+        k=form.k,
+        k_pad=form.k_pad,
+        bits=form.bits,
+        dtype=DTYPES[form.dtype],
+        group_size=form.group_size,
+        zero_point=form.has_zeros,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-    return make_product_plan(chosen(problem, torch.cuda.get_device_name(device)), places, num_experts, device)
+    return chosen(problem, torch.cuda.get_device_name(device))
+
+
+@lru_cache(maxsize=4096)
+def plan_of(places: int, form: ExpertsForm) -> ProductPlan:
+    """The plan of a grouped product on a CUDA device."""
+    return make_product_plan(layout_of(places, form), places, form.num_experts, form.device_index)
 
 
 def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> ProductPlan:
@@ -190,6 +223,13 @@ def make_run_plan(layout: RunLayout, places: int, num_experts: int, device_index
     return RunPlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
 
 
+def make_assigned_plan(layout: RunLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
+    """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
+    sizes = layout.num_tiles, layout.units, layout.num_ctas, num_experts, ids.count, layout.x_slots
+    function = load(RunSpec(layout.config), arch_of(device_index))
+    return AssignedPlan(function, layout, (*sizes, ids.id_words, row_factor(ids.row_assignments)), ids.waits)
+
+
 def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
     sizes = tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas
@@ -215,9 +255,9 @@ def routing_function(id_bits: int, device_index: int) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def combine_function(dtype: str, source: str, device_index: int) -> Callable[..., Any]:
-    """The kernel that adds up results."""
-    return load(CombineSpec(CombineConfig(dtype, source)), arch_of(device_index))
+def combine_function(dtype: str, source: str, id_bits: int, device_index: int) -> Callable[..., Any]:
+    """The kernel that adds up results; id_bits: as of `CombineConfig`."""
+    return load(CombineSpec(CombineConfig(dtype, source, id_bits)), arch_of(device_index))
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,8 @@ ROWS = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)  # of an expert that are multiplied toge
 LANE_EXPERTS = 4  # of a lane, one after the other, in a round
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)
+MOST_ASSIGNMENTS = WARP_THREADS  # that are found as they are, one a lane
+ROW_BITS = 16  # of the factor that is a division of an assignment's number: exact below 2**(ROW_BITS / 2)
 MOST_ROUNDS_OF_TILES = 2  # tiles times rounds of experts that a thread has registers for beside sums of many rows
 
 
@@ -27,9 +29,11 @@ class RunConfig(LinearConfig):
 
     Attributes:
         expert_rounds: of `ROUND_EXPERTS` experts, for which each warp counts entries.
+        assigned: whether warps find entries among assignments as they are, one a lane, instead of sorted ones.
     """
 
     expert_rounds: int = 1
+    assigned: bool = False
 
     @property
     def copy_warps(self) -> int:
@@ -60,7 +64,7 @@ class RunConfig(LinearConfig):
 
     @property
     def name(self) -> str:
-        return f"{super().name}_runs{self.expert_rounds}"
+        return f"{super().name}_{'assigned' if self.assigned else f'runs{self.expert_rounds}'}"
 
     def can_implement(self) -> str | None:
         choices = {
@@ -81,4 +85,6 @@ class RunConfig(LinearConfig):
             return f"num_stages {self.num_stages} is no multiple of the {self.k_warps} warpgroups that take turns"
         if self.max_tokens > BLOCK_TOKENS and self.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
             return f"{self.max_tokens} rows of {self.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
+        if self.assigned and (self.max_tokens > BLOCK_TOKENS or self.expert_rounds > 1):
+            return f"assignments are found by {BLOCK_TOKENS} rows an entry, not {self.max_tokens}, in one round"
         return super().can_implement()

@@ -17,7 +17,6 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.moe.runs.config import LANE_EXPERTS, ROUND_EXPERTS
-from cute_kernels.sm90 import WARP_THREADS
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,12 @@ class Entry:
     """Rows of an expert that are multiplied together; run-time integers, the same in all lanes."""
 
     expert: Any
-    first_row: Any
+    first_place: Any
     rows: Any
+
+    def place(self, row):
+        """Of its ``row``-th row."""
+        return self.first_place + row
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,12 @@ class ExpertFinder:
         bits = entry_rows.bit_length() - 1
         for ends in places:
             counts = [(end - begin + (entry_rows - 1)) >> bits for begin, end in pairwise(ends)]
-            own = sum(counts, Int32(0))
-            behind = own
-            for step in range(5):
-                other = cute.arch.shuffle_sync_up(behind, 1 << step, mask_and_clamp=0)
-                behind = behind + cutlass.select_(lane >= (1 << step), other, Int32(0))
-            reached = [total + (behind - own)]
+            earlier, all_ = sums_before(sum(counts, Int32(0)), lane)
+            reached = [total + earlier]
             for count in counts:
                 reached.append(reached[-1] + count)
             before.append(reached)
-            total = total + cute.arch.shuffle_sync(behind, WARP_THREADS - 1)
+            total = total + all_
         return ExpertFinder(places, before, cute.arch.make_warp_uniform(total), lane, entry_rows)
 
     def find(self, number) -> Entry:
@@ -86,15 +85,42 @@ class ExpertFinder:
         return Entry(*(cute.arch.make_warp_uniform(value) for value in (expert, first, rows)))
 
 
-def load_places(offsets, num_experts, rounds: int, lane) -> list[list[Any]]:
-    """Where a lane's experts' places begin and the last one's end, [round][expert + 1].
+@cute.jit
+def sums_before(count, lane):
+    """(sum over the lanes before, sum over all lanes) of numbers that are not negative.
 
-    offsets: address of int32 [num_experts + 1], of at most ``rounds`` times `ROUND_EXPERTS` experts.
+    A vote for each of their bits, of which there are one or two: each instruction is a new one, and a scan would have
+    five trips through the shuffling unit.
+    """
+    before, total = Int32(0), Int32(0)
+    earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
+    rest, shift = Uint32(count), Uint32(0)
+    while cute.arch.vote_any_sync(rest != 0):
+        lanes = Uint32(cute.arch.vote_ballot_sync((rest & 1) != 0))
+        before = before + Int32(Uint32(cute.arch.popc(lanes & earlier)) << shift)
+        total = total + Int32(Uint32(cute.arch.popc(lanes)) << shift)
+        rest = rest >> 1
+        shift = shift + 1
+    return before, total
+
+
+@cute.jit
+def load_places(offsets, num_experts, rounds: int, lane):
+    """Where a lane's experts' places begin and the last one's end, [round][expert + 1]; 0 of experts there are not.
+
+    offsets: address, on 16 bytes, of int32 [num_experts + 1], of at most ``rounds`` times `ROUND_EXPERTS` experts, a
+    multiple of `LANE_EXPERTS`.
     """
     places = []
-    for i in range(rounds):
+    for i in cutlass.range_constexpr(rounds):
         first = i * ROUND_EXPERTS + lane * LANE_EXPERTS
-        # Behind the last expert the same end again, so no rows.
-        addresses = [offsets + Int64(cutlass.min(first + j, num_experts)) * 4 for j in range(LANE_EXPERTS + 1)]
-        places.append([Int32(ptx.load_global_words(at, 0, 1, constant=False)[0]) for at in addresses])
+        ends = cute.make_rmem_tensor(LANE_EXPERTS + 1, Int32)
+        ends.fill(0)
+        if first < num_experts:
+            address = offsets + Int64(first) * 4
+            begins = ptx.load_global_words(address, 0, LANE_EXPERTS, constant=False)
+            (end,) = ptx.load_global_words(address, 4 * LANE_EXPERTS, 1, constant=False)
+            for j, word in enumerate([*begins, end]):
+                ends[j] = Int32(word)
+        places.append([ends[j] for j in range(LANE_EXPERTS + 1)])
     return places

@@ -136,33 +136,22 @@ class RunKernel(LinearKernel):
         x_slots times as many. places: rows of the result, at least 1. waits: 0 if offsets and rows are older than the
         kernel before this one, which has waited for them before it let this one begin; else 1.
         """
-        config = self.config
-        k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
-        num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
-        shape = LaunchShape(
-            n=n,
-            k=k,
-            num_tiles=num_tiles,
-            units=units,
-            num_blocks=num_blocks,
-            block_reciprocal=reciprocal(num_blocks),
-            num_ctas=num_ctas,
-            cta_reciprocal=reciprocal(num_ctas),
-            num_experts=num_experts,
-            places=places,
-            x_slots=x_slots,
-            waits=waits,
-            activation=activation,
-            out_kind=out_kind,
-        )
+        sizes = self.sizes(x, n, num_tiles, units, num_ctas, num_experts, places, x_slots, waits, activation, out_kind)
         operands = RunOperands(ptx.address(x), codes, scales, bias, Int64(0), out, offsets, rows)
-        self.kernel(operands, shape).launch(
-            grid=(num_ctas, 1, 1),
-            block=(config.num_threads, 1, 1),
-            min_blocks_per_mp=1,
-            use_pdl=config.use_pdl,
-            stream=stream,
-        )
+        self.kernel(operands, LaunchShape(*sizes)).launch(**self.launch_options(num_ctas, stream))
+
+    def sizes(  # type: ignore[override]
+        self, x, n, num_tiles, units, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
+    ) -> Any:
+        """The fields of a `LaunchShape`."""
+        num_blocks = cute.ceil_div(num_tiles, self.config.n_tiles)
+        blocks, ctas = reciprocal(num_blocks), reciprocal(num_ctas)
+        run = num_tiles, units, num_blocks, blocks, num_ctas, ctas, num_experts, places, x_slots, waits
+        return n, x.shape[1], *run, activation, out_kind
+
+    def launch_options(self, num_ctas, stream) -> dict[str, Any]:
+        sizes = {"grid": (num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "min_blocks_per_mp": 1}
+        return sizes | {"use_pdl": self.config.use_pdl, "stream": stream}
 
     @cute.kernel
     def kernel(self, operands, shape):
@@ -174,15 +163,13 @@ class RunKernel(LinearKernel):
         if const_expr(config.use_pdl):
             if shape.waits != 0:
                 cute.arch.griddepcontrol_wait()
-        places = load_places(operands.offsets, shape.num_experts, config.expert_rounds, lane)
-        # Of few places the row of each, which is not known to be of use before offsets have come.
-        row = self.row_at(operands, cutlass.min(lane, shape.places - 1))
+        routing = self.load_routing(operands, shape, lane)
         if warp == config.math_warps:
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START, number_of_threads=config.num_threads)
-        finder = ExpertFinder.of(places, lane, config.max_tokens)
+        finder, row = self.find_entries(shape, routing, lane)
         run = BlockRun.of(shape, finder.total, cta)
         if warp == config.math_warps:
             self.copy_blocks(operands, memory, run, finder)
@@ -191,6 +178,28 @@ class RunKernel(LinearKernel):
         else:
             tid = (warp - (config.math_warps + 1)) * WARP_THREADS + lane
             self.store_blocks(operands, memory, run, finder, tid, lane)
+
+    def load_routing(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find_entries`.
+
+        Of few places the row of each, which is not known to be of use before offsets have come.
+        """
+        places = load_places(operands.offsets, shape.num_experts, self.config.expert_rounds, lane)
+        return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
+
+    def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        places, row = routing
+        return ExpertFinder.of(places, lane, self.config.max_tokens), row
+
+    @cute.jit
+    def entry_row(self, operands, shape, entry: Entry, known, lane):
+        """The row of x of the lane's row of an entry, or of its last one; known: the row of the lane's place."""
+        place = entry.place(cutlass.min(lane, entry.rows - 1))
+        row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
+        if shape.places > WARP_THREADS:
+            row = self.row_at(operands, place)
+        return row
 
     def x_pitch(self, shape) -> Any:
         return Int32(0)
@@ -231,11 +240,10 @@ class RunKernel(LinearKernel):
             expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
             for i in range(config.n_tiles)
         ]
-        units = [product(tile, shape.units) for tile in tiles]
-        return [
-            (operands.codes + unit * config.unit_bytes, operands.scales + unit * config.unit_scale_bytes)
-            for unit in units
-        ]
+        # There are fewer units than fit into 32 bits: each is some kilobytes.
+        units = [Uint32(tile) * Uint32(shape.units) for tile in tiles]
+        sizes = config.unit_bytes, config.unit_scale_bytes
+        return [(operands.codes + product(unit, sizes[0]), operands.scales + product(unit, sizes[1])) for unit in units]
 
     def copy_units(self, memory, begins, unit, stage) -> None:
         """Asks for the chunk of a block from a unit on; one lane."""
@@ -265,14 +273,11 @@ class RunKernel(LinearKernel):
 
     @cute.jit
     def make_digits(self, operands, shape, memory, entry: Entry, known, start, warp, lane):
-        """Makes the digits of an entry's rows, ``start`` bytes behind the first; known: the row of the lane's place.
+        """Makes the digits of an entry's rows, ``start`` bytes behind the first; known: of `find_entries`.
 
         Where no warp reads any more: all have met since they did. If there is one slot only, all meet before as well.
         """
-        place = entry.first_row + cutlass.min(lane, entry.rows - 1)
-        row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
-        if shape.places > WARP_THREADS:
-            row = self.row_at(operands, place)
+        row = self.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:
             self.meet()
         places = DigitPlaces(memory.x + start, self.digit_scales(shape, memory) + scale_offset(start))
@@ -313,7 +318,8 @@ class RunKernel(LinearKernel):
         sums = cute.make_rmem_tensor(config.n_tiles * config.token_blocks * 4, Float32)
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_wait()
-        cute.arch.barrier(barrier_id=START, number_of_threads=config.num_threads)
+        if run.count > 0:
+            cute.arch.barrier(barrier_id=START, number_of_threads=config.num_threads)
         for index in cutlass.range(run.count, unroll=1):
             number, _ = run.block(index)
             if number != last:
@@ -393,7 +399,8 @@ class RunKernel(LinearKernel):
         config, shape = self.config, run.shape
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_wait()
-        cute.arch.barrier(barrier_id=START, number_of_threads=config.num_threads)
+        if run.count > 0:
+            cute.arch.barrier(barrier_id=START, number_of_threads=config.num_threads)
         buffer, phase = Int32(0), Int32(0)
         sums = cute.make_rmem_tensor(4, Float32)
         extras = cute.make_rmem_tensor(8, Float32)
@@ -405,9 +412,8 @@ class RunKernel(LinearKernel):
             for vector in cutlass.range(
                 tid, entry.rows * self.epilogue.row_vectors, self.epilogue.num_threads, unroll=1
             ):
-                target = self.epilogue.target_in(
-                    shape, block, entry.first_row + vector // self.epilogue.row_vectors, vector, entry.expert * shape.n
-                )
+                place = entry.place(vector // self.epilogue.row_vectors)
+                target = self.epilogue.target_in(shape, block, place, vector, entry.expert * shape.n)
                 self.epilogue.load_extras(operands, shape, target, extras)
                 values = self.epilogue.staged_sum(source, vector)
                 for i in cutlass.range_constexpr(4):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
-from cute_kernels.moe.runs.config import ROUND_EXPERTS, ROUNDS, ROWS, UNIT_K, RunConfig
+from cute_kernels.moe.runs.config import LANE_EXPERTS, ROUND_EXPERTS, ROUNDS, ROW_BITS, ROWS, UNIT_K, RunConfig
 from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts.weights.hopper import TILE_N
@@ -70,6 +70,17 @@ def make_runs(problem: GroupedProblem) -> RunLayout:
     return min(found, key=lambda layout: estimate_us(problem, layout))
 
 
+def among_assignments(layout: RunLayout) -> RunLayout | None:
+    """The same of a few assignments as they are, where they need not be sorted; None of entries of more rows."""
+    config = replace(layout.config, assigned=True, expert_rounds=1)
+    return replace(layout, config=config) if config.can_implement() is None else None
+
+
+def row_factor(assignments: int) -> int:
+    """What `AssignedShape.row` multiplies by, where so many neighbouring assignments have a row of x together."""
+    return -(-(1 << ROW_BITS) // assignments)
+
+
 def estimate_us(problem: GroupedProblem, layout: RunLayout) -> float:
     """Microseconds that the model expects, launch included.
 
@@ -99,7 +110,7 @@ def counts(problem: GroupedProblem, layout: RunLayout) -> int:
 def make_layout(problem: GroupedProblem, shape: RunShape) -> RunLayout | None:
     """With room for the digits of two entries, if the ring is none the shorter for it; None if there is no ring."""
     units, rest = divmod(problem.k_pad, UNIT_K)
-    if rest or units % shape.chunk_units:
+    if rest or units % shape.chunk_units or problem.num_experts % LANE_EXPERTS:
         return None
     found = [
         RunLayout(config, -(-problem.n // TILE_N), units, problem.num_sms, x_slots)

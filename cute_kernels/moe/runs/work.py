@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32
 
+from cute_kernels.moe.runs.config import ROW_BITS
 from cute_kernels.moe.work import quotient
 
 
@@ -32,6 +33,18 @@ class LaunchShape:
 
 
 @dataclass(frozen=True)
+class AssignedShape(LaunchShape):
+    """Sizes of a launch among assignments as they are, of which ``places`` is the number."""
+
+    id_words: Any  # of 32 bits, of an expert's id
+    row_factor: Any  # 2**ROW_BITS over the assignments of a row of x, rounded up
+
+    def row(self, place) -> Any:
+        """The row of x of an assignment."""
+        return (place * self.row_factor) >> ROW_BITS
+
+
+@dataclass(frozen=True)
 class RunOperands:
     """Addresses of a launch. bias and rows are 0 where there is none."""
 
@@ -41,7 +54,7 @@ class RunOperands:
     bias: Any  # [experts, n] of x's dtype
     residual: Any  # 0
     out: Any  # [places, columns]
-    offsets: Any  # int32 [experts + 1]: the first place of each expert
+    offsets: Any  # int32 [experts + 1]: the first place of each expert; or ids of assignments
     rows: Any  # int32 [places]: the row of x at each place, or 0: its own number
 
 

@@ -1,0 +1,65 @@
+"""Grouped weight-only GEMM of few rows an expert, among assignments as a router leaves them.
+
+:class:`cute_kernels.moe.runs.kernel.RunKernel`, whose warps find their entries by :mod:`.assignments`: a layer of few
+assignments needs no launch that sorts them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.moe.runs.assignments import AssignmentFinder, load_expert
+from cute_kernels.moe.runs.kernel import RunKernel
+from cute_kernels.moe.runs.work import AssignedShape, RunOperands
+
+
+class AssignedRunKernel(RunKernel):
+    """One compiled variant; :class:`.config.RunConfig` says which."""
+
+    @cute.jit
+    def __call__(  # type: ignore[override]
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        bias: Int64,
+        out: Int64,
+        ids: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        units: Int32,
+        num_ctas: Int32,
+        num_experts: Int32,
+        count: Int32,
+        x_slots: Int32,
+        id_words: Int32,
+        row_factor: Int32,
+        waits: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        stream,
+    ):
+        """As `RunKernel`, but for the routing.
+
+        ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0 to num_experts
+        - 1 go nowhere. out: [count, ..], a row for each assignment. row_factor: as `AssignedShape`.
+        """
+        sizes = self.sizes(x, n, num_tiles, units, num_ctas, num_experts, count, x_slots, waits, activation, out_kind)
+        operands = RunOperands(ptx.address(x), codes, scales, bias, Int64(0), out, ids, Int64(0))
+        shape = AssignedShape(*sizes, id_words=id_words, row_factor=row_factor)
+        self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
+
+    def load_routing(self, operands, shape, lane) -> Any:
+        return load_expert(operands.offsets, shape.places, shape.id_words, shape.num_experts, lane)
+
+    def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
+        return AssignmentFinder.of(routing, shape.num_experts, lane, self.config.max_tokens), None
+
+    @cute.jit
+    def entry_row(self, operands, shape, entry, known, lane):
+        return shape.row(entry.place(cutlass.min(lane, entry.rows - 1)))
