@@ -58,29 +58,46 @@ class CombineKernel:
         column = (block * COMBINE_THREADS + thread) * COMBINE_VECTOR
         if const_expr(self.config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
         sums = cute.make_rmem_tensor(COMBINE_VECTOR, Float32)
         sums.fill(0.0)
-        first = Int64(token) * topk
-        if column < n:
-            for begin in cutlass.range(0, topk, COMBINE_BATCH, unroll=1):
-                self.add_batch(sums, results, places, weights, first + begin, topk - begin, num_experts, column, n)
-            self.store(sums, out, Int64(token) * n + column, n - column)
-
-    @cute.jit
-    def add_batch(self, sums, results, places, weights, first, count, num_experts, column, n):
-        """Adds the rows of up to COMBINE_BATCH assignments; all of them are asked for before the first is used."""
         chosen = cute.make_rmem_tensor(COMBINE_BATCH, Int32)
         shares = cute.make_rmem_tensor(COMBINE_BATCH, Float32)
-        values = cute.make_rmem_tensor(COMBINE_BATCH * COMBINE_VECTOR, Float32)
-        values.fill(0.0)
+        first = Int64(token) * topk
+        if const_expr(not self.config.id_bits):
+            self.wait()
+        elif column < n:
+            # Ids and weights are older than the products, which have waited for them.
+            self.choose(chosen, shares, places, weights, first, topk, num_experts)
+            self.wait()
+        if column < n:
+            for begin in cutlass.range(0, topk, COMBINE_BATCH, unroll=1):
+                if const_expr(not self.config.id_bits) or begin > 0:
+                    self.choose(chosen, shares, places, weights, first + begin, topk - begin, num_experts)
+                self.add_batch(sums, results, chosen, shares, column, n)
+            self.store(sums, out, Int64(token) * n + column, n - column)
+
+    def wait(self) -> None:
+        """For the products."""
+        if self.config.use_pdl:
+            cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def choose(self, chosen, shares, places, weights, first, count, num_experts):
+        """Asks for the places and the weights of up to COMBINE_BATCH of a token's ``count`` assignments from ``first``
+        on."""
+        places_of, weights_of = places + first * self.place_bytes, weights + first * 4
         for i in cutlass.range_constexpr(COMBINE_BATCH):
             chosen[i] = Int32(-1)
             shares[i] = Float32(0.0)
             if i < count:
-                chosen[i] = self.place_of(places, first, i, num_experts)
-                share = ptx.load_global_words(weights + first * 4, 4 * i, 1, constant=False)
-                shares[i] = share[0].bitcast(Float32)
+                chosen[i] = self.place_of(places_of, first, i, num_experts)
+                shares[i] = ptx.load_global_words(weights_of, 4 * i, 1, constant=False)[0].bitcast(Float32)
+
+    @cute.jit
+    def add_batch(self, sums, results, chosen, shares, column, n):
+        """Adds up to COMBINE_BATCH rows; all of them are asked for before the first is used."""
+        values = cute.make_rmem_tensor(COMBINE_BATCH * COMBINE_VECTOR, Float32)
+        values.fill(0.0)
         for i in cutlass.range_constexpr(COMBINE_BATCH):
             source = results + (Int64(chosen[i]) * n + column) * self.source_bytes
             if (chosen[i] >= 0) & (n % COMBINE_VECTOR == 0):
@@ -97,15 +114,23 @@ class CombineKernel:
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
 
     def place_of(self, places, first, i: int, num_experts):
-        """The row of the results of the ``i``-th assignment from the ``first`` on, -1 if there is none."""
-        words = max(self.config.id_bits // 32, 1)
-        low, *high = ptx.load_global_words(places + first * (4 * words), 4 * words * i, words, constant=False)
+        """The row of the results of the ``i``-th assignment from the ``first`` on, -1 if there is none.
+
+        places: address of the first one's place, or id.
+        """
+        size = self.place_bytes
+        low, *high = ptx.load_global_words(places, size * i, size // 4, constant=False)
         if not self.config.id_bits:
             return Int32(low)
         known = low < Uint32(num_experts)
         for word in high:
             known = known & (word == 0)
         return cutlass.select_(known, Int32(first) + i, Int32(-1))
+
+    @property
+    def place_bytes(self) -> int:
+        """Of a place, or of an expert's id."""
+        return self.config.id_bits // 8 or 4
 
     @property
     def source_bytes(self) -> int:
