@@ -7,20 +7,18 @@ write-back then competes with the call under test.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 
 from cute_kernels.tuning.timing import ColdL2 as ColdL2  # what benchmarks and tuning make L2 cold with
-from cute_kernels.tuning.timing import shift_launches
+from cute_kernels.tuning.timing import order_of, shift_launches
 
 CLOCKS_PER_US = 2000  # of the GPU, at most about
 HEAD_START = 2.0  # of the host before the GPU, in times that it took to launch the same calls; events come on top
-SHIFT_ROUNDS = 8  # after which `shift_launches` has had each call at every place in four launches as often
 MAX_HEAD_START_US = 50_000  # calls that wait for the GPU would ask for any amount
 
 
@@ -64,9 +62,8 @@ def time_cold_in_turn(
 ) -> dict[str, Timing]:
     """As `time_cold`, for several calls by name, one sample of each after the other, the order changing.
 
-    What slows a GPU down for a while, such as its power limit after some long products, then meets all of them alike;
-    in one order for all samples each call would follow the same other one, and have the clock that this one leaves.
-    Few samples, of long calls, have an order of their own each; else it changes when `shift_launches` has been round.
+    What slows a GPU down for a while, such as its power limit after some long products, then meets all of them alike:
+    see `cute_kernels.tuning.timing.order_of`.
 
     All samples are queued behind a kernel that runs for as long as the host takes to do so. Thus an event pair encloses
     GPU work and the launch's own latency, never the host: a flush of some 60 us alone would not hide every call.
@@ -93,12 +90,6 @@ def time_cold_in_turn(
             events[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: Timing.of([1e3 * a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
-
-
-def order_of(names: Sequence[str], sample: int, samples: int) -> list[str]:
-    """In which order calls have their ``sample``-th of so many samples."""
-    length = SHIFT_ROUNDS if samples >= 2 * SHIFT_ROUNDS else 1
-    return random.Random(sample // length).sample(names, len(names))
 
 
 def _host_us_of_a_round(calls: Mapping[str, Callable[[], object]], flush: Callable[[], None]) -> float:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 FLUSH_BYTES = 256 << 20
-SAMPLES, FEWEST_SAMPLES = 15, 5
+SAMPLES, FEWEST_SAMPLES = 16, 5
 MOST_US = 100_000  # of all samples together, beyond which there are fewer of them
 HEAD_START_CYCLES = 1_000_000  # of the host: about half a millisecond
 LAUNCH_PLACES = 4
+SHIFT_ROUNDS = 8  # after which `shift_launches` has had each call at every place in four launches as often
+
+Call = TypeVar("Call")
 
 
 class ColdL2:
@@ -38,8 +43,19 @@ def shift_launches(turn: int) -> None:
         torch.cuda._sleep(0)
 
 
+def order_of(calls: Sequence[Call], sample: int, samples: int) -> list[Call]:
+    """In which order calls have their ``sample``-th of so many samples.
+
+    In one order for all samples each call would follow the same other one, and under a power limit have the clock that
+    this one leaves. Few samples, of long calls, have an order of their own each; else it changes when `shift_launches`
+    has been round.
+    """
+    length = SHIFT_ROUNDS if samples >= 2 * SHIFT_ROUNDS else 1
+    return random.Random(sample // length).sample(calls, len(calls))
+
+
 class ColdTimer:
-    """Medians over a few rounds in which each call has its turn after L2 has been made cold.
+    """Medians over a few rounds in which each call has its turn, the order changing, after L2 has been made cold.
 
     L2 is made cold by reading, which leaves clean lines as a stack of layers does: lines that had been written would be
     written back while a call is timed. The GPU begins when the host is ahead of it, and flushing takes it longer than
@@ -62,12 +78,12 @@ class ColdTimer:
         torch.cuda._sleep(HEAD_START_CYCLES)
         for turn in range(number):
             shift_launches(turn)
-            for call, pairs in zip(calls, events, strict=True):
+            for index in order_of(range(len(calls)), turn, number):
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self._flush()
                 start.record()
-                call()
+                calls[index]()
                 stop.record()
-                pairs.append((start, stop))
+                events[index].append((start, stop))
         torch.cuda.synchronize()
         return [[1e3 * a.elapsed_time(b) for a, b in pairs] for pairs in events]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.timing import SHIFT_ROUNDS, order_of, time_cold_in_turn
+from bench.timing import time_cold_in_turn
 from cute_kernels.tuning import timing
-from cute_kernels.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, ColdTimer
+from cute_kernels.tuning.timing import FEWEST_SAMPLES, LAUNCH_PLACES, SAMPLES, SHIFT_ROUNDS, ColdTimer, order_of
 
 FLUSH_US = 70.0
 
@@ -107,3 +107,16 @@ def test_calls_do_not_always_follow_the_same_one():
     assert len({order[order.index("served") - 1] for order in few}) > 2
     many = [order_of(names, sample, 2 * SHIFT_ROUNDS) for sample in range(2 * SHIFT_ROUNDS)]
     assert many[0] == many[SHIFT_ROUNDS - 1] != many[SHIFT_ROUNDS]
+
+
+def test_calls_that_are_tuned_do_not_always_follow_the_same_one(monkeypatch):
+    gpu, order = Gpu(monkeypatch), []
+
+    def named(index: int) -> Any:
+        call = gpu.call([500.0])
+        return lambda: (order.append(index), call())
+
+    ColdTimer("cpu")([named(index) for index in range(5)])
+    rounds = [tuple(order[i : i + 5]) for i in range(0, len(order), 5)]
+    assert all(sorted(one) == list(range(5)) for one in rounds)
+    assert len(set(rounds)) > 1
