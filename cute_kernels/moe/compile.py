@@ -75,7 +75,7 @@ class RunSpec(GroupedSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         own = _modules("compile", "runs/config", "runs/finder", "runs/kernel", "runs/work", "schedule", "work")
-        if self.config.assigned:
+        if self.config.lane_assignments:
             own += _modules("runs/assigned", "runs/assignments")
         return *own, *linear_wgmma.digit_roots(), *linear.LinearSpec(self.config).source_roots()
 
@@ -193,9 +193,9 @@ def compile_runs(config: RunConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     counts = (NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS)
-    if config.assigned:
+    if config.lane_assignments:
         counts = (NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS)
-    kernel = (AssignedRunKernel if config.assigned else RunKernel)(config)
+    kernel = (AssignedRunKernel if config.lane_assignments else RunKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 

@@ -220,13 +220,12 @@ def assigned_plans(
 
     No launch of the first lets another begin before it has waited for the ids, so the second need not.
     """
-    count = tokens * topk
+    count, found = tokens * topk, []
     if count > MOST_ASSIGNMENTS:
         return None
-    found = []
     for form, row_assignments, waits in ((gate_up, topk, True), (down, 1, False)):
         layout = layout_of(count, form)
-        layout = among_assignments(layout) if isinstance(layout, RunLayout) else None
+        layout = among_assignments(layout, count) if isinstance(layout, RunLayout) else None
         if layout is None:
             return None
         ids = AssignedIds(count, id_bits // 32, row_assignments, waits)

@@ -16,6 +16,7 @@ from cute_kernels.device import ptx
 from cute_kernels.moe.runs.assignments import AssignmentFinder, load_expert
 from cute_kernels.moe.runs.kernel import RunKernel
 from cute_kernels.moe.runs.work import AssignedShape, RunOperands
+from cute_kernels.sm90 import WARP_THREADS
 
 
 class AssignedRunKernel(RunKernel):
@@ -55,7 +56,10 @@ class AssignedRunKernel(RunKernel):
         self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
 
     def load_routing(self, operands, shape, lane) -> Any:
-        return load_expert(operands.offsets, shape.places, shape.id_words, shape.num_experts, lane)
+        return [
+            load_expert(operands.offsets, i * WARP_THREADS + lane, shape.places, shape.id_words, shape.num_experts)
+            for i in range(self.config.lane_assignments)
+        ]
 
     def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
         return AssignmentFinder.of(routing, shape.num_experts, lane, self.config.max_tokens), None

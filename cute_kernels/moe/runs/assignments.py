@@ -1,11 +1,13 @@
-"""Which expert a row of work is of, among assignments as a router leaves them: for layers of no more than a warp's.
+"""Which expert a row of work is of, among assignments as a router leaves them: for layers of no more than a few warps'.
 
 Sorting assignments by expert is a launch of its own, which takes longer than a decoding step's few assignments would
-take in every warp: each lane has one, and lanes with the same expert find each other. Places are the assignments' own.
+take in every warp: each lane has one or two, and those of the same expert find each other. Assignment 32 i + l is the
+``i``-th of lane l, and bit l of the ``i``-th word of a set of assignments. Places are the assignments' own numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
+from cute_kernels.sm90 import WARP_THREADS
 
 ALL_LANES = 0xFFFFFFFF
 
@@ -22,67 +25,117 @@ ALL_LANES = 0xFFFFFFFF
 class AssignedEntry:
     """Rows of an expert that are multiplied together; run-time integers, the same in all lanes.
 
-    bits: a bit for each assignment of the expert, from the entry's first one on.
+    words: the expert's assignments, from the entry's first one on.
     """
 
     expert: Any
-    bits: Any
+    words: Sequence[Any]
     rows: Any
 
     def place(self, row):
         """Of its ``row``-th row: the number of the assignment."""
-        return nth_bit(self.bits, row)
+        place, before = nth_bit(self.words[0], row), count_bits(self.words[:1])
+        for i in range(1, len(self.words)):
+            behind = row >= before
+            later = i * WARP_THREADS + nth_bit(self.words[i], cutlass.select_(behind, row - before, Int32(0)))
+            place = cutlass.select_(behind, later, place)
+            before = before + count_bits(self.words[i : i + 1])
+        return place
 
 
 @dataclass(frozen=True)
 class AssignmentFinder:
     """The entries of all assignments, by the first of each; all lanes of a warp have one, and ask together.
 
-    Attributes:
-        expert: of the lane's assignment.
-        peers: a bit for each assignment of that expert.
-        begins: whether the lane's is the first of an entry,
-        number: and of which; others have any number.
+    Attributes, each for every assignment of a lane:
+        experts: of it.
+        peers: the assignments of that expert, in words.
+        begins: whether it is the first of an entry,
+        numbers: and of which; others have any number.
+    And:
         total: of all entries.
         entry_rows: that an entry may have, a power of two.
     """
 
-    expert: Any
-    peers: Any
-    begins: Any
-    number: Any
+    experts: Sequence[Any]
+    peers: Sequence[Sequence[Any]]
+    begins: Sequence[Any]
+    numbers: Sequence[Any]
     total: Any
-    lane: Any
     entry_rows: int
 
     @staticmethod
-    def of(expert, num_experts, lane, entry_rows: int) -> AssignmentFinder:
-        """expert: of the lane's assignment, `load_expert`'s."""
-        peers = Uint32(cute.arch.match_sync(ALL_LANES, expert))
+    def of(experts: Sequence[Any], num_experts, lane, entry_rows: int) -> AssignmentFinder:
+        """experts: of the lane's assignments, of `load_expert`."""
         earlier = (Uint32(1) << Uint32(lane)) - Uint32(1)
-        rank = cute.arch.popc(peers & earlier)
-        begins = (expert < num_experts) & ((rank & (entry_rows - 1)) == 0)
-        first = Uint32(cute.arch.vote_ballot_sync(begins))
-        return AssignmentFinder(
-            expert=expert,
-            peers=peers,
-            begins=begins,
-            number=Int32(cute.arch.popc(first & earlier)),
-            total=cute.arch.make_warp_uniform(Int32(cute.arch.popc(first))),
-            lane=lane,
-            entry_rows=entry_rows,
-        )
+        peers = peers_of(experts, num_experts)
+        ranks = [count_bits([*words[:i], words[i] & earlier]) for i, words in enumerate(peers)]
+        begins = [
+            (expert < num_experts) & ((rank & (entry_rows - 1)) == 0)
+            for expert, rank in zip(experts, ranks, strict=True)
+        ]
+        first = [Uint32(cute.arch.vote_ballot_sync(one)) for one in begins]
+        numbers = [count_bits([*first[:i], word & earlier]) for i, word in enumerate(first)]
+        total = cute.arch.make_warp_uniform(count_bits(first))
+        return AssignmentFinder(experts, peers, begins, numbers, total, entry_rows)
 
     def find(self, number) -> AssignedEntry:
         """The ``number``-th entry, if there is one."""
-        first = Uint32(cute.arch.vote_ballot_sync(self.begins & (self.number == number)))
-        owner = Int32(31) - Int32(cute.arch.clz(first))
-        expert = cute.arch.shuffle_sync(self.expert, owner)
-        # Those before it in the entry's expert are in earlier lanes.
-        bits = Uint32(cute.arch.shuffle_sync(self.peers, owner)) & (Uint32(0) - first)
-        rows = cutlass.min(Int32(cute.arch.popc(bits)), self.entry_rows)
-        uniform = cute.arch.make_warp_uniform
-        return AssignedEntry(uniform(expert), uniform(bits), uniform(rows))
+        found = [
+            Uint32(cute.arch.vote_ballot_sync(begins & (own == number)))
+            for begins, own in zip(self.begins, self.numbers, strict=True)
+        ]
+        # Of the words one has the lane that begins the entry; assignments before it are of earlier entries.
+        owner, expert, peers, rest = found[0], self.experts[0], self.peers[0], [Uint32(0) - found[0]]
+        rest += [Uint32(ALL_LANES)] * (len(found) - 1)
+        for i in range(1, len(found)):
+            here = found[i] != 0
+            begun = [Uint32(0)] * i + [Uint32(0) - found[i]] + [Uint32(ALL_LANES)] * (len(found) - 1 - i)
+            owner = cutlass.select_(here, found[i], owner)
+            expert = cutlass.select_(here, self.experts[i], expert)
+            peers = [cutlass.select_(here, a, b) for a, b in zip(self.peers[i], peers, strict=True)]
+            rest = [cutlass.select_(here, a, b) for a, b in zip(begun, rest, strict=True)]
+        lane, uniform = Int32(31) - Int32(cute.arch.clz(Uint32(owner))), cute.arch.make_warp_uniform
+        words = [Uint32(cute.arch.shuffle_sync(a, lane)) & Uint32(b) for a, b in zip(peers, rest, strict=True)]
+        rows = cutlass.min(count_bits(words), self.entry_rows)
+        expert = cute.arch.shuffle_sync(expert, lane)
+        return AssignedEntry(uniform(expert), [uniform(word) for word in words], uniform(rows))
+
+
+def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
+    """The assignments with the same expert as each of a lane's, in words."""
+    if len(experts) == 1:
+        return [[Uint32(cute.arch.match_sync(ALL_LANES, experts[0]))]]
+    first, second = experts
+    words = peers_by_votes(first, second, num_experts)
+    return [list(words[:2]), list(words[2:])]
+
+
+@cute.jit
+def peers_by_votes(first, second, num_experts):
+    """`peers_of` of two assignments a lane, one word after the other: votes on each bit of a number up to num_experts.
+
+    What matches lanes compares one number of each with the same one of the others.
+    """
+    words = [Uint32(ALL_LANES) for _ in range(4)]
+    low, high, low_of_second, high_of_second = words
+    left, own, other = Uint32(num_experts), Uint32(first), Uint32(second)
+    while left != 0:
+        lows = Uint32(cute.arch.vote_ballot_sync((own & 1) != 0))
+        highs = Uint32(cute.arch.vote_ballot_sync((other & 1) != 0))
+        # All bits are set where the lane's own bit is not: then those without it are its peers.
+        turned, turned_other = (own & 1) - 1, (other & 1) - 1
+        low = low & (lows ^ turned)
+        high = high & (highs ^ turned)
+        low_of_second = low_of_second & (lows ^ turned_other)
+        high_of_second = high_of_second & (highs ^ turned_other)
+        left, own, other = left >> 1, own >> 1, other >> 1
+    return low, high, low_of_second, high_of_second
+
+
+def count_bits(words: Sequence[Any]):
+    """How many assignments there are in words."""
+    return sum((Int32(cute.arch.popc(word)) for word in words), Int32(0))
 
 
 @cute.jit
@@ -95,14 +148,14 @@ def nth_bit(bits, number):
 
 
 @cute.jit
-def load_expert(ids, count, id_words, num_experts, lane):
-    """The expert of the lane's assignment, num_experts if there is none or its id is none of an expert.
+def load_expert(ids, number, count, id_words, num_experts):
+    """The expert of an assignment, num_experts if there is none or its id is none of an expert.
 
-    ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words; at most `MOST_ASSIGNMENTS`, a lane each.
+    ids: address of ``count`` ids of 32 or 64 bits, ``id_words`` words.
     """
     expert = Int32(num_experts)
-    address = ids + Int64(lane * id_words) * 4
-    if lane < count:
+    if number < count:
+        address = ids + Int64(number * id_words) * 4
         (low,) = ptx.load_global_words(address, 0, 1, constant=False)
         high = Uint32(0)
         if id_words > 1:

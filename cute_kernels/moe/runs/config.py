@@ -15,7 +15,8 @@ ROWS = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)  # of an expert that are multiplied toge
 LANE_EXPERTS = 4  # of a lane, one after the other, in a round
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS
 ROUNDS = (1, 2, 4)
-MOST_ASSIGNMENTS = WARP_THREADS  # that are found as they are, one a lane
+LANE_ASSIGNMENTS = (1, 2)  # of a lane, where they are found as they are,
+MOST_ASSIGNMENTS = LANE_ASSIGNMENTS[-1] * WARP_THREADS  # and of a warp
 ROW_BITS = 16  # of the factor that is a division of an assignment's number: exact below 2**(ROW_BITS / 2)
 MOST_ROUNDS_OF_TILES = 2  # tiles times rounds of experts that a thread has registers for beside sums of many rows
 
@@ -29,11 +30,11 @@ class RunConfig(LinearConfig):
 
     Attributes:
         expert_rounds: of `ROUND_EXPERTS` experts, for which each warp counts entries.
-        assigned: whether warps find entries among assignments as they are, one a lane, instead of sorted ones.
+        lane_assignments: assignments of a lane where warps find entries among them as they are; 0 if they are sorted.
     """
 
     expert_rounds: int = 1
-    assigned: bool = False
+    lane_assignments: int = 0
 
     @property
     def copy_warps(self) -> int:
@@ -64,7 +65,8 @@ class RunConfig(LinearConfig):
 
     @property
     def name(self) -> str:
-        return f"{super().name}_{'assigned' if self.assigned else f'runs{self.expert_rounds}'}"
+        kind = f"assigned{self.lane_assignments}" if self.lane_assignments else f"runs{self.expert_rounds}"
+        return f"{super().name}_{kind}"
 
     def can_implement(self) -> str | None:
         choices = {
@@ -75,6 +77,7 @@ class RunConfig(LinearConfig):
             "max_tokens": ROWS,
             "k_warps": (2, 3, 4),
             "expert_rounds": ROUNDS,
+            "lane_assignments": (0, *LANE_ASSIGNMENTS),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
@@ -85,6 +88,6 @@ class RunConfig(LinearConfig):
             return f"num_stages {self.num_stages} is no multiple of the {self.k_warps} warpgroups that take turns"
         if self.max_tokens > BLOCK_TOKENS and self.n_tiles * self.expert_rounds > MOST_ROUNDS_OF_TILES:
             return f"{self.max_tokens} rows of {self.n_tiles} tiles and {self.expert_rounds} rounds of experts spill"
-        if self.assigned and (self.max_tokens > BLOCK_TOKENS or self.expert_rounds > 1):
+        if self.lane_assignments and (self.max_tokens > BLOCK_TOKENS or self.expert_rounds > 1):
             return f"assignments are found by {BLOCK_TOKENS} rows an entry, not {self.max_tokens}, in one round"
         return super().can_implement()

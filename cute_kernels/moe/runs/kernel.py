@@ -37,7 +37,9 @@ from cute_kernels.moe.work import reciprocal
 from cute_kernels.sm90 import WARP_THREADS
 from layouts.weights.hopper import TILE_BYTES
 
-MEETING, START = 1, 2  # numbers of barriers: of the multiplying warps, and of all that wait for a stage
+# Numbers of barriers: of the multiplying warps; and of these, and of the storing ones, with the copying warp, which has
+# made all that they wait for. It arrives and may have ended before they do, so neither is of all threads of the CTA.
+MEETING, MULTIPLYING, STORING = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class RunKernel(LinearKernel):
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=START, number_of_threads=config.num_threads)
+            cute.arch.barrier_arrive(barrier_id=MULTIPLYING, number_of_threads=self.with_copying(config.math_warps))
+            cute.arch.barrier_arrive(barrier_id=STORING, number_of_threads=self.with_copying(config.epilogue_warps))
         finder, row = self.find_entries(shape, routing, lane)
         run = BlockRun.of(shape, finder.total, cta)
         if warp == config.math_warps:
@@ -178,6 +181,10 @@ class RunKernel(LinearKernel):
         else:
             tid = (warp - (config.math_warps + 1)) * WARP_THREADS + lane
             self.store_blocks(operands, memory, run, finder, tid, lane)
+
+    def with_copying(self, warps: int) -> int:
+        """Threads of so many warps and of the copying one."""
+        return (warps + self.config.copy_warps) * WARP_THREADS
 
     def load_routing(self, operands, shape, lane) -> Any:
         """What a lane knows of the routing, for `find_entries`.
@@ -318,8 +325,7 @@ class RunKernel(LinearKernel):
         sums = cute.make_rmem_tensor(config.n_tiles * config.token_blocks * 4, Float32)
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_wait()
-        if run.count > 0:
-            cute.arch.barrier(barrier_id=START, number_of_threads=config.num_threads)
+        cute.arch.barrier(barrier_id=MULTIPLYING, number_of_threads=self.with_copying(config.math_warps))
         for index in cutlass.range(run.count, unroll=1):
             number, _ = run.block(index)
             if number != last:
@@ -399,8 +405,7 @@ class RunKernel(LinearKernel):
         config, shape = self.config, run.shape
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_wait()
-        if run.count > 0:
-            cute.arch.barrier(barrier_id=START, number_of_threads=config.num_threads)
+        cute.arch.barrier(barrier_id=STORING, number_of_threads=self.with_copying(config.epilogue_warps))
         buffer, phase = Int32(0), Int32(0)
         sums = cute.make_rmem_tensor(4, Float32)
         extras = cute.make_rmem_tensor(8, Float32)

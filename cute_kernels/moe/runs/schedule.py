@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
-from cute_kernels.moe.runs.config import LANE_EXPERTS, ROUND_EXPERTS, ROUNDS, ROW_BITS, ROWS, UNIT_K, RunConfig
+from cute_kernels.moe.runs.config import (
+    LANE_ASSIGNMENTS,
+    LANE_EXPERTS,
+    ROUND_EXPERTS,
+    ROUNDS,
+    ROW_BITS,
+    ROWS,
+    UNIT_K,
+    RunConfig,
+)
 from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entries, usual_rows
-from cute_kernels.sm90 import MAX_SHARED_BYTES
+from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
 RING_BYTES = 104 * 1024  # of weights, at most
@@ -70,9 +79,13 @@ def make_runs(problem: GroupedProblem) -> RunLayout:
     return min(found, key=lambda layout: estimate_us(problem, layout))
 
 
-def among_assignments(layout: RunLayout) -> RunLayout | None:
-    """The same of a few assignments as they are, where they need not be sorted; None of entries of more rows."""
-    config = replace(layout.config, assigned=True, expert_rounds=1)
+def among_assignments(layout: RunLayout, count: int) -> RunLayout | None:
+    """The same of so many assignments as they are, which need not be sorted; None of too many, or entries of more rows
+    than are found so."""
+    lanes = next((number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS), None)
+    if lanes is None:
+        return None
+    config = replace(layout.config, lane_assignments=lanes, expert_rounds=1)
     return replace(layout, config=config) if config.can_implement() is None else None
 
 
