@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -145,9 +146,9 @@ def shipped_specs() -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:
         for tokens in TOKENS:
-            for n, k in ((2 * inner, hidden), (hidden, inner)):
-                problem = GroupedProblem(tokens * topk, experts, n, k, k, 4, "bf16", 128)
-                specs |= dict.fromkeys(specs_of(tuned.modelled(problem).config))
+            count, products = tokens * topk, ((2 * inner, hidden), (hidden, inner))
+            problems = [GroupedProblem(count, experts, n, k, k, 4, "bf16", 128) for n, k in products]
+            specs |= dict.fromkeys(layer_specs(count, [tuned.modelled(problem) for problem in problems]))
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
@@ -173,6 +174,12 @@ def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     makes_digits = getattr(config, "makes_digits_before", False)
     digits = [linear_wgmma.DigitRowsSpec(DigitRowsConfig(config.dtype))] if makes_digits else []
     return [*digits, spec_of(config)]
+
+
+def layer_specs(assignments: int, layouts: Sequence[tuned.GroupedLayout]) -> list[KernelSpec]:
+    """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
+    found = [spec for layout in layouts for spec in specs_of(layout.config)]
+    return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, layouts) or ())]
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
