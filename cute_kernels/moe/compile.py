@@ -24,7 +24,7 @@ NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 12  # of that among assignmen
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
 NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
-TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
 
 def _modules(*names: str) -> tuple[Path, ...]:
