@@ -19,7 +19,7 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe, grouped_linear
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, specs_of
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, RoutingSpec, layer_specs
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import launch_routing
 from cute_kernels.moe.schedule import GroupedProblem
@@ -85,14 +85,20 @@ class MoeShape:
 def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
     """The kernels that the benchmark runs."""
     found: dict[KernelSpec, None] = {RoutingSpec(RoutingConfig(32)): None, GatherSpec(GatherConfig()): None}
-    found |= {CombineSpec(CombineConfig("bf16", source)): None for source in ("bf16", "fp32")}
+    of = CombineConfig("bf16", "bf16"), CombineConfig("bf16", "fp32"), CombineConfig("bf16", "fp32", id_bits=32)
+    found |= {CombineSpec(config): None for config in of}
     for model in models:
         for count in tokens:
-            for n, k in model.products:
-                k_pad = padded_shape((n, k), GROUP_SIZE)[1]
-                problem = GroupedProblem(count * model.topk, model.experts, n, k, k_pad, BITS, "bf16", GROUP_SIZE)
-                found |= dict.fromkeys(specs_of(chosen(problem, GPU).config))
+            layouts = [chosen(problem, GPU) for problem in problems_of(MoeShape(model, count))]
+            found |= dict.fromkeys(layer_specs(count * model.topk, layouts))
     return list(found)
+
+
+def problems_of(shape: MoeShape) -> list[GroupedProblem]:
+    """The two products of a layer."""
+    model, places = shape.model, shape.tokens * shape.model.topk
+    sizes = [(n, k, padded_shape((n, k), GROUP_SIZE)[1]) for n, k in model.products]
+    return [GroupedProblem(places, model.experts, *size, BITS, "bf16", GROUP_SIZE) for size in sizes]
 
 
 def make_experts(count: int, n: int, k: int, seed: int, device: torch.device | str = "cuda") -> PackedExperts:

@@ -20,6 +20,7 @@ def test_modules_whose_kernels_are_compiled_on_demand_name_them():
         "test_linear_compiled",
         "test_merge_states",
         "test_modules",
+        "test_moe_assigned",
         "test_moe_compiled",
         "test_moe_modules",
         "test_quantize_kv",

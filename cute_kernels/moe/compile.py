@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 12  # of that among assignmen
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
 NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
-TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
 
 def _modules(*names: str) -> tuple[Path, ...]:
@@ -145,9 +146,9 @@ def shipped_specs() -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:
         for tokens in TOKENS:
-            for n, k in ((2 * inner, hidden), (hidden, inner)):
-                problem = GroupedProblem(tokens * topk, experts, n, k, k, 4, "bf16", 128)
-                specs |= dict.fromkeys(specs_of(tuned.modelled(problem).config))
+            count, products = tokens * topk, ((2 * inner, hidden), (hidden, inner))
+            problems = [GroupedProblem(count, experts, n, k, k, 4, "bf16", 128) for n, k in products]
+            specs |= dict.fromkeys(layer_specs(count, [tuned.modelled(problem) for problem in problems]))
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
@@ -173,6 +174,12 @@ def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     makes_digits = getattr(config, "makes_digits_before", False)
     digits = [linear_wgmma.DigitRowsSpec(DigitRowsConfig(config.dtype))] if makes_digits else []
     return [*digits, spec_of(config)]
+
+
+def layer_specs(assignments: int, layouts: Sequence[tuned.GroupedLayout]) -> list[KernelSpec]:
+    """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
+    found = [spec for layout in layouts for spec in specs_of(layout.config)]
+    return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, layouts) or ())]
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:

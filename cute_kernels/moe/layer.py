@@ -32,8 +32,7 @@ from cute_kernels.moe.plan import (
     plan_of,
     routing_function,
 )
-from cute_kernels.moe.runs.config import MOST_ASSIGNMENTS
-from cute_kernels.moe.runs.schedule import RunLayout, among_assignments
+from cute_kernels.moe.tuned import assigned
 from cute_kernels.runtime.memory import Blank, blank, empty_strided
 from cute_kernels.runtime.plans import MAX_PLANS
 
@@ -181,8 +180,21 @@ def moe_plan_of(
     tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, out_dtype: torch.dtype
 ) -> MoePlan:
     """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64."""
+    plans = assigned_plans(tokens, topk, id_bits, gate_up, down) or sorted_plans(tokens * topk, gate_up, down)
+    return make_moe_plan(plans, tokens, topk, id_bits, gate_up, down, out_dtype)
+
+
+def make_moe_plan(
+    plans: tuple[AssignedPlan, AssignedPlan] | tuple[ProductPlan, ProductPlan],
+    tokens: int,
+    topk: int,
+    id_bits: int,
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    out_dtype: torch.dtype,
+) -> MoePlan:
+    """The plan of a layer whose products have given plans: of `assigned_plans` or of `sorted_plans`."""
     num_places = tokens * topk
-    plans = assigned_plans(tokens, topk, id_bits, gate_up, down) or sorted_plans(num_places, gate_up, down)
     few = isinstance(plans[0], AssignedPlan)
     dtype, index = gate_up.dtype, gate_up.device_index
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
@@ -220,17 +232,13 @@ def assigned_plans(
 
     No launch of the first lets another begin before it has waited for the ids, so the second need not.
     """
-    count, found = tokens * topk, []
-    if count > MOST_ASSIGNMENTS:
+    count, words = tokens * topk, id_bits // 32
+    layouts = assigned(count, [layout_of(count, form) for form in (gate_up, down)])
+    if layouts is None:
         return None
-    for form, row_assignments, waits in ((gate_up, topk, True), (down, 1, False)):
-        layout = layout_of(count, form)
-        layout = among_assignments(layout, count) if isinstance(layout, RunLayout) else None
-        if layout is None:
-            return None
-        ids = AssignedIds(count, id_bits // 32, row_assignments, waits)
-        found.append((layout, ids, form.num_experts, form.device_index))
-    first, second = (make_assigned_plan(*plan) for plan in found)
+    ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)
+    sizes = gate_up.num_experts, gate_up.device_index
+    first, second = (make_assigned_plan(*of_product, *sizes) for of_product in zip(layouts, ids, strict=True))
     return first, second
 
 

@@ -7,7 +7,7 @@ number of places, and what is measured for it are rows that fall at random.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
@@ -25,7 +25,7 @@ from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US
 from cute_kernels.moe import schedule as few
 from cute_kernels.moe.runs import schedule as runs
-from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.runs.schedule import RunLayout, among_assignments
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule, usual_entries, usual_rows
 from cute_kernels.moe.wgmma import schedule as many
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -94,6 +94,20 @@ def tuned(problem: GroupedProblem, gpu: str) -> GroupedLayout | None:
     """What a table says is fastest, if it says so and is possible."""
     choice = choice_of(key_of(problem), gpu)
     return None if choice is None else find(problem, choice)
+
+
+def assigned(assignments: int, layouts: Iterable[GroupedLayout]) -> list[RunLayout] | None:
+    """How a layer's products find assignments as they are, by the layout of each of them among sorted ones.
+
+    None if there are too many assignments, or one of the products has to have them sorted.
+    """
+    found: list[RunLayout] = []
+    for layout in layouts:
+        same = among_assignments(layout, assignments) if isinstance(layout, RunLayout) else None
+        if same is None:
+            return None
+        found.append(same)
+    return found
 
 
 def find(problem: GroupedProblem, choice: Choice) -> GroupedLayout | None:

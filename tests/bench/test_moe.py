@@ -15,7 +15,12 @@ from bench.bars import judge
 from bench.moe import Inputs, Layer, MoeModel, MoeShape, make_weights
 from bench.moe_peers import PEERS, Calls, MoePeer, Routed
 from bench.suites import WrongOutput
+from cute_kernels.families import shipped_specs
+from cute_kernels.linear.experts import ExpertsForm
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import fused_moe
+from cute_kernels.moe.layer import moe_plan_of
+from tests.gpu.specs import products_needed_by
 
 SMALL = MoeModel("small", 4, 2, 128, 256)
 
@@ -239,6 +244,21 @@ def test_every_kernel_can_be_compiled():
     for spec in found:
         spec.check()
         assert spec.config.can_implement() is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", moe.MODELS, ids=lambda model: model.name)
+def test_kernels_of_layers_of_every_number_of_tokens_are_among_them(model):
+    """As plans load them; they ship, so that a machine without a compiler runs the benchmark."""
+    sizes = [(n, k, padded_shape((n, k), moe.GROUP_SIZE)[1]) for n, k in model.products]
+    forms = [ExpertsForm(model.experts, *size, 4, moe.GROUP_SIZE, False, torch.bfloat16, -1) for size in sizes]
+
+    def plan_all() -> None:
+        for tokens in moe.TOKENS:
+            moe_plan_of(tokens, model.topk, 32, *forms, torch.bfloat16)
+
+    needed = set(products_needed_by(plan_all))
+    assert needed <= set(moe.specs()) <= set(shipped_specs())
+    assert any(spec.symbol.endswith("_assigned") for spec in needed) == (model.name != "Mixtral-8x7B")
 
 
 def row(model: str, tokens: int, us: float, rival: float) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from tests.kv_cache.cases import make_call as make_append
 ARCH, GPU, NUM_SMS = "sm_90a", "NVIDIA H200", 132  # whose kernels are compiled ahead
 PLANS = (
     linear_plan.plan_of,
+    moe_plan.layout_of,
     moe_plan.plan_of,
     moe_plan.routing_function,
     moe_plan.gather_function,

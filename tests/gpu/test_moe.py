@@ -17,18 +17,34 @@ from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.compile import DigitRowsSpec
 from cute_kernels.linear.wgmma.config import DigitRowsConfig
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedWgmmaSpec, RoutingSpec, grouped_spec, spec_of
+from cute_kernels.moe.compile import (
+    CombineSpec,
+    GatherSpec,
+    GroupedWgmmaSpec,
+    RoutingSpec,
+    grouped_spec,
+    layer_specs,
+    spec_of,
+)
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.launch import addresses_of, launch_routing
-from cute_kernels.moe.layer import OUT_KINDS, moe_plan_of
-from cute_kernels.moe.plan import DigitsPlan, GroupedPlan, RunPlan, TilesPlan, make_product_plan
+from cute_kernels.moe.layer import (
+    OUT_KINDS,
+    AssignedMoePlan,
+    SortedMoePlan,
+    assigned_plans,
+    make_moe_plan,
+    moe_plan_of,
+    sorted_plans,
+)
+from cute_kernels.moe.plan import AssignedPlan, DigitsPlan, GroupedPlan, RunPlan, TilesPlan, make_product_plan
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
 from cute_kernels.moe.runs import schedule as runs
 from cute_kernels.moe.runs.config import ROUND_EXPERTS, ROUNDS
 from cute_kernels.moe.runs.schedule import SHAPES as RUN_SHAPES
 from cute_kernels.moe.runs.schedule import RunLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of
+from cute_kernels.moe.tuned import GroupedCandidate, GroupedLayout, candidates, key_of, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
@@ -53,6 +69,7 @@ FORMATS = [
 every_format = pytest.mark.parametrize("bits, dtype, group, zero", FORMATS)
 COUNTS = {
     "few rows": (1, 0, 3, 8, 0, 2),
+    "few rows of experts that lanes share out": (1, 0, 3, 8, 0, 2, 5, 1),
     "many rows": (40, 0, 1, 100, 64, 17),
     "one expert has all": (0, 0, 300, 0, 0, 0),
     "no rows": (0, 0, 0, 0, 0, 0),
@@ -73,10 +90,10 @@ DISTINCT = 4  # experts with a weight of their own; others have one of theirs
 # Experts' rows; beyond 128 and 256 experts there are more rounds in which they are found.
 RUN_COUNTS = {
     "every number of rows": (0, 1, 7, 8, 9, 16, 17, 300),
-    "at most 32 places": (3, 0, 8, 1, 0, 16, 2),
+    "at most 32 places": (3, 0, 8, 1, 0, 16, 2, 0),
     "all at one expert": (0, 0, 0, 0, 0, 50, 0, 0),
-    "one expert": (9,),
-    "no rows": (0, 0, 0),
+    "one lane's experts": (0, 9, 0, 0),
+    "no rows": (0, 0, 0, 0),
     "two rounds": tuple(int(i % 3 == 1) * (i % 11) for i in range(200)),
     "four rounds": (*(0,) * 300, 17, *(int(i % 50 == 3) for i in range(210)), 5),
 }
@@ -97,25 +114,28 @@ def specs() -> list[KernelSpec]:
     found += [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
     found += [CombineSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
     found += [CombineSpec(CombineConfig("fp32", "bf16"))]
+    found += [CombineSpec(CombineConfig(dtype, id_bits=bits)) for dtype in ("bf16", "fp32") for bits in (32, 64)]
     formats: list[Any] = [param.values for param in FORMATS]
     for counts in COUNTS.values():
         places = sum(counts) + SPARE
         found += [grouped_spec(problem(places, len(counts), *SHAPES[0], *form)) for form in formats]
         found += [grouped_spec(problem(places, len(counts), n, k)) for n, k in SHAPES]
-    experts, hidden, inner = LAYER
-    for tokens in TOKENS:
-        found += [grouped_spec(problem(2 * tokens, experts, n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    for tokens, zero in (*((tokens, False) for tokens in TOKENS), *itertools.product(EARLY_TOKENS, (False, True))):
+        found += layer_specs(2 * tokens, layer_layouts(tokens, zero))
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
         found += [GroupedWgmmaSpec(layout.config) for layout in tiles_of_few_rows(*form)]
     for counts, (n, k), dtype in RUN_CASES:
         found += [spec_of(layout.config) for layout in run_layouts(counts, n, k, dtype)]
-    for tokens, zero in itertools.product(EARLY_TOKENS, (False, True)):
-        both = (2 * inner, hidden), (hidden, inner)
-        found += [grouped_spec(problem(2 * tokens, experts, n, k, zero=zero)) for n, k in both]
     for pair in PAIRS:
         found += [spec_of(one.schedule.config) for one in tuned_products(pair).values()]
     return list(dict.fromkeys(found))
+
+
+def layer_layouts(tokens: int, zero: bool) -> list[GroupedLayout]:
+    """How the products of LAYER are laid out, each by itself."""
+    experts, hidden, inner = LAYER
+    return [modelled(problem(2 * tokens, experts, n, k, zero=zero)) for n, k in ((2 * inner, hidden), (hidden, inner))]
 
 
 def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
@@ -311,6 +331,7 @@ def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch
     finally:
         forget()
     assert_near(out, wanted, 6e-3)
+    assert isinstance(made, SortedMoePlan)
     plans: dict[Any, Any] = {RUNS: RunPlan, TILES: (TilesPlan, DigitsPlan)}
     for product, kind in zip((made.gate_up, made.down), pair, strict=True):
         assert isinstance(product, plans.get(kind, GroupedPlan))
@@ -319,18 +340,22 @@ def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch
 def forget() -> None:
     """What was decided with other tables."""
     tables.tables.cache_clear()
+    plan.layout_of.cache_clear()
     plan.plan_of.cache_clear()
     moe_plan_of.cache_clear()
     ops._plans.clear()
 
 
 @pytest.mark.parametrize("tokens", EARLY_TOKENS)
-@pytest.mark.parametrize("zero", [False, True], ids=["runs", "few rows"])
-def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, zero):
+@pytest.mark.parametrize("kind", [AssignedPlan, RunPlan, GroupedPlan])
+def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, kind):
     """Of layers behind each other with new routing each: offsets, digits, partial results of one are no other's."""
-    gate_up, down = (weight.to(CUDA) for weight in layer(zero))
-    early = moe_plan_of(tokens, 2, 32, gate_up.form, down.form, torch.float32)
-    assert isinstance(early.down, GroupedPlan if zero else RunPlan) and not early.down.waits
+    gate_up, down = (weight.to(CUDA) for weight in layer(zero=kind is GroupedPlan))
+    forms = gate_up.form, down.form
+    plans = assigned_plans(tokens, 2, 32, *forms) if kind is AssignedPlan else sorted_plans(2 * tokens, *forms)
+    assert plans is not None and all(isinstance(one, kind) for one in plans)
+    early = make_moe_plan(plans, tokens, 2, 32, *forms, torch.float32)
+    assert isinstance(early, AssignedMoePlan | SortedMoePlan) and not early.down.waits  # type: ignore[union-attr]
     late = replace(early, down=replace(early.down, waits=True))
     x, weights = numbers(tokens, LAYER[1]).to(CUDA), assignments(tokens)[1].to(CUDA)
     chosen = [assignments(tokens, seed)[0].to(CUDA, torch.int32) for seed in range(200)]
@@ -344,7 +369,7 @@ def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, zero)
         assert torch.equal(results(early), wanted)
 
 
-@pytest.mark.parametrize("tokens", [5, 200])
+@pytest.mark.parametrize("tokens", [5, 33, 200])
 def test_graphs_replay_with_other_routing(tokens):
     gate_up, down = layer()
     on_gpu = gate_up.to(CUDA), down.to(CUDA)

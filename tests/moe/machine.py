@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,14 @@ def uint32(value: Any) -> Word:
 
 
 class Registers(list):
+    """A thread's own numbers of a kind."""
+
+    def __init__(self, count: int, kind: Callable[[float], Any]):
+        super().__init__([0] * count)
+        self.kind = kind
+
     def fill(self, value: float) -> None:
-        self[:] = [np.float32(value)] * len(self)
+        self[:] = [self.kind(value)] * len(self)
 
 
 class Barrier:
@@ -263,6 +269,10 @@ class Machine:
             pack_bf16x2=lambda a, b: Word(bits(a, torch.bfloat16) | bits(b, torch.bfloat16) << 16),
             pack_f16x2=lambda a, b: Word(bits(a, torch.float16) | bits(b, torch.float16) << 16),
             bf16x2_low_to_float=lambda word: np.uint32((int(word) << 16) % 2**32).view(np.float32),
+            bf16x2_high_to_float=lambda word: np.uint32(int(word) & 0xFFFF0000).view(np.float32),
+            half2_low_to_float=lambda word: np.float32(np.uint16(int(word) & 0xFFFF).view(np.float16)),
+            half2_high_to_float=lambda word: np.float32(np.uint16(int(word) >> 16).view(np.float16)),
+            load_relaxed_part=lambda address, size: self.numbers().load_global_part(address, 0, size),
             fma=lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
             exp2=lambda x: np.float32(2.0 ** float(x)),
             pinned=lambda x: x,
@@ -305,6 +315,7 @@ class Machine:
             shuffle_sync=lambda value, lane: self.exchanged(value)[lane % 32],
             match_sync=lambda mask, value: sum(1 << i for i, v in enumerate(self.exchanged(value)) if v == value),
             vote_ballot_sync=lambda vote: sum(1 << i for i, v in enumerate(self.exchanged(bool(vote))) if v),
+            vote_any_sync=lambda vote: any(self.exchanged(bool(vote))),
             popc=lambda value: int(value).bit_count(),
             mbarrier_init=self.mbarrier_init,
             mbarrier_init_fence=lambda: None,
@@ -314,9 +325,7 @@ class Machine:
             griddepcontrol_wait=lambda: None,
             griddepcontrol_launch_dependents=lambda: None,
         )
-        return SimpleNamespace(
-            arch=arch, ceil_div=lambda a, b: -(-a // b), make_rmem_tensor=lambda count, _: Registers([0] * count)
-        )
+        return SimpleNamespace(arch=arch, ceil_div=lambda a, b: -(-a // b), make_rmem_tensor=Registers)
 
     def cutlass(self) -> SimpleNamespace:
         machine = self
@@ -341,7 +350,7 @@ class Machine:
         )
 
     def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-        """Puts the machine in the place of what kernels of these modules see."""
+        """Puts the machine in the place of what kernels of these modules see; their functions are plain Python."""
         names = {
             "ptx": self.ptx(),
             "numbers": self.numbers(),
@@ -354,9 +363,11 @@ class Machine:
             "const_expr": bool,
         }
         for module in modules:
-            for name, value in names.items():
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, value)
+            for name, own in list(vars(module).items()):
+                if name in names:
+                    monkeypatch.setattr(module, name, names[name])
+                elif isinstance(own, FunctionType) and hasattr(own, "__wrapped__"):
+                    monkeypatch.setattr(module, name, own.__wrapped__)
 
 
 def unwrapped(kind: type, *names: str) -> type:

@@ -6,6 +6,7 @@ With functions in the kernels' places that look at what they are given as those 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
+from cute_kernels.linear.plan import OUT_KINDS
+from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma import digit_launch
 from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, launch, layer, ops, plan
-from cute_kernels.moe.layer import Scratch
-from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.layer import AssignedMoePlan, Scratch, SortedMoePlan
+from cute_kernels.moe.runs.schedule import RunLayout, layouts
 from cute_kernels.moe.schedule import GroupedSchedule
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -26,17 +30,19 @@ from tests.tensors import apart, offset
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-ins are made with nvidia-cutlass-dsl")
 
 BF16, FP16 = torch.bfloat16, torch.float16
-EXPERTS, TOPK, HIDDEN, INNER = 6, 2, 192, 128
+EXPERTS, TOPK, HIDDEN, INNER = 8, 2, 192, 128
 ROUTING, GATHER, DIGITS, COMBINE = "moe_routing", "moe_gather", "linear_digits", "moe_combine"
 
 
 @functools.cache
-def experts(n: int, k: int, zero_point: bool = False, dtype: torch.dtype = BF16) -> PackedExperts:
-    tiles, groups = -(-n // 64), -(-k // 128)
-    codes = torch.zeros(EXPERTS, tiles, 2 * groups, 2048, dtype=torch.uint8)
-    scales = torch.ones(EXPERTS, tiles, groups, 64, dtype=dtype)
+def experts(
+    n: int, k: int, zero_point: bool = False, dtype: torch.dtype = BF16, count: int = EXPERTS, group: int = 128
+) -> PackedExperts:
+    n_pad, k_pad = padded_shape((n, k), group)
+    codes = torch.zeros(count, n_pad // 64, k_pad // 64, 2048, dtype=torch.uint8)
+    scales = torch.ones(count, n_pad // 64, k_pad // group, 64, dtype=dtype)
     zeros = torch.zeros_like(scales, dtype=torch.uint8) if zero_point else None
-    return PackedExperts(codes, scales, zeros, 4, 128, (n, k))
+    return PackedExperts(codes, scales, zeros, 4, group, (n, k))
 
 
 def call(tokens: int = 3, hidden: int = HIDDEN, inner: int = INNER, dtype: torch.dtype = BF16) -> dict[str, Any]:
@@ -60,6 +66,7 @@ def sparse(tensor: torch.Tensor) -> torch.Tensor:
 CALLS: dict[str, Any] = {
     "plain": call,
     "one token": lambda: call(1),
+    "more tokens": lambda: call(20),
     "many tokens": lambda: call(700),
     "no tokens": lambda: call(0),
     "fp16": lambda: call(dtype=FP16),
@@ -103,6 +110,8 @@ REFUSED = {
 }  # fmt: skip
 WAITS = -3  # among a product's arguments
 KINDS = ("few rows", "runs", "tiles", "digits", "modelled")  # of kernels that the products are by
+# Of a layer of few tokens: those of runs find assignments as they are.
+NUM_LAUNCHES = {"few rows": 4, "runs": 3, "tiles": 5, "digits": 6, "modelled": 3}
 
 made = functools.cache(lambda name: CALLS[name]())
 
@@ -163,7 +172,7 @@ def launches(monkeypatch, products):
 
 
 def forget() -> None:
-    of_plans = plan.plan_of, plan.routing_function, plan.gather_function, plan.combine_function
+    of_plans = plan.layout_of, plan.plan_of, plan.routing_function, plan.gather_function, plan.combine_function
     for cached in (layer.moe_plan_of, launch.grouped_launch_of, *of_plans):
         cached.cache_clear()
 
@@ -224,17 +233,17 @@ def test_one_launch_a_step(products, kernels, launches):
 def test_the_operator_launches_what_the_call_does(name, products, launches, monkeypatch):
     want = run(launches, made(name))
     monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
-    assert run(launches, made(name)) == want and len(want) >= 4
+    assert run(launches, made(name)) == want and len(want) == NUM_LAUNCHES[products]
 
 
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     given = call(20)
     result = fused_moe(**given)
-    (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, topk) = (
+    (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, topk, known) = (
         launch.arguments for launch in launches
     )
-    assert ids is given["topk_ids"] and (count, topk) == (EXPERTS, TOPK)
+    assert ids is given["topk_ids"] and (count, topk, known) == (EXPERTS, TOPK, EXPERTS)
     assert out is result and places_read == places and shares == given["topk_weights"].data_ptr()
     end = offsets + 4 * EXPERTS
     if products == "few rows":
@@ -270,18 +279,124 @@ def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
 
 def test_a_second_product_waits_behind_one_of_another_kind(launches, monkeypatch):
     """Only the kernels of few rows are known to wait for the routing before they let the next launch begin."""
-    few = plan.plan_of(6, EXPERTS, HIDDEN, INNER, INNER, 4, BF16, 128, True, -1)
-    runs = plan.plan_of(6, EXPERTS, HIDDEN, INNER, INNER, 4, BF16, 128, False, -1)
+    few, runs = (plan.plan_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
     assert isinstance(few, plan.GroupedPlan) and isinstance(runs, plan.RunPlan) and few.waits and runs.waits
     other = SimpleNamespace(gathers=True, stores_fp32=True)
     for first, waits in ((few, False), (runs, False), (other, True)):
         for second in (few, runs):
-            layer.moe_plan_of.cache_clear()
             kinds = [first, second]
             monkeypatch.setattr(layer, "plan_of", lambda *arguments, left=kinds: left.pop(0))
             forms = (experts(2 * INNER, HIDDEN).form, experts(HIDDEN, INNER).form)
-            found = layer.moe_plan_of(3, TOPK, 32, *forms, BF16).down
+            _, found = layer.sorted_plans(6, *forms)
             assert type(found) is type(second) and found.waits == waits  # type: ignore[union-attr]
+
+
+# -- assignments as they are -------------------------------------------------------------------------------------------
+
+
+def routed(tokens: int, topk: int, id_dtype: torch.dtype = torch.int32, **others: Any) -> dict[str, Any]:
+    """A layer's call with so many assignments."""
+    return (
+        call(tokens)
+        | {"topk_ids": torch.zeros(tokens, topk, dtype=id_dtype), "topk_weights": torch.ones(tokens, topk)}
+        | others
+    )
+
+
+@pytest.mark.parametrize("products", ["runs", "modelled"], indirect=True)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("tokens, topk", [(1, 1), (3, TOPK), (16, TOPK), (4, 8), (32, 1), (1, 32), (10, 3)])
+def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launches):
+    """Three launches: each product is given the ids, as is what adds up; the second begins before the first ends."""
+    given = routed(tokens, topk, id_dtype)
+    result = fused_moe(**given)
+    (made_plan,) = ops._plans.values()
+    assert isinstance(made_plan, AssignedMoePlan)
+    ids, shares, words = given["topk_ids"].data_ptr(), given["topk_weights"].data_ptr(), id_dtype.itemsize // 4
+    first, second, combine = (launch.arguments for launch in launches)
+    gate_up, down = given["gate_up"], given["down"]
+    assert first[0] is given["x"] and first[1:4] == (gate_up.codes.data_ptr(), gate_up.scales.data_ptr(), 0)
+    assert second[1:4] == (down.codes.data_ptr(), down.scales.data_ptr(), 0)
+    hidden, results = second[0], second[4]
+    assert first[4] == hidden.data_ptr() and hidden.shape[1] == INNER
+    assert hidden.data_ptr() + 2 * tokens * topk * INNER <= results
+    common = 132, EXPERTS, tokens * topk
+    slots = [product.layout.x_slots for product in (made_plan.gate_up, made_plan.down)]
+    assert first[5:] == (
+        ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), True, SWIGLU, OUT_KINDS[BF16],
+    )  # fmt: skip
+    assert second[5:] == (
+        ids, HIDDEN, 3, 1, *common, slots[1], words, 2**16, False, NO_ACTIVATION, OUT_KINDS[torch.float32],
+    )  # fmt: skip
+    assert combine[0] is result and combine[1:] == (results, ids, shares, topk, EXPERTS)
+    symbols = [launch.symbol for launch in launches]
+    assert all(symbol.endswith("_assigned") for symbol in symbols[:2])
+    assert symbols[2].startswith(f"{COMBINE}_bf16_i{32 * words}")
+
+
+def of_six_experts() -> dict[str, Any]:
+    return routed(3, 2, gate_up=experts(2 * INNER, HIDDEN, count=6), down=experts(HIDDEN, INNER, count=6))
+
+
+SORTED: dict[str, Any] = {
+    "one assignment too many": lambda: routed(33, 1),
+    "one token's too many": lambda: routed(1, 33),
+    "twice as many": lambda: routed(8, 8),
+    "a second product of long K": lambda: call(3, inner=14336),
+    "a first product of long K": lambda: call(3, hidden=14336),
+    "a second product in groups of 64": lambda: but(down=experts(HIDDEN, INNER, group=64)),
+    "a first product in groups of 64": lambda: but(gate_up=experts(2 * INNER, HIDDEN, group=64)),
+    "a second product with zero points": lambda: but(down=experts(HIDDEN, INNER, True)),
+    "a number of experts that is no multiple of 4": of_six_experts,
+}
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_assignments_that_are_too_many_or_go_to_other_kernels_are_sorted(name, launches):
+    given = SORTED[name]()
+    result = fused_moe(**given)
+    (made_plan,) = ops._plans.values()
+    assert isinstance(made_plan, SortedMoePlan)
+    routing, *between, combine = launches
+    topk, count = given["topk_ids"].shape[1], len(given["gate_up"])
+    ids, offsets, _, places, known = routing.arguments
+    assert routing.symbol.startswith(ROUTING) and ids is given["topk_ids"] and known == count
+    assert not any("_assigned" in launch.symbol for launch in launches)
+    products = [launch for launch in between if "grouped" in launch.symbol]
+    assert len(products) == 2 and all(offsets in launch.arguments[1:] for launch in products)
+    assert combine.symbol.startswith(f"{COMBINE}_bf16") and "_i" not in combine.symbol.removeprefix(COMBINE)
+    shares = given["topk_weights"].data_ptr()
+    assert combine.arguments[0] is result and combine.arguments[2:] == (places, shares, topk, count)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_product_that_a_table_gives_entries_of_more_rows_has_assignments_sorted(which, launches, monkeypatch):
+    """The kernel of assignments has entries of 8 rows only."""
+    n = (2 * INNER, HIDDEN)[which]
+
+    def chosen(problem: Any, gpu: str) -> Any:
+        rows = 16 if problem.n == n else 8
+        return next(one for one in layouts(problem) if one.config.max_tokens == rows)
+
+    monkeypatch.setattr(plan, "chosen", chosen)
+    fused_moe(**call())
+    (made_plan,) = ops._plans.values()
+    assert isinstance(made_plan, SortedMoePlan)
+    kernels = [ROUTING, "_runs1", "_runs1", COMBINE]
+    assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
+
+
+@pytest.mark.parametrize("products", ["runs"], indirect=True)
+def test_what_is_made_contiguous_for_assignments_is_what_kernels_are_given(products, launches):
+    given = but(
+        x=apart(torch.ones(3, HIDDEN, dtype=BF16)),
+        topk_ids=torch.zeros(3, 2 * TOPK, dtype=torch.int64)[:, ::2],
+        topk_weights=torch.ones(3, 2 * TOPK)[:, ::2],
+    )
+    fused_moe(**given)
+    first, second, combine = (launch.arguments for launch in launches)
+    assert first[5] == second[5] == combine[2] != given["topk_ids"].data_ptr()
+    assert combine[3] != given["topk_weights"].data_ptr() and first[0].is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +423,7 @@ def test_a_result_has_no_gradient(again, launches):
 
 # -- one product -------------------------------------------------------------------------------------------------------
 
-OFFSETS = torch.tensor([0, 1, 1, 2, 3, 3, 3], dtype=torch.int32)
+OFFSETS = torch.tensor([0, 1, 1, 2, 3, 3, 3, 3, 3], dtype=torch.int32)
 ROWS = torch.tensor([2, 0, 1], dtype=torch.int32)
 
 
@@ -335,6 +450,7 @@ PRODUCTS: dict[str, Any] = {
     "offsets of 64 bits": lambda: product(expert_offsets=OFFSETS.long()),
     "offsets with gaps": lambda: product(expert_offsets=OFFSETS.repeat_interleave(2)[::2]),
     "offsets, sparse": lambda: product(expert_offsets=OFFSETS.to_sparse()),
+    "offsets off 16 bytes": lambda: product(expert_offsets=offset(OFFSETS, 4)),
     "rows of 64 bits": lambda: product(rows=ROWS.long()),
     "rows with gaps": lambda: product(rows=ROWS.repeat_interleave(2)[::2]),
     "bias": lambda: product(bias=torch.ones(EXPERTS, 2 * INNER, dtype=BF16)),
@@ -399,6 +515,34 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
     else:
         ((source, *others),) = before
         assert source is given["x"] and others[:3] == [offsets + 4 * EXPERTS, rows, last[0].data_ptr()]
+
+
+@pytest.mark.parametrize("products", KINDS[:4], indirect=True)
+@pytest.mark.parametrize("num_bytes", [4, 8, 12])
+def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, launches, monkeypatch):
+    """All launches of the product see the same copy, which has what was given."""
+    place = {"few rows": 7, "runs": 5, "tiles": 6, "digits": 6}[products]
+    seen: list[tuple[int, bytes]] = []
+    load = plan.load
+
+    def loading(spec: Any, arch: str) -> Any:
+        function = load(spec, arch)
+
+        def launch(*arguments: Any) -> None:
+            if spec.symbol.startswith("grouped"):
+                seen.append((arguments[place], ctypes.string_at(arguments[place], OFFSETS.nbytes)))
+            function(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(plan, "load", loading)
+    given = product(rows=ROWS, expert_offsets=offset(OFFSETS, num_bytes))
+    assert given["expert_offsets"].data_ptr() % 16
+    grouped_linear(**given)
+    ((address, content),) = seen
+    assert address % 16 == 0 and content == OFFSETS.numpy().tobytes()
+    for before in launches[:-1]:
+        assert address + 4 * EXPERTS in before.arguments[1:]
 
 
 def test_values_are_looked_at_in_every_call_where_that_is_asked_for(launches, monkeypatch):

@@ -25,23 +25,48 @@ from cute_kernels.linear.experts import PackedExperts, stack_experts
 from cute_kernels.linear.plan import ACTIVATIONS
 from cute_kernels.linear.wgmma import copies, digits
 from cute_kernels.moe import work as moe_work
-from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.runs import finder
+from cute_kernels.moe.reference import grouped_linear_reference, route_reference
+from cute_kernels.moe.runs import assigned, assignments, finder
 from cute_kernels.moe.runs import kernel as runs_kernel
 from cute_kernels.moe.runs import work as runs_work
+from cute_kernels.moe.runs.assigned import AssignedRunKernel
 from cute_kernels.moe.runs.config import RunConfig
 from cute_kernels.moe.runs.kernel import EntryRows, RunKernel
+from cute_kernels.moe.runs.schedule import row_factor
 from layouts.transform import unpack
 from layouts.weights import hopper
 from tests.linear.cases import known
 from tests.moe.machine import Machine, unwrapped
 
-MODULES = (ring, linear_kernel, epilogue, copies, digits, moe_work, finder, runs_kernel, runs_work)
+MODULES = (
+    ring, linear_kernel, epilogue, copies, digits, moe_work, finder, assignments, runs_kernel, assigned, runs_work
+)  # fmt: skip
 CONFIG = RunConfig(
     4, "bf16", 128, k_warps=2, chunk_units=1, num_stages=4, num_buffers=2, epilogue_warps=1, use_pdl=True
 )  # fmt: skip
 ROW_BYTES = 256  # of 128 inputs: as many as their digits take
 HALF = np.float32(0.5)
+
+
+Entries = list[tuple[int, int]]  # (expert, rows), in the order of entries
+
+
+def sorted_entries(counts: list[int], tokens: int) -> Entries:
+    """Of experts with so many rows each."""
+    return [(expert, min(tokens, count - i)) for expert, count in enumerate(counts) for i in range(0, count, tokens)]
+
+
+def assigned_entries(ids: torch.Tensor, num_experts: int, tokens: int = 8) -> Entries:
+    """Of assignments as they are: in the order of their first ones."""
+    counted = Counter(expert for expert in ids.tolist() if 0 <= expert < num_experts)
+    begins: Counter[int] = Counter()
+    entries = []
+    for expert in ids.tolist():
+        if expert in counted:
+            if begins[expert] % tokens == 0:
+                entries.append((expert, min(tokens, counted[expert] - begins[expert])))
+            begins[expert] += 1
+    return entries
 
 
 class Rows:
@@ -102,8 +127,17 @@ class Launch:
         self.read: Counter = Counter()
         self.makers: Counter = Counter()
         self.readers: Counter = Counter()
-        names = ("row_at", "copy_blocks", "make_digits", "multiply_blocks", "multiply_block", "store_blocks")
-        self.kernel = unwrapped(RunKernel, *names)(config)
+        names = (
+            "row_at",
+            "entry_row",
+            "copy_blocks",
+            "make_digits",
+            "multiply_blocks",
+            "multiply_block",
+            "store_blocks",
+        )
+        self.kind = AssignedRunKernel if config.assigned else RunKernel
+        self.kernel = unwrapped(self.kind, *names)(config)
         self.kernel.rows = Rows(self)
         self.kernel.copy_units, self.kernel.multiply_units = self.copy_units, self.multiply_units
         stores = ("release", "load_extras", "store", "store_elements")
@@ -172,8 +206,35 @@ class Launch:
         waits: int = 1,
     ) -> torch.Tensor:
         """Results, of which those that are not written are -7."""
-        machine, config = self.machine, self.config
-        n, places = weight.shape[0], (x if rows is None else rows).shape[0]
+        places = (x if rows is None else rows).shape[0]
+        routing = self.machine.put(offsets), self.machine.put(rows)
+        entries = sorted_entries(offsets.diff().tolist(), self.config.max_tokens)
+        return self.start(weight, x, routing, entries, places, (), bias, activation, out_dtype, waits)
+
+    def run_assigned(
+        self, weight: PackedExperts, x: torch.Tensor, ids: torch.Tensor, topk: int, **options: Any
+    ) -> torch.Tensor:
+        """As `run`; ids: of ``topk`` assignments for each row of x, one after the other."""
+        # Whoever reads behind the last one finds an expert.
+        routing = (self.machine.put(torch.cat([ids, torch.zeros_like(ids)])),)
+        more = ids.element_size() // 4, row_factor(topk)
+        return self.start(weight, x, routing, assigned_entries(ids, len(weight)), len(ids), more, **options)
+
+    def start(
+        self,
+        weight: PackedExperts,
+        x: torch.Tensor,
+        routing: tuple[int, ...],
+        entries: Entries,
+        places: int,
+        more: tuple[int, ...],
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        out_dtype: torch.dtype = torch.float32,
+        waits: int = 1,
+    ) -> torch.Tensor:
+        """Launches. routing: addresses; more: sizes that the kernel of assignments is given beside the others."""
+        machine, config, n = self.machine, self.config, weight.shape[0]
         shape = (places, n // 2 if activation == "swiglu" else n)
         self.codes, self.scales = machine.put(weight.codes), machine.put(weight.scales)
         out = machine.put(torch.full(shape, -7.0, dtype=out_dtype))
@@ -183,16 +244,16 @@ class Launch:
 
         def start(**options):
             assert options["grid"] == (self.num_ctas, 1, 1) and options["block"][0] == config.num_threads
-            machine.run(lambda: RunKernel.kernel.__wrapped__(self.kernel, *waiting[0]), blocks, config.num_threads)
+            machine.run(lambda: self.kind.kernel.__wrapped__(self.kernel, *waiting[0]), blocks, config.num_threads)
 
         self.kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
         num_tiles, units = weight.codes.shape[1], weight.codes.shape[2] // 2
-        entries = [Counter(one[0] for one in some) for some in blocks_of(self, weight, offsets.diff().tolist())]
-        self.chunks = [[count * units // config.chunk_units for count in some.values()] for some in entries]
-        RunKernel.__call__.__wrapped__(
-            self.kernel, given, self.codes, self.scales, machine.put(bias), out, machine.put(offsets),
-            machine.put(rows), n, num_tiles, units, self.num_ctas, len(weight), places, self.x_slots, waits,
-            ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
+        shares = [Counter(one[0] for one in some) for some in blocks_of(self, weight, entries)]
+        self.chunks = [[count * units // config.chunk_units for count in some.values()] for some in shares]
+        self.kind.__call__.__wrapped__(
+            self.kernel, given, self.codes, self.scales, machine.put(bias), out, *routing, n, num_tiles, units,
+            self.num_ctas, len(weight), places, self.x_slots, *more, waits, ACTIVATIONS[activation],
+            {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
         )  # fmt: skip
         return machine.get(out, shape, out_dtype)
 
@@ -206,21 +267,21 @@ def config_of(k: int, x_slots: int, **fields: Any) -> RunConfig:
 
 
 CASES: dict[str, tuple[tuple[int, ...], int, int, int, int, dict[str, Any]]] = {
-    "entries of one and of many rows": ((3, 0, 1, 17, 0, 8), 130, 256, 3, 2, {}),
-    "one slot": ((3, 0, 1, 17, 0, 8), 130, 256, 3, 1, {}),
+    "entries of one and of many rows": ((3, 0, 1, 17, 0, 8, 0, 0), 130, 256, 3, 2, {}),
+    "one slot": ((3, 0, 1, 17, 0, 0, 0, 8), 130, 256, 3, 1, {}),
     "two tiles, the last block of one": ((2, 9, 1, 1), 192, 384, 2, 2, {"n_tiles": 2}),
-    "chunks of two units": ((2, 9, 1), 200, 512, 2, 1, {"chunk_units": 2}),
-    "three warpgroups": ((2, 9, 1), 128, 640, 2, 2, {"k_warps": 3, "num_stages": 6}),
-    "fewer chunks than warpgroups": ((2, 1, 4), 256, 128, 2, 2, {"k_warps": 4, "num_stages": 4}),
-    "more CTAs than blocks": ((0, 1, 0), 128, 128, 4, 2, {}),
+    "chunks of two units": ((2, 9, 1, 0), 200, 512, 2, 1, {"chunk_units": 2}),
+    "three warpgroups": ((2, 9, 0, 1), 128, 640, 2, 2, {"k_warps": 3, "num_stages": 6}),
+    "fewer chunks than warpgroups": ((2, 1, 0, 4), 256, 128, 2, 2, {"k_warps": 4, "num_stages": 4}),
+    "more CTAs than blocks": ((0, 1, 0, 0), 128, 128, 4, 2, {}),
     "one expert has all": ((0, 0, 20, 0), 64, 256, 3, 1, {}),
-    "no rows at all": ((0, 0, 0), 64, 128, 2, 2, {}),
-    "16 rows": ((3, 16, 17, 0, 40), 72, 256, 2, 2, {"max_tokens": 16}),
+    "no rows at all": ((0, 0, 0, 0), 64, 128, 2, 2, {}),
+    "16 rows": ((3, 16, 17, 0, 40, 0, 0, 0), 72, 256, 2, 2, {"max_tokens": 16}),
     "tails of N and K": ((1, 2, 0, 3), 130, 200, 3, 2, {}),
-    "one buffer": ((3, 1, 9), 192, 128, 2, 1, {"num_buffers": 1}),
-    "two rounds of experts": (tuple(i % 50 == 49 for i in range(150)), 64, 128, 2, 2, {"expert_rounds": 2}),
-    "rows that more than one warp's lanes are read": ((20, 0, 19), 64, 128, 3, 2, {}),
-    "two storing warps": ((3, 8, 1), 64, 128, 1, 2, {"epilogue_warps": 2}),
+    "one buffer": ((3, 1, 9, 0), 192, 128, 2, 1, {"num_buffers": 1}),
+    "two rounds of experts": (tuple(i % 50 == 49 for i in range(152)), 64, 128, 2, 2, {"expert_rounds": 2}),
+    "rows that more than one warp's lanes are read": ((20, 0, 19, 0), 64, 128, 3, 2, {}),
+    "two storing warps": ((3, 8, 1, 0), 64, 128, 1, 2, {"epilogue_warps": 2}),
 }
 
 
@@ -237,8 +298,9 @@ def test_what_is_stored_is_what_the_reference_says(counts, n, k, num_ctas, x_slo
     found = launch.run(weight, x, offsets, rows)
     torch.testing.assert_close(found[:-2], exact(x[rows.long()], weight, counts)[:-2], rtol=2e-5, atol=1e-6)
     assert torch.all(found[-2:] == -7.0)
-    check_copies(launch, weight, counts)
-    check_digits(launch, weight, counts)
+    entries = sorted_entries(counts, launch.config.max_tokens)
+    check_copies(launch, weight, entries)
+    check_digits(launch, weight, entries)
 
 
 def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Tensor:
@@ -248,17 +310,15 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
     return torch.cat([part @ w.T for part, w in zip(parts, dense, strict=True)]).float()
 
 
-def blocks_of(launch: Launch, weight: PackedExperts, counts: list[int]) -> list[list[tuple[int, int, int]]]:
+def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[list[tuple[int, int, int]]]:
     """For each CTA (entry, expert, block), in order: plain Python."""
     per_expert = -(-weight.codes.shape[1] // launch.config.n_tiles)
-    tokens = launch.config.max_tokens
-    experts = [expert for expert, count in enumerate(counts) for _ in range(0, count, tokens)]
-    every = [(i, expert, block) for i, expert in enumerate(experts) for block in range(per_expert)]
+    every = [(i, expert, block) for i, (expert, _) in enumerate(entries) for block in range(per_expert)]
     each, rest = divmod(len(every), launch.num_ctas)
     return [every[i * each + min(i, rest) : (i + 1) * each + min(i + 1, rest)] for i in range(launch.num_ctas)]
 
 
-def check_copies(launch: Launch, weight: PackedExperts, counts: list[int]) -> None:
+def check_copies(launch: Launch, weight: PackedExperts, entries: Entries) -> None:
     """Each CTA copies every unit of its blocks once, in their order."""
     config, (_, tiles, count, _) = launch.config, weight.codes.shape
     units = count // 2
@@ -267,7 +327,7 @@ def check_copies(launch: Launch, weight: PackedExperts, counts: list[int]) -> No
         (launch.scales, weight.scales.nbytes, config.unit_scale_bytes),
     )
     for first, size, unit_bytes in runs:
-        for cta, blocks in enumerate(blocks_of(launch, weight, counts)):
+        for cta, blocks in enumerate(blocks_of(launch, weight, entries)):
             wanted = [
                 (((expert * tiles + min(block * config.n_tiles + i, tiles - 1)) * units + unit) * unit_bytes)
                 for _, expert, block in blocks
@@ -280,13 +340,12 @@ def check_copies(launch: Launch, weight: PackedExperts, counts: list[int]) -> No
     assert len(launch.machine.copies) == 2 * config.n_tiles * sum(launch.filled.values())
 
 
-def check_digits(launch: Launch, weight: PackedExperts, counts: list[int]) -> None:
+def check_digits(launch: Launch, weight: PackedExperts, entries: Entries) -> None:
     """A CTA makes the digits of an entry once, in slots that take turns."""
     config, units = launch.config, weight.codes.shape[2] // 2
-    rows = [min(config.max_tokens, count - i) for count in counts for i in range(0, count, config.max_tokens)]
-    for made, blocks in zip(launch.made, blocks_of(launch, weight, counts), strict=True):
-        entries = list(dict.fromkeys(entry for entry, _, _ in blocks))
-        assert [count for _, count in made] == [rows[entry] for entry in entries]
+    for made, blocks in zip(launch.made, blocks_of(launch, weight, entries), strict=True):
+        own = list(dict.fromkeys(entry for entry, _, _ in blocks))
+        assert [count for _, count in made] == [entries[entry][1] for entry in own]
         places = [place for place, _ in made]
         pitch = units * config.unit_digit_bytes
         slots = [min(places) + i % launch.x_slots * pitch for i in range(len(made))]
@@ -296,10 +355,69 @@ def check_digits(launch: Launch, weight: PackedExperts, counts: list[int]) -> No
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
 def test_bias_activation_and_output_dtype_are_the_experts(activation, monkeypatch):
     n, k = 132, 128
-    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(3)])
+    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
     x = torch.randn(12, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    bias = torch.randn(3, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    offsets = torch.tensor([0, 2, 2, 12], dtype=torch.int32)
+    bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    offsets = torch.tensor([0, 2, 2, 12, 12], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
     found = Launch(config_of(k, 2), 3, 2, monkeypatch).run(weight, x, offsets, None, **options, waits=0)
     torch.testing.assert_close(found, grouped_linear_reference(x, weight, offsets, **options), rtol=2e-2, atol=1e-2)
+
+
+# -- assignments as they are -------------------------------------------------------------------------------------------
+
+# Ids, assignments of a row of x; then N, K, CTAs, slots and fields as above.
+ASSIGNED: dict[str, tuple[tuple[int, ...], int, int, int, int, int, dict[str, Any]]] = {
+    "one assignment": ((5,), 1, 130, 256, 3, 2, {}),
+    "two of a token": ((5, 2), 2, 130, 256, 3, 1, {}),
+    "of several tokens": ((5, 2, 2, 0, 7, 5), 2, 130, 256, 3, 2, {}),
+    "of several tokens, one slot": ((5, 2, 2, 0, 7, 5), 3, 130, 256, 3, 1, {}),
+    "a full warp of them": (tuple(5 * i % 8 for i in range(32)), 8, 64, 128, 3, 2, {}),
+    "an expert with several entries": ((3,) * 19 + (1, 3, 3), 1, 64, 256, 2, 2, {}),
+    "an expert with several entries, one slot": ((3, 1) * 10, 2, 64, 256, 3, 1, {}),
+    "some of no expert": ((-1, 4, 8, 4, 2**31 - 1, 0, -(2**31), 4), 2, 72, 128, 2, 2, {}),
+    "none of an expert": ((-1, 8, 9, -7), 2, 64, 128, 2, 2, {}),
+    "more CTAs than blocks": ((6, -1), 2, 128, 128, 5, 2, {}),
+    "two tiles, the last block of one": ((2, 7, 1, 7), 2, 192, 384, 2, 2, {"n_tiles": 2}),
+    "chunks of two units": ((2, 7, 1, 7), 4, 200, 512, 2, 1, {"chunk_units": 2}),
+    "three warpgroups": ((2, 7, 1, 7), 1, 128, 640, 2, 2, {"k_warps": 3, "num_stages": 6}),
+    "tails of N and K": ((1, 2, 0, 3, 3), 5, 130, 200, 3, 2, {}),
+    "two storing warps": ((1, 0, 1, 0, 1), 1, 64, 128, 1, 2, {"epilogue_warps": 2}),
+}
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("ids, topk, n, k, num_ctas, x_slots, fields", ASSIGNED.values(), ids=list(ASSIGNED))
+def test_results_of_assignments_are_where_they_are(ids, topk, n, k, num_ctas, x_slots, fields, id_dtype, monkeypatch):
+    """Those that are of no expert are not written; CTAs without a block copy nothing and end."""
+    experts = 8
+    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(experts)])
+    x = torch.randn(-(-len(ids) // topk), k, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    given = torch.tensor(ids, dtype=id_dtype)
+    launch = Launch(config_of(k, x_slots, assigned=True, **fields), num_ctas, x_slots, monkeypatch)
+    found = launch.run_assigned(weight, x, given, topk)
+    dense = weight.dequantize(torch.float64)
+    for place, expert in enumerate(ids):
+        if 0 <= expert < experts:
+            wanted = (dense[expert] @ x[place // topk].double()).float()
+            torch.testing.assert_close(found[place], wanted, rtol=2e-5, atol=1e-5)
+        else:
+            assert torch.all(found[place] == -7.0)
+    entries = assigned_entries(given, experts)
+    check_copies(launch, weight, entries)
+    check_digits(launch, weight, entries)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+def test_bias_and_activation_are_those_of_an_assignments_expert(activation, monkeypatch):
+    n, k = 132, 128
+    weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(4)])
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    ids = torch.tensor([3, 0, 0, 2, 3, 3], dtype=torch.int32)
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
+    launch = Launch(config_of(k, 2, assigned=True), 3, 2, monkeypatch)
+    found = launch.run_assigned(weight, x, ids, 2, **options, waits=0)
+    offsets, rows, places = route_reference(ids.view(3, 2), 4)
+    wanted = grouped_linear_reference(x, weight, offsets, rows=rows, **options)
+    torch.testing.assert_close(found, wanted[places.flatten().long()], rtol=2e-2, atol=1e-2)

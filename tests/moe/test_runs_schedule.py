@@ -14,6 +14,7 @@ from cute_kernels.moe import tuned
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.runs import schedule
 from cute_kernels.moe.runs import work as runs_work
+from cute_kernels.moe.runs.config import LANE_EXPERTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.runs.schedule import (
     LEAST_RING_BYTES,
     MODELLED_ROWS,
@@ -21,6 +22,7 @@ from cute_kernels.moe.runs.schedule import (
     SPARE_BYTES,
     RunLayout,
     RunShape,
+    among_assignments,
     counts,
     estimate_us,
     has_few_rows,
@@ -29,7 +31,7 @@ from cute_kernels.moe.runs.schedule import (
     make_runs,
 )
 from cute_kernels.moe.runs.work import BlockRun
-from cute_kernels.moe.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem
+from cute_kernels.moe.schedule import MAX_EXPERTS, MOST_DIVIDED, GroupedProblem, GroupedSchedule
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from tests.moe import measured
 from tests.moe.machine import Machine
@@ -85,7 +87,7 @@ def shapes_of(grouped: GroupedProblem) -> list[RunShape]:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("experts, rounds", [(1, 1), (128, 1), (129, 2), (256, 2), (257, 4), (MAX_EXPERTS, 4)])
+@pytest.mark.parametrize("experts, rounds", [(4, 1), (60, 1), (128, 1), (132, 2), (256, 2), (260, 4), (MAX_EXPERTS, 4)])
 @pytest.mark.parametrize("n, k", [(1536, 2048), (1000, 512), (64, 256), (7168, 2048), (200, 1500)])
 def test_every_layout_can_be_compiled_and_fits_shared_memory(n, k, experts, rounds, dtype):
     grouped = problem(8, experts, n, k, dtype=dtype)
@@ -125,7 +127,10 @@ NOT_POSSIBLE: dict[str, dict[str, Any]] = {
     "groups of 64": {"group": 64},
     "groups of 256": {"group": 256},
     "a scale for all of K": {"group": 0},
-    "more experts than there may be": {"experts": MAX_EXPERTS + 1},
+    "one expert": {"experts": 1},
+    "experts of which a lane would have a part": {"experts": 6},
+    "more than a round's experts, of which a lane would have a part": {"experts": 130},
+    "more experts than there may be": {"experts": MAX_EXPERTS + LANE_EXPERTS},
     "rows that leave no ring": {"k": 1 << 16},
     "more blocks than are counted": {"n": 1 << 24},
 }
@@ -145,7 +150,7 @@ def test_k_is_cut_into_whole_chunks_of_units():
 
 
 def test_no_more_blocks_are_counted_than_quotients_hold():
-    for grouped in (problem(1 << 20, 1, 28672, 2048), problem(1 << 22, 1, 28672, 2048), problem(8, 8, 1 << 21, 512)):
+    for grouped in (problem(1 << 20, 4, 28672, 2048), problem(1 << 22, 4, 28672, 2048), problem(8, 8, 1 << 21, 512)):
         possible = {(one.config.n_tiles, one.config.max_tokens): counts(grouped, one) for one in layouts(grouped)}
         for shape in SHAPES:
             layout = make_layout(grouped, shape)
@@ -169,13 +174,76 @@ def test_what_the_kernel_has_no_code_for_is_refused(changes):
 
 
 def test_products_of_few_rows_an_expert_are_served_by_runs():
-    for places, experts in ((1, 1), (8, 1), (8, 8), (32, 8), (8, 128), (512, 128), (8, 256), (400, MAX_EXPERTS)):
+    for places, experts in (
+        (1, 4),
+        (8, 4),
+        (8, 8),
+        (32, 8),
+        (8, 60),
+        (8, 128),
+        (512, 128),
+        (8, 256),
+        (400, MAX_EXPERTS),
+    ):
         assert isinstance(tuned.modelled(problem(places, experts)), RunLayout)
-    for places, experts in ((9, 1), (33, 8), (513, 128), (10000, 8)):
+    for places, experts in ((9, 1), (33, 4), (33, 8), (513, 128), (10000, 8)):
         assert not isinstance(tuned.modelled(problem(places, experts)), RunLayout)
     for changes in NOT_POSSIBLE.values():
         if changes.get("experts", 0) <= MAX_EXPERTS and changes.get("k", 0) < 1 << 16 and changes.get("n", 0) < 1 << 24:
             assert not isinstance(tuned.modelled(problem(**changes)), RunLayout)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 5, 6, 33, 126, 129, 130, 255, 511])
+def test_experts_that_lanes_have_no_whole_share_of_are_served_by_another_kernel(experts):
+    """Whatever a table says, which chooses among candidates."""
+    grouped, more = problem(8, experts), problem(8, -(-experts // LANE_EXPERTS) * LANE_EXPERTS)
+    assert isinstance(tuned.modelled(grouped), GroupedSchedule) and isinstance(tuned.modelled(more), RunLayout)
+    kernels, of_more = ({one.kernel for one in tuned.candidates(one)} for one in (grouped, more))
+    assert tuned.RUNS in of_more and kernels == of_more - {tuned.RUNS}
+
+
+# -- among assignments as they are -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", [8, 128, 256, MAX_EXPERTS])
+def test_entries_of_few_rows_are_found_among_assignments_as_well(experts):
+    """By the same shapes, whatever the number of experts, as nobody counts through them."""
+    for layout in layouts(problem(8, experts)):
+        same = among_assignments(layout)
+        if layout.config.max_tokens > MODELLED_ROWS:
+            assert same is None
+        else:
+            assert same is not None and same.config.can_implement() is None
+            assert same.config.assigned and same.config.expert_rounds == 1
+            assert replace(same, config=layout.config) == layout
+            assert replace(same.config, assigned=False, expert_rounds=layout.config.expert_rounds) == layout.config
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 16}, {"expert_rounds": 2}, {"expert_rounds": 4}], ids=str)
+def test_assignments_are_found_by_few_rows_in_one_round(changes):
+    config = next(layout.config for layout in layouts(problem()) if layout.config.n_tiles == 1)
+    assert replace(config, **changes).can_implement() is None
+    assert replace(config, assigned=True).can_implement() is None
+    assert "assignments" in str(replace(config, assigned=True, **changes).can_implement())
+
+
+def test_names_tell_kernels_of_assignments_from_others():
+    found = [layout.config for experts in (128, 256, 512) for layout in layouts(problem(experts=experts))]
+    of_assignments = [one.config for one in map(among_assignments, layouts(problem())) if one is not None]
+    names = {config.name for config in (*found, *of_assignments)}
+    assert len(of_assignments) == 2 and len(names) == len({*found, *of_assignments})
+    assert {config.name.rpartition("_")[2] for config in of_assignments} == {"assigned"}
+
+
+def test_layers_of_few_assignments_have_both_products_among_them():
+    first, second = (tuned.modelled(problem(32, 256, n, k)) for n, k in ((4096, 7168), (7168, 2048)))
+    assert isinstance(first, RunLayout) and isinstance(second, RunLayout)
+    assert tuned.assigned(MOST_ASSIGNMENTS, [first, second]) == [among_assignments(one) for one in (first, second)]
+    assert tuned.assigned(MOST_ASSIGNMENTS + 1, [first, second]) is None
+    others: list[Any] = [tuned.modelled(problem(32, 8, 4096, 14336)), tuned.modelled(problem(32, 256, group=64))]
+    others += [next(one for one in layouts(problem(32, 256)) if one.config.max_tokens > MODELLED_ROWS)]
+    for other in others:
+        assert tuned.assigned(32, [first, other]) is None and tuned.assigned(32, [other, second]) is None
 
 
 def measured_problem(case: measured.Case) -> GroupedProblem:

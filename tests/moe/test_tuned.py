@@ -15,6 +15,7 @@ import torch
 
 from cute_kernels.linear import compile as linear_compile
 from cute_kernels.linear import tuned as of_linear
+from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
@@ -51,9 +52,14 @@ PROBLEMS = [
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    plan.plan_of.cache_clear()
+    forget()
     with no_tables(monkeypatch, tmp_path):
         yield
+    forget()
+
+
+def forget() -> None:
+    plan.layout_of.cache_clear()
     plan.plan_of.cache_clear()
 
 
@@ -135,10 +141,11 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
     monkeypatch.setattr(plan, "load", lambda spec, arch: spec)
 
     def made(places: int, gpu: str) -> Any:
-        plan.plan_of.cache_clear()
+        forget()
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
         p = problem
-        return plan.plan_of(places, p.num_experts, p.n, p.k, p.k_pad, 4, torch.bfloat16, 128, False, 0)
+        form = ExpertsForm(p.num_experts, p.n, p.k, p.k_pad, 4, 128, False, torch.bfloat16, 0)
+        return plan.plan_of(places, form)
 
     assert made(problem.places, GPU).function.config == wanted.schedule.config
     assert made(problem.places, GPU).gathers == (kind is not GroupedTiles)

@@ -11,7 +11,8 @@ from cute_kernels.runtime import KernelSpec
 from cute_kernels.runtime.sources import _shared_roots
 
 PACKAGE = Path(cute_kernels.__file__).resolve().parent
-SPECS = {type(spec).__name__: spec for spec in families.shipped_specs()}  # one of each kind
+# One of each kind and of other modules.
+SPECS = {(type(spec).__name__, spec.source_roots()): spec for spec in families.shipped_specs()}
 
 
 def imported_by(path: Path) -> set[Path]:
@@ -26,7 +27,7 @@ def imported_by(path: Path) -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+@pytest.mark.parametrize("spec", SPECS.values(), ids=[f"{name}-{i}" for i, (name, _) in enumerate(SPECS)])
 def test_what_device_code_imports_is_in_the_key(spec: KernelSpec):
     roots = {*_shared_roots(), *spec.source_roots()}
     folders = {root for root in roots if root.is_dir()}
