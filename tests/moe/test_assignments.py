@@ -12,13 +12,14 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.moe.runs import assignments
 from cute_kernels.moe.runs.assignments import AssignmentFinder
-from cute_kernels.moe.runs.config import MOST_ASSIGNMENTS
+from cute_kernels.moe.runs.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.runs.schedule import row_factor
 from cute_kernels.moe.runs.work import AssignedShape
+from cute_kernels.sm90 import WARP_THREADS
 from tests.moe.machine import Machine
 
 ENTRY_ROWS = 8
-COUNTS = (1, 2, 7, 16, 31, MOST_ASSIGNMENTS)
+COUNTS = (1, 2, 7, 16, 31, 32, 33, 40, 63, 64)
 UNKNOWN = {torch.int32: (-1, -(2**31), 2**31 - 1), torch.int64: (-1, 2**32, 2**33 + 1, -(2**63), 2**63 - 1)}
 
 
@@ -29,7 +30,7 @@ class Found(NamedTuple):
     places: tuple[int, ...]
 
 
-def find(ids: torch.Tensor, num_experts: int, monkeypatch) -> list[Found]:
+def find(ids: torch.Tensor, num_experts: int, monkeypatch, lane_assignments: int) -> list[Found]:
     """All entries that there are, in their order; all lanes know them.
 
     Whoever reads behind the last id finds an expert.
@@ -42,8 +43,11 @@ def find(ids: torch.Tensor, num_experts: int, monkeypatch) -> list[Found]:
 
     def work() -> None:
         lane = machine.lane
-        expert = assignments.load_expert(address, len(ids), words, num_experts, lane)
-        subject = AssignmentFinder.of(expert, num_experts, lane, ENTRY_ROWS)
+        experts = [
+            assignments.load_expert(address, i * WARP_THREADS + lane, len(ids), words, num_experts)
+            for i in range(lane_assignments)
+        ]
+        subject = AssignmentFinder.of(experts, num_experts, lane, ENTRY_ROWS)
         for number in range(subject.total):
             entry = subject.find(number)
             places = [int(entry.place(row)) for row in range(entry.rows)]
@@ -68,9 +72,16 @@ def entries_of(ids: torch.Tensor, num_experts: int) -> list[Found]:
     return sorted(cut, key=lambda one: one.places[0])
 
 
+def lanes_for(count: int) -> list[int]:
+    """How many assignments a lane may have where there are so many."""
+    return [number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS]
+
+
 def check(ids: torch.Tensor, num_experts: int, monkeypatch) -> list[Found]:
-    found = find(ids, num_experts, monkeypatch)
-    assert found == entries_of(ids, num_experts)
+    """With as many assignments a lane as there may be, all the same."""
+    found = entries_of(ids, num_experts)
+    for lane_assignments in lanes_for(len(ids)):
+        assert find(ids, num_experts, monkeypatch, lane_assignments) == found
     known = [place for place, expert in enumerate(ids.tolist()) if 0 <= expert < num_experts]
     assert sorted(place for entry in found for place in entry.places) == known
     for expert, places in found:
@@ -105,6 +116,12 @@ CASES: dict[str, tuple[Callable[[], list[int]], int]] = {
     "all unknown": (lambda: [-1, 8, 9, -5], 0),
     "a full warp unknown": (lambda: [8] * 32, 0),
     "unknown ones between": (lambda: [2, -1] * 16, 2),
+    "all of two a lane at one expert": (lambda: [6] * 64, 8),
+    "one more than a warp's": (lambda: [*[7] * 32, 3], 5),
+    "an entry that begins with the last of the first ones": (lambda: [*[1] * 31, 2, *[2] * 9], 6),
+    "an entry of both": (lambda: [*[0] * 28, *[5] * 8], 5),
+    "each lane's two at two experts": (lambda: [*[3] * 32, *[4] * 32], 8),
+    "the first ones of both unknown": (lambda: [*[-1] * 32, *[9] * 30, 0, 1], 2),
 }
 
 
@@ -119,7 +136,9 @@ def test_entries_are_in_the_order_of_their_first_assignments(ids, entries, dtype
 @pytest.mark.parametrize("word", [2**32, 3 * 2**32, -(2**32), 2**63 - 2**32])
 def test_an_id_whose_low_word_alone_is_an_expert_is_none(word, monkeypatch):
     ids = torch.tensor([0, word, 1, word + 1, word + 7, 7])
-    assert find(ids, 8, monkeypatch) == [Found(0, (0,)), Found(1, (2,)), Found(7, (5,))]
+    for lane_assignments in LANE_ASSIGNMENTS:
+        entries = [Found(0, (0,)), Found(1, (2,)), Found(7, (5,))]
+        assert find(ids, 8, monkeypatch, lane_assignments) == entries
 
 
 def test_bits_are_counted_from_the_lowest_on(monkeypatch):

@@ -339,8 +339,8 @@ def of_six_experts() -> dict[str, Any]:
 
 
 SORTED: dict[str, Any] = {
-    "one assignment too many": lambda: routed(33, 1),
-    "one token's too many": lambda: routed(1, 33),
+    "one assignment too many": lambda: routed(65, 1),
+    "one token's too many": lambda: routed(1, 65),
     "twice as many": lambda: routed(8, 8),
     "a second product of long K": lambda: call(3, inner=14336),
     "a first product of long K": lambda: call(3, hidden=14336),

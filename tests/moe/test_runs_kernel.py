@@ -136,7 +136,7 @@ class Launch:
             "multiply_block",
             "store_blocks",
         )
-        self.kind = AssignedRunKernel if config.assigned else RunKernel
+        self.kind = AssignedRunKernel if config.lane_assignments else RunKernel
         self.kernel = unwrapped(self.kind, *names)(config)
         self.kernel.rows = Rows(self)
         self.kernel.copy_units, self.kernel.multiply_units = self.copy_units, self.multiply_units
@@ -384,17 +384,24 @@ ASSIGNED: dict[str, tuple[tuple[int, ...], int, int, int, int, int, dict[str, An
     "tails of N and K": ((1, 2, 0, 3, 3), 5, 130, 200, 3, 2, {}),
     "two storing warps": ((1, 0, 1, 0, 1), 1, 64, 128, 1, 2, {"epilogue_warps": 2}),
 }
+TWO_WARPS_OF = (*(1, 6, -1, 1) * 10, 3, 6)  # more than a warp has lanes, experts in both halves
 
 
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("lanes, id_dtype", [(1, torch.int32), (1, torch.int64), (2, torch.int32)], ids=str)
 @pytest.mark.parametrize("ids, topk, n, k, num_ctas, x_slots, fields", ASSIGNED.values(), ids=list(ASSIGNED))
-def test_results_of_assignments_are_where_they_are(ids, topk, n, k, num_ctas, x_slots, fields, id_dtype, monkeypatch):
+def test_results_of_assignments_are_where_they_are(
+    ids, topk, n, k, num_ctas, x_slots, fields, lanes, id_dtype, monkeypatch
+):
     """Those that are of no expert are not written; CTAs without a block copy nothing and end."""
+    config = config_of(k, x_slots, lane_assignments=lanes, **fields)
+    check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, monkeypatch), id_dtype)
+
+
+def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
     experts = 8
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(experts)])
     x = torch.randn(-(-len(ids) // topk), k, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     given = torch.tensor(ids, dtype=id_dtype)
-    launch = Launch(config_of(k, x_slots, assigned=True, **fields), num_ctas, x_slots, monkeypatch)
     found = launch.run_assigned(weight, x, given, topk)
     dense = weight.dequantize(torch.float64)
     for place, expert in enumerate(ids):
@@ -408,6 +415,11 @@ def test_results_of_assignments_are_where_they_are(ids, topk, n, k, num_ctas, x_
     check_digits(launch, weight, entries)
 
 
+def test_results_of_more_assignments_than_lanes_are_where_they_are(monkeypatch):
+    launch = Launch(config_of(128, 2, lane_assignments=2), 3, 2, monkeypatch)
+    check_assigned(TWO_WARPS_OF, 3, 64, 128, launch, torch.int64)
+
+
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
 def test_bias_and_activation_are_those_of_an_assignments_expert(activation, monkeypatch):
     n, k = 132, 128
@@ -416,7 +428,7 @@ def test_bias_and_activation_are_those_of_an_assignments_expert(activation, monk
     bias = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     ids = torch.tensor([3, 0, 0, 2, 3, 3], dtype=torch.int32)
     options: dict[str, Any] = {"bias": bias, "activation": activation, "out_dtype": torch.bfloat16}
-    launch = Launch(config_of(k, 2, assigned=True), 3, 2, monkeypatch)
+    launch = Launch(config_of(k, 2, lane_assignments=1), 3, 2, monkeypatch)
     found = launch.run_assigned(weight, x, ids, 2, **options, waits=0)
     offsets, rows, places = route_reference(ids.view(3, 2), 4)
     wanted = grouped_linear_reference(x, weight, offsets, rows=rows, **options)

@@ -14,7 +14,7 @@ from cute_kernels.moe import tuned
 from cute_kernels.moe import work as moe_work
 from cute_kernels.moe.runs import schedule
 from cute_kernels.moe.runs import work as runs_work
-from cute_kernels.moe.runs.config import LANE_EXPERTS, MOST_ASSIGNMENTS
+from cute_kernels.moe.runs.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_ASSIGNMENTS
 from cute_kernels.moe.runs.schedule import (
     LEAST_RING_BYTES,
     MODELLED_ROWS,
@@ -205,40 +205,47 @@ def test_experts_that_lanes_have_no_whole_share_of_are_served_by_another_kernel(
 # -- among assignments as they are -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("count, lanes", [(1, 1), (32, 1), (33, 2), (MOST_ASSIGNMENTS, 2)])
 @pytest.mark.parametrize("experts", [8, 128, 256, MAX_EXPERTS])
-def test_entries_of_few_rows_are_found_among_assignments_as_well(experts):
+def test_entries_of_few_rows_are_found_among_assignments_as_well(experts, count, lanes):
     """By the same shapes, whatever the number of experts, as nobody counts through them."""
     for layout in layouts(problem(8, experts)):
-        same = among_assignments(layout)
+        assert among_assignments(layout, MOST_ASSIGNMENTS + 1) is None
+        same = among_assignments(layout, count)
         if layout.config.max_tokens > MODELLED_ROWS:
             assert same is None
         else:
             assert same is not None and same.config.can_implement() is None
-            assert same.config.assigned and same.config.expert_rounds == 1
+            assert same.config.lane_assignments == lanes and same.config.expert_rounds == 1
             assert replace(same, config=layout.config) == layout
-            assert replace(same.config, assigned=False, expert_rounds=layout.config.expert_rounds) == layout.config
+            rounds = layout.config.expert_rounds
+            assert replace(same.config, lane_assignments=0, expert_rounds=rounds) == layout.config
 
 
+@pytest.mark.parametrize("lanes", LANE_ASSIGNMENTS)
 @pytest.mark.parametrize("changes", [{"max_tokens": 16}, {"expert_rounds": 2}, {"expert_rounds": 4}], ids=str)
-def test_assignments_are_found_by_few_rows_in_one_round(changes):
+def test_assignments_are_found_by_few_rows_in_one_round(changes, lanes):
     config = next(layout.config for layout in layouts(problem()) if layout.config.n_tiles == 1)
     assert replace(config, **changes).can_implement() is None
-    assert replace(config, assigned=True).can_implement() is None
-    assert "assignments" in str(replace(config, assigned=True, **changes).can_implement())
+    assert replace(config, lane_assignments=lanes).can_implement() is None
+    assert "assignments" in str(replace(config, lane_assignments=lanes, **changes).can_implement())
+    assert "lane_assignments" in str(replace(config, lane_assignments=LANE_ASSIGNMENTS[-1] + 1).can_implement())
 
 
 def test_names_tell_kernels_of_assignments_from_others():
     found = [layout.config for experts in (128, 256, 512) for layout in layouts(problem(experts=experts))]
-    of_assignments = [one.config for one in map(among_assignments, layouts(problem())) if one is not None]
+    among = [among_assignments(layout, count) for layout in layouts(problem()) for count in (32, 64)]
+    of_assignments = [one.config for one in among if one is not None]
     names = {config.name for config in (*found, *of_assignments)}
-    assert len(of_assignments) == 2 and len(names) == len({*found, *of_assignments})
-    assert {config.name.rpartition("_")[2] for config in of_assignments} == {"assigned"}
+    assert len(of_assignments) == 4 and len(names) == len({*found, *of_assignments})
+    assert {config.name.rpartition("_")[2] for config in of_assignments} == {"assigned1", "assigned2"}
 
 
 def test_layers_of_few_assignments_have_both_products_among_them():
     first, second = (tuned.modelled(problem(32, 256, n, k)) for n, k in ((4096, 7168), (7168, 2048)))
     assert isinstance(first, RunLayout) and isinstance(second, RunLayout)
-    assert tuned.assigned(MOST_ASSIGNMENTS, [first, second]) == [among_assignments(one) for one in (first, second)]
+    for count in (32, MOST_ASSIGNMENTS):
+        assert tuned.assigned(count, [first, second]) == [among_assignments(one, count) for one in (first, second)]
     assert tuned.assigned(MOST_ASSIGNMENTS + 1, [first, second]) is None
     others: list[Any] = [tuned.modelled(problem(32, 8, 4096, 14336)), tuned.modelled(problem(32, 256, group=64))]
     others += [next(one for one in layouts(problem(32, 256)) if one.config.max_tokens > MODELLED_ROWS)]
