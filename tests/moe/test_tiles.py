@@ -71,7 +71,7 @@ def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, m
 
     def work() -> None:
         warp, lane, cta = machine.warp, machine.lane, machine.cta.block[0]
-        tiles.fill_table.__wrapped__(TABLE, offsets, shape, warp, lane, tokens)
+        tiles.fill_table(TABLE, offsets, shape, warp, lane, tokens)
         machine.cute().arch.sync_threads()
         count = machine.ptx().load_shared(TABLE + MAX_EXPERTS * ENTRY_BYTES, 0)
         items = tiles.GroupedItems(shape, cta, num_ctas, count, TABLE, lane, tokens)
