@@ -20,9 +20,10 @@ from cute_kernels.moe.launch import addresses_of
 from cute_kernels.moe.layer import AssignedMoePlan, SortedMoePlan, make_moe_plan, moe_plan_of, sorted_plans
 from cute_kernels.moe.plan import AssignedIds, make_assigned_plan
 from cute_kernels.moe.runs import schedule as runs
-from cute_kernels.moe.runs.config import MOST_ASSIGNMENTS
+from cute_kernels.moe.runs.config import LANE_ASSIGNMENTS
 from cute_kernels.moe.runs.schedule import RunLayout, among_assignments
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
+from cute_kernels.sm90 import WARP_THREADS
 from tests.gpu.compiled import assert_replays, compiled
 from tests.gpu.specs import products_needed_by
 from tests.gpu.test_moe import (
@@ -48,12 +49,21 @@ SORTED_TOLERANCE = 1e-3  # of the largest result: of the same sums, rounded to h
 HIDDEN, INNER = 1000, 200  # with tails of both products' K
 # Experts: few, a part of a round, a whole round, two.
 LAYERS = ((8, BF16), (60, BF16), (128, FP16), (256, BF16))
-# Tokens, experts that each chooses: a lane has one of at most 32 assignments.
-ROUTES = ((1, 8), (2, 8), (3, 8), (4, 8), (1, 1), (32, 1), (1, 32), (16, 2), (5, 3))
+# Tokens, experts that each chooses: a lane has one of at most 32 assignments, or two of at most 64.
+ROUTES = ((1, 8), (2, 8), (3, 8), (4, 8), (1, 1), (32, 1), (1, 32), (16, 2), (5, 3), (5, 8), (8, 8), (64, 1), (2, 17))
 # N, K of an expert: tails of both, an odd number of units, and room for the digits of one entry only.
 SIZES = ((1000, 1000), (72, 384), (200, 3584))
+# Few experts usually have more than an entry's rows of as many assignments as two a lane.
+CASES = [
+    (experts, dtype, tokens, topk)
+    for experts, dtype in LAYERS
+    for tokens, topk in ROUTES
+    if tokens * topk <= WARP_THREADS or experts > LAYERS[0][0]
+]
+every_case = pytest.mark.parametrize(
+    "experts, dtype, tokens, topk", CASES, ids=lambda value: str(value).removeprefix("torch.")
+)
 every_layer = pytest.mark.parametrize("experts, dtype", LAYERS, ids=lambda value: str(value).removeprefix("torch."))
-every_route = pytest.mark.parametrize("tokens, topk", ROUTES, ids=str)
 every_id_dtype = pytest.mark.parametrize("id_dtype", ID_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -119,12 +129,13 @@ def specs() -> list[KernelSpec]:
                 for id_dtype in ID_DTYPES:
                     for out_dtype in {dtype, *OUT_DTYPES}:
                         sizes = tokens, topk, 8 * id_dtype.itemsize, *forms, out_dtype
-                        assert isinstance(moe_plan_of(*sizes), AssignedMoePlan)
+                        few = (experts, dtype, tokens, topk) in CASES
+                        assert isinstance(moe_plan_of(*sizes), AssignedMoePlan if few else SortedMoePlan)
                         make_moe_plan(sorted_plans(tokens * topk, *forms), *sizes)
 
     found = dict.fromkeys(products_needed_by(plan_all))
     for experts, (n, k), dtype in PRODUCTS:
-        found |= dict.fromkeys(spec_of(layout.config) for layout in layouts_of(experts, n, k, dtype))
+        found |= dict.fromkeys(spec_of(layout.config) for layout in layouts_of(experts, n, k, dtype, 1))
     return list(found)
 
 
@@ -135,12 +146,13 @@ every_product = pytest.mark.parametrize(
 )
 
 
-def layouts_of(experts: int, n: int, k: int, dtype: torch.dtype) -> list[RunLayout]:
-    """All that are possible among assignments: chunks of a unit, and of two."""
-    every = map(among_assignments, runs.layouts(problem(MOST_ASSIGNMENTS, experts, n, k, dtype=dtype)))
-    found = [layout for layout in every if layout is not None]
-    assert len(found) == 2 - padded_shape((n, k), 128)[1] // 128 % 2
-    return found
+def layouts_of(experts: int, n: int, k: int, dtype: torch.dtype, count: int) -> list[RunLayout]:
+    """All that are possible among so many assignments: chunks of a unit, and of two; a lane's one, and its two."""
+    rooms = [number * WARP_THREADS for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS]
+    every = runs.layouts(problem(count, experts, n, k, dtype=dtype))
+    found = [among_assignments(layout, room) for layout in every for room in rooms]
+    assert len(found) == len(rooms) * (2 - padded_shape((n, k), 128)[1] // 128 % 2)
+    return [layout for layout in found if layout is not None]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +204,7 @@ def known(ids: torch.Tensor, experts: int) -> Iterator[tuple[int, int]]:
 
 @every_product
 @pytest.mark.parametrize("routing", ["random experts", "one expert", "few experts and none", "none"])
-@pytest.mark.parametrize("tokens, topk", [(1, 8), (4, 8), (32, 1), (5, 3)])
+@pytest.mark.parametrize("tokens, topk", [(1, 8), (4, 8), (32, 1), (5, 3), (8, 8), (11, 3)])
 @every_id_dtype
 def test_every_assignment_is_multiplied_with_its_experts_weight(experts, size, dtype, routing, tokens, topk, id_dtype):
     """With bias and activation; those of no expert are not written, and the same numbers come again."""
@@ -203,7 +215,7 @@ def test_every_assignment_is_multiplied_with_its_experts_weight(experts, size, d
     count, places = ids.numel(), [place for place, _ in known(ids, experts)]
     for activation, added in ((None, None), ("silu", bias), ("swiglu", bias)):
         wanted = exact_product(x, dense, ids, experts, added, activation)
-        for layout in layouts_of(experts, n, k, dtype):
+        for layout in layouts_of(experts, n, k, dtype, count):
             for out_dtype, tolerance in ((dtype, TOLERANCE[dtype]), (FP32, EXACT)):
                 results = []
                 for _ in range(2):
@@ -224,7 +236,7 @@ def test_assignments_return_the_weights_of_rows_with_a_single_one(dtype):
     inputs = torch.arange(tokens, device=CUDA) * 37 % k
     ids, _ = assignments("random experts", tokens, topk, experts)
     wanted = dense[ids.flatten().long() % DISTINCT, :, inputs.repeat_interleave(topk)].float()
-    for layout in layouts_of(experts, n, k, dtype):
+    for layout in layouts_of(experts, n, k, dtype, tokens * topk):
         _, out = poisoned(tokens * topk, n, FP32)
         run_product(layout, weight, functional.one_hot(inputs, k).to(dtype), ids, None, None, out)
         assert torch.equal(out, wanted)
@@ -238,7 +250,7 @@ def test_rows_of_assignments_that_are_not_finite_are_nan_alone(routing):
     x[2, 5], x[4, k - 1], x[7, 300] = math.inf, -math.inf, math.nan
     broken = torch.isin(torch.arange(tokens), torch.tensor([2, 4, 7])).repeat_interleave(topk).to(CUDA)
     ids, _ = assignments(routing, tokens, topk, experts)
-    for layout in layouts_of(experts, n, k, BF16):
+    for layout in layouts_of(experts, n, k, BF16, tokens * topk):
         _, out = poisoned(tokens * topk, n, FP32)
         run_product(layout, weight, x, ids, None, None, out)
         assert out[broken].isnan().all() and out[~broken].isfinite().all()
@@ -270,8 +282,7 @@ def leave_nan_behind() -> None:
     del [torch.full((1 << 17,), math.nan, device=CUDA) for _ in range(16)][:]
 
 
-@every_layer
-@every_route
+@every_case
 @every_routing
 @every_id_dtype
 def test_a_layer_of_few_assignments_is_the_weighted_sum_of_its_experts(experts, dtype, tokens, topk, routing, id_dtype):
@@ -295,8 +306,7 @@ def test_a_layer_of_few_assignments_is_the_weighted_sum_of_its_experts(experts, 
         assert not results[0].any()
 
 
-@every_layer
-@every_route
+@every_case
 @pytest.mark.parametrize("routing", ["random experts", "one expert", "few experts and none"])
 def test_layers_of_sorted_assignments_agree(experts, dtype, tokens, topk, routing):
     gate_up, down, *_ = layer(experts, dtype)
@@ -311,7 +321,7 @@ def test_layers_of_sorted_assignments_agree(experts, dtype, tokens, topk, routin
 
 
 @every_id_dtype
-@pytest.mark.parametrize("tokens, topk", [(4, 8), (1, 8), (32, 1)])
+@pytest.mark.parametrize("tokens, topk", [(4, 8), (1, 8), (32, 1), (8, 8)])
 def test_tensors_with_gaps_are_taken(tokens, topk, id_dtype):
     experts, dtype = LAYERS[1]
     gate_up, down, *_ = layer(experts, dtype)
@@ -328,7 +338,7 @@ def test_tensors_with_gaps_are_taken(tokens, topk, id_dtype):
 
 
 @every_layer
-@pytest.mark.parametrize("tokens, topk", [(1, 8), (4, 8), (32, 1)])
+@pytest.mark.parametrize("tokens, topk", [(1, 8), (4, 8), (32, 1), (8, 8)])
 @every_id_dtype
 def test_captured_layers_of_few_assignments_take_new_inputs_and_routing(experts, dtype, tokens, topk, id_dtype):
     gate_up, down, *_ = layer(experts, dtype)

@@ -25,6 +25,7 @@ from cute_kernels.moe.schedule import GroupedSchedule
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime import native
+from cute_kernels.sm90 import WARP_THREADS
 from tests.tensors import apart, offset
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-ins are made with nvidia-cutlass-dsl")
@@ -305,7 +306,9 @@ def routed(tokens: int, topk: int, id_dtype: torch.dtype = torch.int32, **others
 
 @pytest.mark.parametrize("products", ["runs", "modelled"], indirect=True)
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("tokens, topk", [(1, 1), (3, TOPK), (16, TOPK), (4, 8), (32, 1), (1, 32), (10, 3)])
+@pytest.mark.parametrize(
+    "tokens, topk", [(1, 1), (3, TOPK), (16, TOPK), (4, 8), (32, 1), (1, 32), (10, 3), (8, 8), (64, 1)]
+)
 def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launches):
     """Three launches: each product is given the ids, as is what adds up; the second begins before the first ends."""
     given = routed(tokens, topk, id_dtype)
@@ -330,7 +333,8 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     )  # fmt: skip
     assert combine[0] is result and combine[1:] == (results, ids, shares, topk, EXPERTS)
     symbols = [launch.symbol for launch in launches]
-    assert all(symbol.endswith("_assigned") for symbol in symbols[:2])
+    lanes = 1 if tokens * topk <= WARP_THREADS else 2
+    assert all(symbol.endswith(f"_assigned{lanes}") for symbol in symbols[:2])
     assert symbols[2].startswith(f"{COMBINE}_bf16_i{32 * words}")
 
 
@@ -341,7 +345,7 @@ def of_six_experts() -> dict[str, Any]:
 SORTED: dict[str, Any] = {
     "one assignment too many": lambda: routed(65, 1),
     "one token's too many": lambda: routed(1, 65),
-    "twice as many": lambda: routed(8, 8),
+    "twice as many": lambda: routed(16, 8),
     "a second product of long K": lambda: call(3, inner=14336),
     "a first product of long K": lambda: call(3, hidden=14336),
     "a second product in groups of 64": lambda: but(down=experts(HIDDEN, INNER, group=64)),
