@@ -258,7 +258,7 @@ def test_kernels_of_layers_of_every_number_of_tokens_are_among_them(model):
 
     needed = set(products_needed_by(plan_all))
     assert needed <= set(moe.specs()) <= set(shipped_specs())
-    assert any(spec.symbol.endswith("_assigned") for spec in needed) == (model.name != "Mixtral-8x7B")
+    assert any("_assigned" in spec.symbol for spec in needed) == (model.name != "Mixtral-8x7B")
 
 
 def row(model: str, tokens: int, us: float, rival: float) -> dict[str, Any]:

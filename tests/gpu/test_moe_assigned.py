@@ -150,9 +150,10 @@ def layouts_of(experts: int, n: int, k: int, dtype: torch.dtype, count: int) -> 
     """All that are possible among so many assignments: chunks of a unit, and of two; a lane's one, and its two."""
     rooms = [number * WARP_THREADS for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS]
     every = runs.layouts(problem(count, experts, n, k, dtype=dtype))
-    found = [among_assignments(layout, room) for layout in every for room in rooms]
+    among = [among_assignments(layout, room) for layout in every for room in rooms]
+    found = [layout for layout in among if layout is not None]
     assert len(found) == len(rooms) * (2 - padded_shape((n, k), 128)[1] // 128 % 2)
-    return [layout for layout in found if layout is not None]
+    return found
 
 
 @pytest.fixture(scope="module")

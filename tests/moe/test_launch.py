@@ -222,7 +222,7 @@ def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
     indirect=["products"],
 )
 def test_one_launch_a_step(products, kernels, launches):
-    fused_moe(**call(20))
+    fused_moe(**call(40))
     assert len(launches) == len(kernels)
     assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
 
@@ -239,7 +239,7 @@ def test_the_operator_launches_what_the_call_does(name, products, launches, monk
 
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
-    given = call(20)
+    given = call(40)
     result = fused_moe(**given)
     (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, topk, known) = (
         launch.arguments for launch in launches
@@ -255,17 +255,17 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         first, second = between
         assert first[0] is given["x"] and first[5:7] == (offsets, rows) and second[5:7] == (offsets, 0)
         assert first[WAITS] and not second[WAITS]
-        assert [product[11:13] for product in between] == [(EXPERTS, 20 * TOPK)] * 2
+        assert [product[11:13] for product in between] == [(EXPERTS, 40 * TOPK)] * 2
     elif products == "tiles":
         gather, first, second = between
-        assert gather == (given["x"], end, rows, first[0].data_ptr(), 20 * TOPK)
-        assert first[0].shape == (20 * TOPK, HIDDEN) and first[6] == second[6] == offsets
+        assert gather == (given["x"], end, rows, first[0].data_ptr(), 40 * TOPK)
+        assert first[0].shape == (40 * TOPK, HIDDEN) and first[6] == second[6] == offsets
     else:
         digits, first, more_digits, second = between
         assert digits[:3] == (given["x"], end, rows) and more_digits[1:3] == (end, 0)
         for made_at, product in ((digits, first), (more_digits, second)):
             assert (made_at[3], made_at[4]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
-            assert product[0].shape[0] == made_at[5] == 20 * TOPK
+            assert product[0].shape[0] == made_at[5] == 40 * TOPK
     hidden = (more_digits if products == "digits" else second)[0]
     out_at = 4 if products == "runs" else 5  # which has no zero points
     assert first[out_at] == hidden.data_ptr() and hidden.shape[1] == INNER and second[out_at] == results
@@ -304,11 +304,16 @@ def routed(tokens: int, topk: int, id_dtype: torch.dtype = torch.int32, **others
     )
 
 
-@pytest.mark.parametrize("products", ["runs", "modelled"], indirect=True)
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+OF_A_LANE = ((1, 1), (3, TOPK), (16, TOPK), (4, 8), (32, 1), (1, 32), (10, 3))  # tokens, assignments of each
+OF_TWO = ((8, 8), (64, 1), (11, 3))  # of which experts usually have more rows than an entry, by the model
+
+
 @pytest.mark.parametrize(
-    "tokens, topk", [(1, 1), (3, TOPK), (16, TOPK), (4, 8), (32, 1), (1, 32), (10, 3), (8, 8), (64, 1)]
+    "products, tokens, topk",
+    [("runs", *route) for route in OF_A_LANE + OF_TWO] + [("modelled", *route) for route in OF_A_LANE],
+    indirect=["products"],
 )
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
 def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launches):
     """Three launches: each product is given the ids, as is what adds up; the second begins before the first ends."""
     given = routed(tokens, topk, id_dtype)
