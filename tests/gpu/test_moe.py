@@ -56,6 +56,7 @@ pytestmark = pytest.mark.gpu
 CUDA = "cuda"
 # Of the largest result. With few rows an expert W is not rounded, so fp32 results are off from the reference, too.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+SHARED_OUT = (1, 0, 3, 8, 0, 2, 5, 1)  # few rows of as many experts as runs of 4 bits in groups of 128 want
 FORMATS = [
     pytest.param(bits, dtype, group, zero, id=f"w{bits}-{str(dtype)[6:]}-g{group}{'-zero' if zero else ''}")
     for bits, dtype, group, zero in (
@@ -69,7 +70,6 @@ FORMATS = [
 every_format = pytest.mark.parametrize("bits, dtype, group, zero", FORMATS)
 COUNTS = {
     "few rows": (1, 0, 3, 8, 0, 2),
-    "few rows of experts that lanes share out": (1, 0, 3, 8, 0, 2, 5, 1),
     "many rows": (40, 0, 1, 100, 64, 17),
     "one expert has all": (0, 0, 300, 0, 0, 0),
     "no rows": (0, 0, 0, 0, 0, 0),
@@ -116,6 +116,8 @@ def specs() -> list[KernelSpec]:
     found += [CombineSpec(CombineConfig("fp32", "bf16"))]
     found += [CombineSpec(CombineConfig(dtype, id_bits=bits)) for dtype in ("bf16", "fp32") for bits in (32, 64)]
     formats: list[Any] = [param.values for param in FORMATS]
+    for dtype, (n, k) in itertools.product(TOLERANCE, SHAPES):
+        found.append(grouped_spec(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)))
     for counts in COUNTS.values():
         places = sum(counts) + SPARE
         found += [grouped_spec(problem(places, len(counts), *SHAPES[0], *form)) for form in formats]
@@ -223,6 +225,14 @@ def test_each_place_is_multiplied_with_its_experts_weight(counts, activation, bi
 def test_whole_vectors_and_tails(counts, activation):
     n, k = SHAPES[1]
     check_grouped(experts_of(len(counts), n, k), counts, activation, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+def test_runs_of_few_rows(n, k, activation, dtype):
+    assert isinstance(modelled(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)), RunLayout)
+    check_grouped(experts_of(len(SHARED_OUT), n, k, dtype=dtype), SHARED_OUT, activation, dtype)
 
 
 def check_grouped(weight: PackedExperts, counts: tuple[int, ...], activation: str | None, dtype: torch.dtype) -> None:
