@@ -387,12 +387,19 @@ ASSIGNED: dict[str, tuple[tuple[int, ...], int, int, int, int, int, dict[str, An
 TWO_WARPS_OF = (*(1, 6, -1, 1) * 10, 3, 6)  # more than a warp has lanes, experts in both halves
 
 
-@pytest.mark.parametrize("lanes, id_dtype", [(1, torch.int32), (1, torch.int64), (2, torch.int32)], ids=str)
-@pytest.mark.parametrize("ids, topk, n, k, num_ctas, x_slots, fields", ASSIGNED.values(), ids=list(ASSIGNED))
-def test_results_of_assignments_are_where_they_are(
-    ids, topk, n, k, num_ctas, x_slots, fields, lanes, id_dtype, monkeypatch
-):
+# How ids and entries are read is tested in test_assignments; here each way meets some of the launches.
+ASSIGNED_CASES = [(name, 1, torch.int32) for name in ASSIGNED]
+ASSIGNED_CASES += [
+    (name, lanes, id_dtype)
+    for name in ("more CTAs than blocks", "tails of N and K", "two storing warps")
+    for lanes, id_dtype in ((1, torch.int64), (2, torch.int32))
+]
+
+
+@pytest.mark.parametrize("name, lanes, id_dtype", ASSIGNED_CASES, ids=str)
+def test_results_of_assignments_are_where_they_are(name, lanes, id_dtype, monkeypatch):
     """Those that are of no expert are not written; CTAs without a block copy nothing and end."""
+    ids, topk, n, k, num_ctas, x_slots, fields = ASSIGNED[name]
     config = config_of(k, x_slots, lane_assignments=lanes, **fields)
     check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, monkeypatch), id_dtype)
 
