@@ -110,7 +110,7 @@ class GroupedLaunch:
             x = _aligned(x)
         if out is None:
             out = empty_strided(*self.new_out)
-        if expert_offsets.data_ptr() % VECTOR_BYTES:
+        if expert_offsets.data_ptr() % VECTOR_BYTES:  # runs read those of four experts at a time
             expert_offsets = expert_offsets.clone()
         offsets, row_index = expert_offsets.data_ptr(), _address(rows)
         if self.gather is not None:

@@ -82,6 +82,8 @@ class MoePlan:
     topk: int
     new_out: Blank
     combine: Callable[..., Any]
+    gate_up: ProductPlan | AssignedPlan
+    down: ProductPlan | AssignedPlan
     first: tuple[int, int, int]
     second: tuple[int, int, int]
     pads: tuple[bool, bool]
@@ -117,11 +119,22 @@ class MoePlan:
             x = _aligned(x)
         if out is None:
             out = empty_strided(*self.new_out)
-        self.launch(x, gate_up, down, topk_ids, topk_weights, out)
+        hidden = empty_strided(*self.scratch.hidden)
+        base = hidden.data_ptr()
+        results = base + self.scratch.results
+        x, of_first, of_second, places = self.route(x, topk_ids, base)
+        self.gate_up.run(x, (*addresses_of(gate_up), 0, base), of_first, self.first)
+        if self.pads[1]:
+            hidden = _aligned(hidden)
+        self.down.run(hidden, (*addresses_of(down), 0, results), of_second, self.second)
+        self.combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts)
         return out
 
-    def launch(self, x, gate_up, down, topk_ids, topk_weights, out) -> None:
-        """As `run`, of contiguous tensors, x on 16 bytes."""
+    def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
+        """(x of the first product, the routing of each product, address of what results are found by to be added up).
+
+        Launches what that takes. Tensors are contiguous; base: address of the scratch memory.
+        """
         raise NotImplementedError
 
 
@@ -137,42 +150,24 @@ class SortedMoePlan(MoePlan):
     routing: Callable[..., Any]
     gather: Callable[..., Any] | None
     new_gathered: Blank
-    gate_up: ProductPlan
-    down: ProductPlan
 
-    def launch(self, x, gate_up, down, topk_ids, topk_weights, out) -> None:
+    def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
         scratch = self.scratch
-        hidden = empty_strided(*scratch.hidden)
-        base = hidden.data_ptr()
         offsets, rows, places = base + scratch.offsets, base + scratch.token_rows, base + scratch.places
         self.routing(topk_ids, offsets, rows, places, self.num_experts)
         if self.gather is not None:
             source, x = x, empty_strided(*self.new_gathered)
             self.gather(source, offsets + 4 * self.num_experts, rows, x.data_ptr(), self.num_places)
-        self.gate_up.run(x, (*addresses_of(gate_up), 0, base), (offsets, rows), self.first)
-        results = base + scratch.results
-        if self.pads[1]:
-            hidden = _aligned(hidden)
-        self.down.run(hidden, (*addresses_of(down), 0, results), (offsets, 0), self.second)
-        self.combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts)
+        return x, (offsets, rows), (offsets, 0), places
 
 
 @dataclass(frozen=True)
 class AssignedMoePlan(MoePlan):
-    """A layer of so few assignments that the products find their rows among them as they are."""
+    """A layer of so few assignments that the products find their rows among them as they are, and so does adding up."""
 
-    gate_up: AssignedPlan
-    down: AssignedPlan
-
-    def launch(self, x, gate_up, down, topk_ids, topk_weights, out) -> None:
-        hidden = empty_strided(*self.scratch.hidden)
-        base, ids = hidden.data_ptr(), topk_ids.data_ptr()
-        results = base + self.scratch.results
-        self.gate_up.run(x, (*addresses_of(gate_up), 0, base), ids, self.first)
-        if self.pads[1]:
-            hidden = _aligned(hidden)
-        self.down.run(hidden, (*addresses_of(down), 0, results), ids, self.second)
-        self.combine(out, results, ids, topk_weights.data_ptr(), self.topk, self.num_experts)
+    def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
+        ids = topk_ids.data_ptr()
+        return x, ids, ids, ids
 
 
 @lru_cache(maxsize=MAX_PLANS)

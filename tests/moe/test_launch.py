@@ -329,7 +329,9 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     assert first[4] == hidden.data_ptr() and hidden.shape[1] == INNER
     assert hidden.data_ptr() + 2 * tokens * topk * INNER <= results
     common = 132, EXPERTS, tokens * topk
-    slots = [product.layout.x_slots for product in (made_plan.gate_up, made_plan.down)]
+    of_first, of_second = made_plan.gate_up, made_plan.down
+    assert isinstance(of_first, plan.AssignedPlan) and isinstance(of_second, plan.AssignedPlan)
+    slots = [product.layout.x_slots for product in (of_first, of_second)]
     assert first[5:] == (
         ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), True, SWIGLU, OUT_KINDS[BF16],
     )  # fmt: skip

@@ -10,6 +10,7 @@ from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
 from cute_kernels.moe.runs.config import (
     LANE_ASSIGNMENTS,
     LANE_EXPERTS,
+    MOST_ASSIGNMENTS,
     ROUND_EXPERTS,
     ROUNDS,
     ROW_BITS,
@@ -82,9 +83,9 @@ def make_runs(problem: GroupedProblem) -> RunLayout:
 def among_assignments(layout: RunLayout, count: int) -> RunLayout | None:
     """The same of so many assignments as they are, which need not be sorted; None of too many, or entries of more rows
     than are found so."""
-    lanes = next((number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS), None)
-    if lanes is None:
+    if count > MOST_ASSIGNMENTS:
         return None
+    lanes = next(number for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS)
     config = replace(layout.config, lane_assignments=lanes, expert_rounds=1)
     return replace(layout, config=config) if config.can_implement() is None else None
 
