@@ -18,6 +18,7 @@ from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 from cute_kernels.linear.wgmma.config import DigitBlocksConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
 from tests.linear.cases import Known, known, problem_of
@@ -45,6 +46,8 @@ SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
     *((m, 1000, 2048, 128) for m in (3, 16)),
     *((m, n, k, 32) for m in (4, 5) for n, k in ((256, 512), (128, 264))),
     (40, 1024, 512, 32),
+    (6, 14_336, 1024, 128),
+    (12, 24_576, 512, 128),
     (3, 128, 72, 64),
     (2, 140_032, 16_384, 128),
 ]
@@ -162,6 +165,14 @@ def test_tails(n, k, m):
 @pytest.mark.parametrize("n, k, m", [(130, 320, 7), (1000, 2048, 16), (1024, 512, 40)])
 def test_epilogues(activation, out_dtype, n, k, m):
     check_epilogues(known(n, k).pack().to(CUDA), m, activation, out_dtype)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize("n, k, m", [(14_336, 1024, 6), (24_576, 512, 12)])
+def test_epilogues_of_ctas_that_make_digits_of_large_blocks(activation, n, k, m):
+    weight = known(n, k, group_size=128)
+    assert isinstance(chosen(weight.problem(m), GPU).config, ResidentConfig)
+    check_epilogues(weight.pack().to(CUDA), m, activation, torch.bfloat16)
 
 
 def check_epilogues(weight: PackedWeight, m: int, activation: str | None, out_dtype: torch.dtype) -> None:

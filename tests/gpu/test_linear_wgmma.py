@@ -16,6 +16,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 from cute_kernels.linear.wgmma.config import DigitBlocksConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
@@ -54,6 +55,7 @@ TURN_FORMATS = {  # bits, dtype, group, zero points
 ROWS = (33, 64, 65, 129, 257, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
+LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 MARGIN = 512  # elements before and behind an output that nobody may touch
 LARGE = ((700, 20_000, 512), (257, 1000, 2048), (1000, 33_800, 256))  # (m, n, k)
@@ -79,6 +81,7 @@ def specs() -> list[KernelSpec]:
     for form in TURN_FORMATS.values():
         for m in TURN_ROWS:
             configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, *form))]
+    configs += [schedule.config for n, k in LARGE_BLOCKS for m in (8, 9) for schedule in resident(problem_of(m, n, k))]
     digits: list[KernelSpec] = [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
 
@@ -86,6 +89,12 @@ def specs() -> list[KernelSpec]:
 def in_digits(case: Problem) -> list[TileSchedule]:
     """Schedules that take x in digits."""
     return [schedule for schedule in tile_schedules(case) if schedule.config.digits]
+
+
+def resident(case: Problem) -> list[TileSchedule]:
+    """Schedules whose CTAs make digits of x, of a wave that most SMs have a part of."""
+    found = [schedule for schedule in in_digits(case) if isinstance(schedule.config, ResidentConfig)]
+    return [schedule for schedule in found if schedule.num_ctas > 66]
 
 
 def in_turn(case: Problem) -> list[TileSchedule]:
@@ -197,6 +206,26 @@ def test_one_hot_rows_of_digits_return_the_weights(m):
     for schedule in in_digits(problem_of(m, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
         assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
+
+
+@pytest.mark.parametrize("m", [8, 9, 16])
+@pytest.mark.parametrize("n, k", LARGE_BLOCKS)
+def test_digits_of_large_blocks_are_right_in_every_layer(n, k, m):
+    """Where each SM has several tiles of 64 features and every CTA all digits of its part of K; cold, three times."""
+    generator = torch.Generator(CUDA).manual_seed(n)
+    codes = torch.randint(0, 256, (n // 64, k // 64, 2048), dtype=torch.uint8, device=CUDA, generator=generator)
+    scales = 0.005 + 0.01 * torch.rand(n // 64, k // 128, 64, device=CUDA, generator=generator)
+    weight = PackedWeight(codes, scales.bfloat16(), None, 4, 128, (n, k))
+    x = activations(m, k, torch.bfloat16)
+    exact = (x.double() @ weight.dequantize(torch.float32).double().T).cpu()
+    schedules = resident(problem_of(m, n, k))
+    assert schedules
+    for schedule in schedules:
+        first = launch(schedule, weight, x)
+        assert_near(first.cpu(), exact, DIGITS)
+        for _ in range(3):
+            torch.empty(1 << 26, device=CUDA).fill_(0.0)  # which takes the place of weights in L2
+            assert torch.equal(launch(schedule, weight, x), first)
 
 
 def as_multiplied(weight: PackedWeight) -> torch.Tensor:

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma import digit_rows, resident_rows
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
-from cute_kernels.linear.wgmma.resident_config import GROUP_BOX_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES
 from layouts import banks
 from tests.attention.warp import LANES, Int32, Uint32, Warp, elements, from_halves, halves
@@ -104,7 +104,7 @@ def test_digits_lie_as_boxes_of_digits_would(
     digits = np.concatenate([digits, zeros])
     wanted = np.zeros(1 << 19, np.uint8)
     for unit in range(begin, end):
-        at = X + (unit - begin) * parts * GROUP_BOX_BYTES
+        at = X + (unit - begin) * parts * 2 * DIGIT_GROUP * MMA_TOKENS
         for digit in range(2):
             for part in range(parts):
                 some = digits[part * MMA_TOKENS : (part + 1) * MMA_TOKENS, unit, digit].copy().view(np.uint16)

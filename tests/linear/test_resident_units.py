@@ -20,7 +20,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import digits, digits_ahead, kernel, reading, resident_kernel, resident_units
 from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS
-from cute_kernels.linear.wgmma.resident_config import BOX_SCALE_BYTES, GROUP_BOX_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import X_SCALE_BYTES, ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import Item
 from tests.attention import warp as machine
@@ -34,7 +34,7 @@ CONFIGS = [
         4,
         "bf16",
         128,
-        tokens=MMA_TOKENS,
+        tokens=tokens,
         unit_k=128,
         num_stages=STAGES,
         digits=True,
@@ -48,16 +48,20 @@ CONFIGS = [
         pushes=True,
         boxes=boxes,
     )
-    for ahead, m_tiles, spare, warpgroups, turns, cluster, boxes in (
-        (True, 1, 0, 2, 1, 3, 10),
-        (True, 1, 0, 4, 2, 2, 8),
-        (False, 1, 0, 4, 4, 2, 8),
-        (False, 1, 0, 4, 1, 3, 2),
-        (True, 1, 0, 4, 4, 2, 16),
-        (True, 1, 0, 2, 2, 2, 4),
-        (True, 1, 0, 4, 2, 2, 4),
-        (False, 2, 1, 4, 1, 2, 4),
-        (True, 2, 1, 2, 1, 2, 8),
+    for tokens, ahead, m_tiles, spare, warpgroups, turns, cluster, boxes in (
+        (8, True, 1, 0, 2, 1, 3, 10),
+        (8, True, 1, 0, 4, 2, 2, 8),
+        (8, False, 1, 0, 4, 4, 2, 8),
+        (8, False, 1, 0, 4, 1, 3, 2),
+        (8, True, 1, 0, 4, 4, 2, 16),
+        (8, True, 1, 0, 2, 2, 2, 4),
+        (8, True, 1, 0, 4, 2, 2, 4),
+        (8, False, 2, 1, 4, 1, 2, 4),
+        (8, True, 2, 1, 2, 1, 2, 8),
+        (8, False, 1, 0, 4, 1, 2, 4),
+        (16, False, 2, 0, 2, 1, 2, 8),
+        (16, False, 3, 0, 2, 1, 2, 4),
+        (16, False, 4, 1, 2, 1, 2, 10),
     )
 ]
 JITTED: list[tuple[Any, str]] = [
@@ -110,16 +114,17 @@ class Cta:
         assert (x, x_scales, first, stop) == (memory.x_address, memory.x_scales, begin, end)
         self.asked = None
         self.made.append((begin, end))
-        parts = self.config.tokens // MMA_TOKENS
-        assert x + (end - begin) * parts * GROUP_BOX_BYTES <= X + self.config.boxes * GROUP_BOX_BYTES
-        assert x_scales + (end - begin) * parts * BOX_SCALE_BYTES <= X_SCALES + self.config.x_scale_bytes
+        parts, unit_bytes = self.config.tokens // MMA_TOKENS, self.config.group_box_bytes
+        unit_scale_bytes = X_SCALE_BYTES * self.config.tokens
+        assert x + (end - begin) * unit_bytes <= X + self.config.boxes * unit_bytes
+        assert x_scales + (end - begin) * unit_scale_bytes <= X_SCALES + self.config.x_scale_bytes
         for unit in range(begin, end):
             for digit in range(2):
                 for part in range(parts):
                     some = self.digits[MMA_TOKENS * part : MMA_TOKENS * (part + 1), unit, digit].copy().view(np.uint16)
                     put_box(self.shared, x + (digit * parts + part) * 2 * BOX_K * MMA_TOKENS, some)
             self.shared[x_scales : x_scales + 4 * self.rows] = self.scales[unit].view(np.uint8)
-            x, x_scales = x + parts * GROUP_BOX_BYTES, x_scales + parts * BOX_SCALE_BYTES
+            x, x_scales = x + unit_bytes, x_scales + unit_scale_bytes
 
     def meet(self) -> None:
         self.met += 1
@@ -173,8 +178,9 @@ def parts_of(config: ResidentConfig, n: int) -> list[Item]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-@pytest.mark.parametrize("rows", [3, 8])
-def test_turns_and_parts_of_k_add_up(config: ResidentConfig, rows: int, monkeypatch):
+@pytest.mark.parametrize("missing", [0, 5])
+def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monkeypatch):
+    rows = config.tokens - missing
     generator = torch.Generator().manual_seed(rows)
     weight = quantize_weight(torch.randn(config.block_rows, K, generator=generator).bfloat16(), 4, 128)
     x = torch.randn(rows, K, generator=generator).bfloat16()
@@ -210,7 +216,6 @@ def test_only_what_can_be_resident_is_taken():
         {"bits": 8},
         {"zero_point": True},
         {"group_size": 64},
-        {"tokens": 16},
         {"tokens": 32},
         {"row_parts": 2},
         {"turns": 3},
@@ -221,6 +226,7 @@ def test_only_what_can_be_resident_is_taken():
         {"boxes": 200},
         {"num_stages": 1},
         {"spare": 1},
+        {"m_tiles": 5},
         {"digits": False},
     ):
         assert replace(config, **change).can_implement(), change

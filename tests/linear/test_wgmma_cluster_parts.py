@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +16,10 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import cluster_parts, epilogue, kernel
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_kernel import CHUNK_BARRIER, START_BARRIER
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from tests.attention import warp as machine
-from tests.attention.warp import Float32, Int32, Lanes, Uint32
+from tests.attention.warp import Float32, Lanes, Uint32
 
 RANK_BYTES = 1 << 20  # from a CTA's shared memory to the next one's, in addresses of the cluster
 PARTS, BARRIERS = 1 << 12, 1 << 8
@@ -38,12 +39,14 @@ class Barrier:
 
 @dataclass
 class Cluster:
-    """Stands for `numbers` and `ptx`, for all CTAs; memory that nobody wrote is NaN."""
+    """Stands for `numbers`, `ptx` and barriers, for all CTAs; memory that nobody wrote is NaN."""
 
     shared: np.ndarray
     rank: int = 0
     arrived: Counter[int] = field(default_factory=Counter)  # bytes by the barrier's address in the cluster
     written: set[int] = field(default_factory=set)
+    waited: list[int] = field(default_factory=list)
+    met: list[tuple[int, int]] = field(default_factory=list)  # (barrier, threads)
 
     def bits(self, value: Lanes) -> Lanes:
         return value.view(np.uint32)
@@ -51,22 +54,38 @@ class Cluster:
     def address_in(self, address: Any, rank: Any) -> Lanes:
         return np.asarray(address, np.int64) + RANK_BYTES * np.asarray(rank, np.int64)
 
-    def store_async(self, address: Lanes, words: list[Lanes], barrier: Any) -> None:
-        for lane, place in enumerate(np.asarray(address)):
-            assert place % 16 == 0 and place // RANK_BYTES != self.rank and place not in self.written
+    def put(self, places: Lanes, words: list[Lanes]) -> None:
+        """Stores vectors, each to a place that nobody has written."""
+        for lane, place in enumerate(places):
+            assert place % 16 == 0 and place not in self.written
             self.written.add(int(place))
             for i, word in enumerate(words):
-                self.shared.view(np.uint32)[place // 4 + i] = np.asarray(word)[lane]
-            self.arrived[int(np.unique(barrier).item())] += 4 * len(words)
+                self.shared.view(np.uint32)[place // 4 + i] = np.asarray(word)[lane].view(np.uint32)
+
+    def store_async(self, address: Lanes, words: list[Lanes], barrier: Any) -> None:
+        places = np.asarray(address)
+        assert (places // RANK_BYTES != self.rank).all(), "the CTA's own part is not sent"
+        self.put(places, words)
+        self.arrived[int(np.unique(barrier).item())] += places.size * 4 * len(words)
+
+    def store_shared(self, address: Lanes, offset: int, words: list[Lanes]) -> None:
+        self.put(np.asarray(address, np.int64) + offset + RANK_BYTES * self.rank, words)
 
     def load_shared_vector(self, address: Lanes, offset: int, count: int) -> list[Lanes]:
         places = np.asarray(address, np.int64) + offset + RANK_BYTES * self.rank
         return [Uint32(self.shared.view(np.uint32)[places // 4 + i]) for i in range(count)]
 
+    def wait(self, barrier: Barrier, phase: int) -> None:
+        assert phase == 0
+        self.waited.append(barrier.address)
+
+    def meet(self, *, barrier_id: int, number_of_threads: int) -> None:
+        self.met.append((int(barrier_id), number_of_threads))
+
 
 def pushing(bits: int, tokens: int, cluster: int, **choices) -> WgmmaConfig:
-    tile = {"tokens": tokens, "row_parts": tokens // 8, "unit_k": 128, "num_stages": 2}
-    return WgmmaConfig(bits, "bf16", 128, **tile, splits_k=True, cluster=cluster, pushes=True, **choices)
+    config = WgmmaConfig(bits, "bf16", 128, tokens=tokens, unit_k=128, splits_k=True, cluster=cluster, pushes=True)
+    return replace(config, row_parts=tokens // 8, **{"num_stages": 2, **choices})
 
 
 CONFIGS = [
@@ -77,63 +96,103 @@ CONFIGS += [
     pushing(8, tokens, cluster, warpgroups=warpgroups)
     for tokens, warpgroups, cluster in ((16, 1, 2), (16, 2, 3), (32, 1, 3))
 ]
-SEVEN_TILES = ResidentConfig(
+TURNING = [
+    pushing(4, 16, 2, m_tiles=2, turns=2, num_stages=4),
+    pushing(8, 32, 3, m_tiles=2, turns=2, num_stages=4),
+    pushing(4, 16, 3, m_tiles=1, warpgroups=1, turns=1),
+]
+SPARED = ResidentConfig(
     4, "bf16", 128, tokens=8, unit_k=128, warpgroups=4, m_tiles=2, spare=1, cluster=2, pushes=True, digits=True
 )
+RESIDENT = [
+    SPARED,
+    replace(SPARED, m_tiles=1, spare=0, turns=2, num_stages=8),
+    replace(SPARED, m_tiles=1, spare=0, turns=4, num_stages=8),
+    replace(SPARED, tokens=16, warpgroups=2, m_tiles=4),
+]
 
 
 def store_of(warp: int) -> epilogue.Store:
     return epilogue.Store(0, warp // 4, warp % 4 * 32 + machine.LANES, warp % 4, machine.LANES)
 
 
-@pytest.mark.parametrize("config", [*CONFIGS, SEVEN_TILES], ids=lambda config: config.name)
-def test_every_tile_is_added_up_by_one_cta(config: WgmmaConfig, monkeypatch):
-    cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
-    waited: list[int] = []
-    arch = SimpleNamespace(mbarrier_wait=lambda barrier, phase: waited.append(barrier.address))
-    stand_ins = {"numbers": cluster, "ptx": cluster, "Int32": Int32, "Float32": Float32}
-    stand_ins |= {"cutlass": SimpleNamespace(select_=machine.select), "cute": SimpleNamespace(arch=arch)}
+def in_plain_python(config: WgmmaConfig, cluster: Cluster, monkeypatch) -> cluster_parts.ClusterParts:
+    """The parts of a kernel, on the stand-ins of a cluster."""
+    arch = SimpleNamespace(mbarrier_wait=cluster.wait, barrier=cluster.meet)
+    stand_ins = {"numbers": cluster, "ptx": cluster, "Int32": int, "Float32": Float32}
+    select = {"select_": lambda which, a, b: a if which else b}
+    stand_ins |= {"cutlass": SimpleNamespace(**select, range_constexpr=range)}
+    stand_ins |= {"cute": SimpleNamespace(arch=arch), "const_expr": lambda value: value}
     for name, value in stand_ins.items():
         monkeypatch.setattr(cluster_parts, name, value)
-    subject = kernel.WgmmaKernel(config).cluster_parts
+    for name in ("join_turns", "add_up"):
+        jitted = getattr(cluster_parts.ClusterParts, name)
+        monkeypatch.setattr(cluster_parts.ClusterParts, name, getattr(jitted, "__wrapped__", jitted))
+    return kernel.WgmmaKernel(config).cluster_parts
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *TURNING, *RESIDENT], ids=lambda config: config.name)
+def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatch):
+    """Of every CTA: sums of all turns are joined, sent once, and added to those of the CTA that stores the tile."""
+    cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
+    subject = in_plain_python(config, cluster, monkeypatch)
     memory = SimpleNamespace(parts=PARTS, part_barriers=Barrier(BARRIERS))
     generator = np.random.default_rng(1)
-    every = {
-        (rank, warp): [Float32(value) for value in generator.normal(size=(config.thread_sums, 32))]
-        for rank in range(config.cluster)
-        for warp in range(config.math_warps)
-    }
-    tiles = [
-        (warp, warp // 4 * config.m_tiles + i, i)
-        for warp in range(config.math_warps)
-        for i in range(config.m_tiles)
-        if subject.exists(warp // 4 * config.m_tiles + i, i)
-    ]
-    assert {tile for _, tile, _ in tiles} == set(range(config.block_tiles))
+    groups, count = config.warpgroups // config.turns, config.tokens // 2
+    every: dict[tuple[int, int], machine.Registers] = {}
+    for rank, warp in np.ndindex(config.cluster, config.math_warps):
+        every[rank, warp] = machine.Registers(config.thread_sums, Float32)
+        every[rank, warp][:] = [Float32(value) for value in generator.normal(size=(config.thread_sums, 32))]
+    before = {which: [np.asarray(value, np.float64) for value in sums] for which, sums in every.items()}
+    exact: dict[tuple[int, int], Any] = {}
+    own: list[tuple[int, int, int, int]] = []  # (CTA, warp, tile, number in its warpgroup) that store
+    for (rank, warp), sums in before.items():
+        first_tile = warp // 4 % groups * config.m_tiles
+        for i in (i for i in range(config.m_tiles) if subject.exists(first_tile + i, i)):
+            which = first_tile + i, warp % 4
+            exact[which] = exact.get(which, 0) + np.array(sums[i * count : (i + 1) * count])
+            if (first_tile + i) % config.cluster == rank and warp // 4 // groups == 0:
+                own.append((rank, warp, first_tile + i, i))
+    assert {tile for _, _, tile, _ in own} == set(range(config.block_tiles))
+    # What is left for another turn is there before anybody joins: all warps leave, then all join.
+    for phase in ("leave", "add") if config.turns > 1 else ():
+        for (rank, warp), sums in every.items():
+            cluster.rank = rank
+            one = in_plain_python(config, cluster, monkeypatch)
+            setattr(one, "add" if phase == "leave" else "leave", lambda *args: None)
+            turn, first_tile = warp // 4 // groups, warp // 4 % groups * config.m_tiles
+            one.join_turns(memory, store_of(warp), rank, turn, sums, first_tile)
+    if config.turns > 1:
+        threads = config.turns * 128
+        assert set(cluster.met) == {(cluster_parts.JOIN + group, threads) for group in range(groups)}
     for (rank, warp), sums in every.items():
         cluster.rank = rank
-        for _, tile, i in (one for one in tiles if one[0] == warp and one[1] % config.cluster != rank):
-            subject.send(memory, store_of(warp), rank, tile, sums, i)
+        first_tile = warp // 4 % groups * config.m_tiles
+        for i in (i for i in range(config.m_tiles) if subject.exists(first_tile + i, i)):
+            if (first_tile + i) % config.cluster != rank and warp // 4 // groups == config.turns - 1:
+                subject.send(memory, store_of(warp), rank, first_tile + i, sums, i)
     assert set(cluster.arrived.values()) == {(config.cluster - 1) * config.part_bytes}
-    for warp, tile, i in tiles:
-        owner, first = tile % config.cluster, i * config.tokens // 2
-        cluster.rank = owner
-        parts = [every[rank, warp][first : first + config.tokens // 2] for rank in range(config.cluster)]
-        sums = machine.Registers(config.thread_sums, Float32)
-        sums[:] = every[owner, warp]
-        subject.add_up(memory, store_of(warp), owner, tile, sums, i)
-        assert cluster.arrived[waited[-1] + RANK_BYTES * owner] == (config.cluster - 1) * config.part_bytes
-        for j in range(config.tokens // 2):
-            total = parts[-1][j]
-            for part in parts[:-1]:
-                total = total + part[j]
-            assert np.array_equal(np.asarray(sums[first + j]), np.asarray(total))
+    for rank, warp, tile, i in own:
+        cluster.rank = rank
+        subject.add_up(memory, store_of(warp), tile, every[rank, warp], i)
+        assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * rank] == (config.cluster - 1) * config.part_bytes
+        found = np.array([np.asarray(value) for value in every[rank, warp]])[i * count : (i + 1) * count]
+        np.testing.assert_allclose(found, exact[tile, warp % 4], rtol=0, atol=2e-6)
+    last = max(cluster.written) % RANK_BYTES
+    assert last + 16 <= PARTS + config.parts_bytes
+
+
+def test_barriers_of_turns_are_nobody_elses():
+    last = cluster_parts.JOIN + max(config.warpgroups // config.turns for config in RESIDENT) - 1
+    assert kernel.BEGIN < cluster_parts.JOIN and last < min(CHUNK_BARRIER, START_BARRIER)
 
 
 def test_memory_of_parts_is_counted():
-    for config in CONFIGS:
-        last = (config.part_slots - 1) * config.cluster + config.cluster - 1
-        assert config.parts_bytes == (last + 1) * config.part_bytes
+    for config in (*CONFIGS, *TURNING):
+        sent = config.part_slots * (config.cluster - 1)
+        left = config.block_tiles * (config.turns - 1)
+        assert config.sent_bytes == sent * config.part_bytes
+        assert config.parts_bytes == (sent + left) * config.part_bytes
         assert config.num_barriers == 2 * config.num_stages + config.part_slots
         assert config.can_implement() is None
 

@@ -4,6 +4,9 @@ The CTAs of a cluster have equal parts of K of one block of output features. Its
 among them: a warpgroup that has the sums of a tile which another CTA stores writes them into that CTA's shared memory,
 each vector counted as bytes on a barrier there, and has done. So a part is on its way once, where through the workspace
 it would be stored to L2 and asked for until it has come. The barriers hold for one tile: a CTA of a cluster has one.
+
+Where warpgroups take units in turn, their sums are joined before, through the CTA's own memory: what is sent is one
+part of a CTA, as 16 bytes of a thread at a time are some hundred clocks on their way for each 4 KB.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
 from cute_kernels.linear.wgmma.epilogue import Corner, TileEpilogue
 
+JOIN = 9  # number of the first barrier of warpgroups that take turns, behind those of kernels and their epilogues
 VECTOR_WORDS = 4
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next
 
@@ -31,23 +35,22 @@ class ClusterParts:
         self.config, self.epilogue, self.corner = config, epilogue, corner
 
     @cute.jit
-    def finish(self, operands, shape, memory, store, item, sums, first_tile, part):
-        """Sends the parts of tiles that others store, then adds up and stores those of the CTA's own.
+    def finish(self, operands, shape, memory, store, item, sums, first_tile, turn):
+        """Joins the sums of all turns, sends those of tiles that others store, adds up and stores the CTA's own.
 
-        part: which of K's the sums are; a tile's owner has the first one of its CTA.
-
-        Every CTA of the cluster has said, all of its threads, that its barriers are there.
+        turn: whose units the sums are of. Every CTA of the cluster has its barriers.
         """
-        cute.arch.cluster_wait()
-        config = self.config
+        config, rank = self.config, item.split
+        if const_expr(config.turns > 1):
+            self.join_turns(memory, store, rank, turn, sums, first_tile)
         for i in cutlass.range_constexpr(config.m_tiles):
             tile = first_tile + i
-            if self.exists(tile, i) & (self.owner(tile) != part):
-                self.send(memory, store, part, tile, sums, i)
+            if self.exists(tile, i) & (self.owner(tile) != rank) & (turn == config.turns - 1):
+                self.send(memory, store, rank, tile, sums, i)
         for i in cutlass.range_constexpr(config.m_tiles):
             tile = first_tile + i
-            if self.exists(tile, i) & (self.owner(tile) == part):
-                self.add_up(memory, store, part, tile, sums, i)
+            if self.exists(tile, i) & (self.owner(tile) == rank) & (turn == 0):
+                self.add_up(memory, store, tile, sums, i)
                 corner = self.corner(shape, item, tile)
                 self.epilogue.run(operands, shape, store, corner, sums, i * (config.tokens // 2))
 
@@ -56,43 +59,80 @@ class ClusterParts:
         return True if i < self.config.last_tiles else tile < self.config.block_tiles
 
     def owner(self, tile) -> Any:
-        """The part of K whose warpgroup adds up a tile's."""
-        return tile % self.config.cluster * (self.config.num_parts // self.config.cluster)
-
-    def place(self, memory, store, tile, part) -> Any:
-        """Where a thread's sums of a part of a tile are left, in the memory of the CTA that stores it."""
-        number = tile // self.config.cluster * self.config.num_parts + part
-        return memory.parts + number * self.config.part_bytes + store.tid * 16
+        """The CTA that stores a tile."""
+        return tile % self.config.cluster
 
     def vectors(self, sums, i: int) -> list[list[Any]]:
         """A thread's sums of the ``i``-th tile of its warpgroup, four at a time."""
         count = self.config.tokens // 2
         return [[sums[i * count + j + k] for k in range(VECTOR_WORDS)] for j in range(0, count, VECTOR_WORDS)]
 
-    def send(self, memory, store, part, tile, sums, i: int) -> None:
-        """Sends a thread's sums of a tile to the CTA that stores it."""
-        owner = Int32(tile % self.config.cluster)
-        barrier = Int32((memory.part_barriers + tile // self.config.cluster).toint())
-        target = numbers.address_in(self.place(memory, store, tile, part), owner)
-        there = numbers.address_in(barrier, owner)
+    def add(self, sums, i: int, address) -> None:
+        """Adds the part that lies at an address to a thread's sums of the ``i``-th tile of its warpgroup."""
+        first = i * (self.config.tokens // 2)
         for number, vector in enumerate(self.vectors(sums, i)):
-            words = [numbers.bits(value) for value in vector]
-            numbers.store_async(target + number * VECTOR_STRIDE, words, there)
+            words = ptx.load_shared_vector(address, number * VECTOR_STRIDE, VECTOR_WORDS)
+            for j, (value, word) in enumerate(zip(vector, words, strict=True)):
+                sums[first + VECTOR_WORDS * number + j] = value + word.bitcast(Float32)
 
-    def add_up(self, memory, store, own_part, tile, sums, i: int) -> None:
-        """Adds up the parts of a tile, once all have come: the last one's first, as through the workspace."""
+    # -- of the turns of a CTA ----------------------------------------------------------------------------------------
+
+    @cute.jit
+    def join_turns(self, memory, store, rank, turn, sums, first_tile):
+        """Adds up the sums of all turns: of the CTA's own tiles in the first turn's warpgroup, which stores them; of
+        others in the last turn's, which has the last unit, so that no part is sent twice."""
         config = self.config
-        cute.arch.mbarrier_wait(memory.part_barriers + tile // config.cluster, 0)
-        own, first = self.vectors(sums, i), i * (config.tokens // 2)
-        for number, vector in enumerate(own):
-            totals: list[Any] = []
-            for part in (config.num_parts - 1, *range(config.num_parts - 1)):
-                place = self.place(memory, store, tile, part)
-                words = ptx.load_shared_vector(place, number * VECTOR_STRIDE, VECTOR_WORDS)
-                values = [
-                    cutlass.select_(own_part == part, mine, word.bitcast(Float32))
-                    for mine, word in zip(vector, words, strict=True)
-                ]
-                totals = [total + value for total, value in zip(totals, values, strict=True)] if totals else values
-            for j, total in enumerate(totals):
-                sums[first + VECTOR_WORDS * number + j] = total
+        for i in cutlass.range_constexpr(config.m_tiles):
+            tile = first_tile + i
+            if self.exists(tile, i) & (self.joining_turn(tile, rank) != turn):
+                self.leave(memory, store, rank, turn, tile, sums, i)
+        groups = config.warpgroups // config.turns
+        threads = config.turns * WARPGROUP_THREADS
+        cute.arch.barrier(barrier_id=JOIN + store.warpgroup % groups, number_of_threads=threads)
+        for i in cutlass.range_constexpr(config.m_tiles):
+            tile = first_tile + i
+            if self.exists(tile, i) & (self.joining_turn(tile, rank) == turn):
+                for number in cutlass.range_constexpr(config.turns - 1):
+                    self.add(sums, i, self.left(memory, store, tile, number))
+
+    def joining_turn(self, tile, rank) -> Any:
+        """Whose warpgroup joins the sums of a tile."""
+        return cutlass.select_(self.owner(tile) == rank, Int32(0), Int32(self.config.turns - 1))
+
+    def left(self, memory, store, tile, number) -> Any:
+        """Where a thread leaves the ``number``-th part of a tile for the warpgroup that joins them."""
+        config = self.config
+        place = tile * (config.turns - 1) + number
+        return memory.parts + config.sent_bytes + place * config.part_bytes + store.tid * 16
+
+    def leave(self, memory, store, rank, turn, tile, sums, i: int) -> None:
+        """Leaves a thread's sums of a tile to the warpgroup that joins them."""
+        before = cutlass.select_(self.joining_turn(tile, rank) < turn, Int32(1), Int32(0))
+        place = self.left(memory, store, tile, turn - before)
+        for number, vector in enumerate(self.vectors(sums, i)):
+            ptx.store_shared(place, number * VECTOR_STRIDE, vector)
+
+    # -- of the CTAs of a cluster -------------------------------------------------------------------------------------
+
+    def sent(self, memory, store, tile, number) -> Any:
+        """Where a thread sends a tile's ``number``-th part, in the memory of the CTA that stores the tile."""
+        place = tile // self.config.cluster * (self.config.cluster - 1) + number
+        return memory.parts + place * self.config.part_bytes + store.tid * 16
+
+    def send(self, memory, store, rank, tile, sums, i: int) -> None:
+        """Sends a thread's sums of a tile to the CTA that stores it."""
+        owner = Int32(self.owner(tile))
+        number = rank - cutlass.select_(owner < rank, Int32(1), Int32(0))
+        barrier = Int32((memory.part_barriers + tile // self.config.cluster).toint())
+        target = numbers.address_in(self.sent(memory, store, tile, number), owner)
+        there = numbers.address_in(barrier, owner)
+        for place, vector in enumerate(self.vectors(sums, i)):
+            words = [numbers.bits(value) for value in vector]
+            numbers.store_async(target + place * VECTOR_STRIDE, words, there)
+
+    @cute.jit
+    def add_up(self, memory, store, tile, sums, i: int):
+        """Adds the parts of the other CTAs to those of a tile, in their order, once all have come."""
+        cute.arch.mbarrier_wait(memory.part_barriers + tile // self.config.cluster, 0)
+        for number in cutlass.range_constexpr(self.config.cluster - 1):
+            self.add(sums, i, self.sent(memory, store, tile, number))

@@ -182,13 +182,8 @@ class WgmmaConfig:
         return self.tokens // (1 if self.pushes else self.cluster)
 
     @property
-    def num_parts(self) -> int:
-        """Parts of K of a tile that are pushed."""
-        return self.cluster * self.turns
-
-    @property
     def part_slots(self) -> int:
-        """Tiles of 64 output features whose parts of K a CTA of a cluster adds up, at most."""
+        """Tiles of 64 output features whose parts of K a CTA of a cluster is sent, at most."""
         return -(-self.block_tiles // self.cluster) if self.pushes else 0
 
     @property
@@ -197,9 +192,15 @@ class WgmmaConfig:
         return 4 * TILE_N * self.tokens
 
     @property
+    def sent_bytes(self) -> int:
+        """Shared memory for what a CTA is sent by the others of its cluster."""
+        return self.part_slots * (self.cluster - 1) * self.part_bytes
+
+    @property
     def parts_bytes(self) -> int:
-        """Shared memory for the parts of K of tiles that a CTA of a cluster adds up."""
-        return self.part_slots * self.num_parts * self.part_bytes
+        """Shared memory for the parts of K of a cluster's tiles: those that are sent, and those of other turns."""
+        left = self.block_tiles * (self.turns - 1) * self.part_bytes if self.pushes else 0
+        return self.sent_bytes + left
 
     @property
     def unit_steps(self) -> int:

@@ -250,10 +250,6 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
             return Int32(0)
         return Int32(group // (self.config.warpgroups // self.config.turns))
 
-    def part_of(self, item, group):
-        """Which part of K of its tiles a warpgroup has."""
-        return item.split * self.config.turns + self.turn(group)
-
     def next_stage(self, stage, phase):
         """The stage of a warpgroup's next unit, and the parity of its barrier."""
         config = self.config
@@ -288,6 +284,9 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         stage, phase, last = self.turn(group), Int32(0), Int32(0)
         tile_sums = config.tokens // 2
         sums = cute.make_rmem_tensor(config.thread_sums, Float32)
+        if const_expr(config.pushes):
+            # Before anything is sent all CTAs of the cluster have their barriers. There is nothing else to do yet.
+            cute.arch.cluster_wait()
         for index in cutlass.range(items.first, items.count, items.stride, unroll=1):
             item = items.item(index)
             first_tile = self.first_tile(group)
@@ -302,9 +301,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
                 self.release(memory, last, teller & (item.begin + place.turn < item.end))
                 self.put_sums(sums, finished, channel)
             if const_expr(config.part_slots > 0):
-                self.cluster_parts.finish(
-                    operands, shape, memory, store, item, sums, first_tile, self.part_of(item, group)
-                )
+                self.cluster_parts.finish(operands, shape, memory, store, item, sums, first_tile, self.turn(group))
             elif const_expr(config.cluster > 1):
                 self.epilogue.join(store, memory.x_address, item.split, sums)
                 corner = self.corner(shape, item, first_tile, item.split * config.own_tokens)

@@ -80,7 +80,7 @@ def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
         cute.arch.mbarrier_init(memory.full + i, config.stage_copies)
         cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
     for slot in range(config.part_slots):
-        # It waits for the bytes of all parts but the CTA's own.
+        # It waits for the bytes of all other CTAs' parts.
         cute.arch.mbarrier_init(memory.part_barriers + slot, 1)
-        cute.arch.mbarrier_arrive_and_expect_tx(memory.part_barriers + slot, (config.num_parts - 1) * config.part_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(memory.part_barriers + slot, (config.cluster - 1) * config.part_bytes)
     cute.arch.mbarrier_init_fence()

@@ -15,8 +15,8 @@ from cute_kernels.linear.wgmma.config import (
 )
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
-GROUP_BOX_BYTES = 2 * DIGIT_GROUP * MMA_TOKENS  # both digits of 128 inputs of eight rows
-BOX_SCALE_BYTES = 4 * MMA_TOKENS
+RESIDENT_TOKENS = (MMA_TOKENS, 2 * MMA_TOKENS)
+X_SCALE_BYTES = 4  # of 128 inputs of a row of x
 RESIDENT_WARPGROUPS = (2, 4)
 
 
@@ -25,11 +25,11 @@ class ResidentConfig(WgmmaConfig):
     """A variant that makes digits of x itself, once, before the first weights have come.
 
     Stages hold weights only, so nothing of x comes through the ring, and one warp copies. Multiplying warps keep the
-    registers that they are launched with. Tiles are of eight rows, and a CTA of a cluster has one part of K of one of
-    them, which it pushes.
+    registers that they are launched with. Tiles are of eight or sixteen rows, and a CTA of a cluster has one part of K
+    of one of them, which it pushes.
 
     Attributes:
-        boxes: units of x that there is room for, each both digits of 128 inputs of eight rows.
+        boxes: units of x that there is room for, each both digits of 128 inputs of a tile's rows.
         loads: whether multiplying warps load the rows there are; if not, x, whose rows are whole boxes, comes by TMA,
             which takes long to fill in rows that x does not have.
         spare: tiles of 64 features that the last warpgroup has fewer than the others, so that blocks of an odd number
@@ -73,14 +73,19 @@ class ResidentConfig(WgmmaConfig):
         return 0
 
     @property
+    def group_box_bytes(self) -> int:
+        """Both digits of 128 inputs of a tile's rows."""
+        return 2 * DIGIT_GROUP * self.tokens
+
+    @property
     def x_scale_bytes(self) -> int:
-        return self.boxes * BOX_SCALE_BYTES
+        return self.boxes * X_SCALE_BYTES * self.tokens
 
     @property
     def smem_bytes(self) -> int:
         ring = self.num_stages * self.weight_stage_bytes
         sums = self.warpgroups * self.staging_bytes + self.parts_bytes
-        resident = self.boxes * GROUP_BOX_BYTES + self.x_scale_bytes
+        resident = self.boxes * self.group_box_bytes + self.x_scale_bytes
         return ring + sums + resident + self.num_barriers * BARRIER_BYTES
 
     @property
@@ -92,9 +97,9 @@ class ResidentConfig(WgmmaConfig):
         choices = {
             "bits": (4,),
             "dtype": DTYPES,
-            "tokens": (MMA_TOKENS,),
+            "tokens": RESIDENT_TOKENS,
             "row_parts": (1,),
-            "m_tiles": (1, 2),
+            "m_tiles": (1, 2, 3, 4),
             "warpgroups": RESIDENT_WARPGROUPS,
             "unit_k": (DIGIT_GROUP,),
             "cluster": PUSH_CLUSTERS,

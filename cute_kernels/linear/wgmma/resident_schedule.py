@@ -1,7 +1,9 @@
 """Configurations whose CTAs make digits of x themselves, and what launches of them take. Plain Python, no GPU.
 
-One launch instead of two, and nothing of x in the ring; so they are the fastest up to eight rows. Beyond, making all
-digits in every CTA takes longer than a launch that makes them once.
+One launch instead of two, and nothing of x in the ring; so they are the fastest up to eight rows. Up to sixteen they
+are where a CTA has four tiles of 64 features and more, whose weights take as long as its digits, and where the digits
+of its part of K are all made before the first product. Beyond, making all digits in every CTA takes longer than a
+launch that makes them once.
 """
 
 from __future__ import annotations
@@ -10,16 +12,20 @@ from dataclasses import dataclass
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import RESIDENT_TOKENS, ResidentConfig
 from cute_kernels.linear.wgmma.rings import with_ring
 
-MOST_RESIDENT_ROWS = MMA_TOKENS
+MOST_RESIDENT_ROWS = RESIDENT_TOKENS[-1]
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
+MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
 class WarpgroupsOf:
-    """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`."""
+    """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`.
+
+    most_stages: of the ring, however much room there is.
+    """
 
     warpgroups: int
     m_tiles: int = 1
@@ -27,19 +33,30 @@ class WarpgroupsOf:
     turns: int = 1
     ahead: bool = True
     boxes: int = 32
+    most_stages: int = MOST_STAGES
 
 
-# In clusters of two, each CTA with half of K: what was the fastest somewhere.
-RESIDENT_SHAPES = (
-    WarpgroupsOf(4, turns=2),  # two tiles
-    WarpgroupsOf(2, turns=2),  # one tile, of small layers
-    WarpgroupsOf(4, m_tiles=2, spare=1, ahead=False, boxes=16),  # seven: 28672 features are 128 such parts
-)
+# In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
+RESIDENT_SHAPES = {
+    8: (
+        WarpgroupsOf(4, turns=2),  # two tiles
+        WarpgroupsOf(2, turns=2),  # one tile, of small layers
+        WarpgroupsOf(4, ahead=False, boxes=16),  # four
+        # Seven tiles: 28672 features are 128 such parts.
+        WarpgroupsOf(4, m_tiles=2, spare=1, ahead=False, boxes=16, most_stages=5),
+    ),
+    # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
+    16: tuple(
+        WarpgroupsOf(2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16)
+        for m_tiles, spare in ((2, 0), (3, 0), (4, 1))
+    ),
+}
 RESIDENT_CLUSTER = 2
-MOST_STAGES = 16
 SPARE_BYTES = 2048  # of shared memory, for alignment
 # An H200's, fitted to measured times (tests/linear/measured.py).
 RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until digits are made, and the way out of the last item
+RESIDENT_ROW_CLOCKS = 100  # of that, for each row beyond eight
+RESIDENT_TILE_CLOCKS = {8: 0, 16: 350}  # of a tile's unit and a warpgroup, by the rows; of few the memory takes longer
 LOAD_CLOCKS = 9  # of a row's 128 inputs that warps load
 FILL_CLOCKS = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
 CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its rows are loaded or not
@@ -49,29 +66,41 @@ def resident_configs(problem: Problem) -> list[ResidentConfig]:
     """Configurations for few rows in digits; rows would depend on how many there are."""
     if problem.batch_invariant or problem.m > MOST_RESIDENT_ROWS:
         return []
+    tokens = next(count for count in RESIDENT_TOKENS if problem.m <= count)
     configs = (
-        with_ring(
-            ResidentConfig(
-                bits=problem.bits,
-                dtype=problem.dtype,
-                group_size=problem.group_size,
-                zero_point=problem.zero_point,
-                tokens=MMA_TOKENS,
-                unit_k=DIGIT_GROUP,
-                splits_k=True,
-                cluster=RESIDENT_CLUSTER,
-                pushes=True,
-                digits=True,
-                loads=loads,
-                **vars(shape),
-            ),
-            MOST_STAGES,
-            SPARE_BYTES,
-        )
+        resident_config(problem, tokens, loads, shape)
         for loads in ways_of_x(problem)
-        for shape in RESIDENT_SHAPES
+        for shape in RESIDENT_SHAPES[tokens]
+        if tokens == MMA_TOKENS or fits(problem, shape)
     )
     return [config for config in configs if config.can_implement() is None]
+
+
+def resident_config(problem: Problem, tokens: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
+    """The configuration of a shape, for tiles of so many rows of a problem's weights."""
+    choices = dict(vars(shape))
+    most_stages = choices.pop("most_stages")
+    config = ResidentConfig(
+        bits=problem.bits,
+        dtype=problem.dtype,
+        group_size=problem.group_size,
+        zero_point=problem.zero_point,
+        tokens=tokens,
+        unit_k=DIGIT_GROUP,
+        splits_k=True,
+        cluster=RESIDENT_CLUSTER,
+        pushes=True,
+        digits=True,
+        loads=loads,
+        **choices,
+    )
+    return with_ring(config, most_stages, SPARE_BYTES)
+
+
+def fits(problem: Problem, shape: WarpgroupsOf) -> bool:
+    """Whether there is room for all digits of a CTA's part of K."""
+    units = -(-problem.k_pad // DIGIT_GROUP)
+    return -(-units // RESIDENT_CLUSTER) <= shape.boxes
 
 
 def ways_of_x(problem: Problem) -> tuple[bool, ...]:
@@ -91,6 +120,11 @@ def resident_start_clocks(problem: Problem, config: ResidentConfig, split_units:
     if made > config.boxes:  # of eight rows each
         made, first = split_units, config.boxes // 2
         chunks = CHUNK_CLOCKS[config.loads] * made / first
-    missing = MMA_TOKENS - problem.m
+    missing = config.tokens - problem.m
     rows = LOAD_CLOCKS * problem.m * made if config.loads else FILL_CLOCKS * missing * first
-    return RESIDENT_START_CLOCKS + rows + chunks
+    return RESIDENT_START_CLOCKS + RESIDENT_ROW_CLOCKS * (config.tokens - MMA_TOKENS) + rows + chunks
+
+
+def resident_unit_clocks(config: ResidentConfig, bytes_per_clock: float) -> float:
+    """Clocks of a unit of a CTA's block, whose weights come at so many bytes a clock."""
+    return max(config.weight_stage_bytes / bytes_per_clock, RESIDENT_TILE_CLOCKS[config.tokens] * config.m_tiles)

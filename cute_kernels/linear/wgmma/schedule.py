@@ -16,11 +16,11 @@ from typing import Any
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
-from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_config import RESIDENT_TOKENS, ResidentConfig
 from cute_kernels.linear.wgmma.resident_schedule import (
-    MOST_RESIDENT_ROWS,
     resident_configs,
     resident_start_clocks,
+    resident_unit_clocks,
 )
 from cute_kernels.linear.wgmma.rings import MAX_STAGES, with_ring
 
@@ -270,7 +270,7 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     if config.digits:
         rate = min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
         if isinstance(config, ResidentConfig):
-            return config.weight_stage_bytes / rate
+            return resident_unit_clocks(config, rate)
         tokens = min(-(-problem.m // config.part_tokens) * config.part_tokens, config.tokens)
         decoding = DIGIT_UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
         stage_bytes = config.weight_stage_bytes + DIGIT_ROW_SHARE * tokens * config.x_stage_bytes / config.tokens
@@ -408,8 +408,8 @@ def shipped_configs() -> list[WgmmaConfig]:
     for form in PUSH_FORMS:
         for tokens, *_ in PUSH_SHAPES[form[0]]:
             configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
-    for dtype, m in product(("bf16", "fp16"), (1, MOST_RESIDENT_ROWS)):
-        configs |= dict.fromkeys(resident_configs(Problem(m, 8192, 8192, 8192, 4, dtype, 128)))
+    for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TOKENS)):
+        configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, 4, dtype, 128)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
         configs |= dict.fromkeys(digit_configs(Problem(min(tokens, MOST_DIGIT_ROWS), 8192, 8192, 8192, 4, dtype, 128)))
     return list(configs)
