@@ -85,7 +85,7 @@ class Cluster:
 
 def pushing(bits: int, tokens: int, cluster: int, **choices) -> WgmmaConfig:
     config = WgmmaConfig(bits, "bf16", 128, tokens=tokens, unit_k=128, splits_k=True, cluster=cluster, pushes=True)
-    return replace(config, row_parts=tokens // 8, **{"num_stages": 2, **choices})
+    return replace(config, row_parts=min(tokens // 8, 4), **{"num_stages": 2, **choices})
 
 
 CONFIGS = [
@@ -99,6 +99,8 @@ CONFIGS += [
 TURNING = [
     pushing(4, 16, 2, m_tiles=2, turns=2, num_stages=4),
     pushing(8, 32, 3, m_tiles=2, turns=2, num_stages=4),
+    pushing(8, 16, 2, turns=2, num_stages=4),
+    pushing(4, 64, 2, turns=2, num_stages=4),
     pushing(4, 16, 3, m_tiles=1, warpgroups=1, turns=1),
 ]
 SPARED = ResidentConfig(

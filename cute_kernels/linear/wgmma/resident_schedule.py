@@ -117,7 +117,7 @@ def resident_start_clocks(problem: Problem, config: ResidentConfig, split_units:
     """
     made = split_units if config.cluster > 1 else units
     first, chunks = made, 0.0
-    if made > config.boxes:  # of eight rows each
+    if made > config.boxes:  # of a tile's rows each
         made, first = split_units, config.boxes // 2
         chunks = CHUNK_CLOCKS[config.loads] * made / first
     missing = config.tokens - problem.m
