@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-MOST_SHOWN = 700  # entries, of which threads are asked
+MOST_SHOWN = 200  # entries, of which threads are asked
 
 
 def shown(total: int) -> list[int]:
