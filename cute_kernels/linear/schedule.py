@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from cute_kernels.linear.config import GROUP_SIZES, X_PAD, LinearConfig
 from cute_kernels.sm90 import MAX_SHARED_BYTES, NUM_SMS
@@ -60,6 +61,11 @@ class Problem:
     @property
     def num_tiles(self) -> int:
         return -(-self.n // TILE_N)
+
+
+def weight_fields(problem: Any) -> dict[str, Any]:
+    """What a configuration has of a problem's weights, dense or of experts."""
+    return {name: getattr(problem, name) for name in ("bits", "dtype", "group_size", "zero_point")}
 
 
 @dataclass(frozen=True)
@@ -202,10 +208,7 @@ def base_config(problem: Problem) -> LinearConfig:
     if problem.k_pad % unit_k:
         unit_k = 64
     return LinearConfig(
-        bits=problem.bits,
-        dtype=problem.dtype,
-        group_size=problem.group_size,
-        zero_point=problem.zero_point,
+        **weight_fields(problem),
         max_tokens=max_tokens,
         n_tiles=2 if shares_activations(problem, max_tokens) else 1,
         k_warps=2,

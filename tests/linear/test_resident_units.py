@@ -19,8 +19,8 @@ from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma import digits, digits_ahead, kernel, reading, resident_kernel, resident_units
-from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS
-from cute_kernels.linear.wgmma.resident_config import X_SCALE_BYTES, ResidentConfig
+from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
 from cute_kernels.linear.wgmma.tiles import Item
 from tests.attention import warp as machine
@@ -115,7 +115,7 @@ class Cta:
         self.asked = None
         self.made.append((begin, end))
         parts, unit_bytes = self.config.tokens // MMA_TOKENS, self.config.group_box_bytes
-        unit_scale_bytes = X_SCALE_BYTES * self.config.tokens
+        unit_scale_bytes = ROW_SCALE_BYTES * self.config.tokens
         assert x + (end - begin) * unit_bytes <= X + self.config.boxes * unit_bytes
         assert x_scales + (end - begin) * unit_scale_bytes <= X_SCALES + self.config.x_scale_bytes
         for unit in range(begin, end):

@@ -34,6 +34,8 @@ MATH_REGISTERS = {1: 240, 2: 240, 3: 160}
 SYNCHRONOUS_REGISTERS = {2: 224, 4: 104}
 SYNCHRONOUS_COPY_REGISTERS = 56
 DIGIT_GROUP = 128  # inputs of a row of x that share a scale where x comes in digits: rows of a box of bytes
+ROW_DIGIT_BYTES = 2 * DIGIT_GROUP  # both digits of so many inputs of a row,
+ROW_SCALE_BYTES = 4  # and their scale
 DIGIT_TOKENS = 64
 AHEAD_TOKENS = 32  # for which a thread has registers to decode the next unit ahead
 DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
@@ -199,8 +201,7 @@ class WgmmaConfig:
     @property
     def parts_bytes(self) -> int:
         """Shared memory for the parts of K of a cluster's tiles: those that are sent, and those of other turns."""
-        left = self.block_tiles * (self.turns - 1) * self.part_bytes if self.pushes else 0
-        return self.sent_bytes + left
+        return self.sent_bytes + self.block_tiles * (self.turns - 1) * self.part_bytes
 
     @property
     def unit_steps(self) -> int:
@@ -244,7 +245,7 @@ class WgmmaConfig:
     @property
     def x_scale_stage_bytes(self) -> int:
         """Scales of a tile's rows of x in fp32, from a multiple of 16 bytes on."""
-        return 4 * (self.tokens + X_SCALE_ALIGNMENT) if self.digits else 0
+        return ROW_SCALE_BYTES * (self.tokens + X_SCALE_ALIGNMENT) if self.digits else 0
 
     @property
     def x_scale_bytes(self) -> int:

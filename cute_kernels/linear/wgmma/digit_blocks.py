@@ -15,10 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
-from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS
+from cute_kernels.linear.wgmma.config import DIGIT_GROUP, MMA_TOKENS, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.digit_rows import GROUP_BYTES, GROUP_LANES, PIECE_BYTES, DigitRowsKernel
-
-ROW_SCALE_BYTES = 4  # of a row of a block
 
 
 class DigitBlocksKernel(DigitRowsKernel):

@@ -11,8 +11,8 @@ from cutlass import Int32, Int64
 
 from cute_kernels.device import ptx
 from cute_kernels.device.ring import advance
+from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.copies import product
-from cute_kernels.linear.wgmma.digit_blocks import ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.digit_rows import GROUP_BYTES
 from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
 from cute_kernels.linear.work import Operands

@@ -13,6 +13,8 @@ from cute_kernels.linear.wgmma.compile import DigitBlocksSpec, DigitRowsSpec
 from cute_kernels.linear.wgmma.config import (
     DIGIT_GROUP,
     DIGIT_TOKENS,
+    ROW_DIGIT_BYTES,
+    ROW_SCALE_BYTES,
     X_SCALE_ALIGNMENT,
     DigitBlocksConfig,
     DigitRowsConfig,
@@ -83,7 +85,7 @@ class DigitProduct:
     @cached_property
     def new_blocks(self) -> Blank:
         """Both digits take the bytes of an element of x; scales, one for each row and group, lie behind all of them."""
-        return blank((self.groups * self.rows * (2 * DIGIT_GROUP + 4),), torch.uint8)
+        return blank((self.groups * self.rows * (ROW_DIGIT_BYTES + ROW_SCALE_BYTES),), torch.uint8)
 
     def __call__(
         self,

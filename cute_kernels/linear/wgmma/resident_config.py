@@ -9,6 +9,8 @@ from cute_kernels.linear.wgmma.config import (
     DTYPES,
     MMA_TOKENS,
     PUSH_CLUSTERS,
+    ROW_DIGIT_BYTES,
+    ROW_SCALE_BYTES,
     TURNS,
     WARPGROUP_THREADS,
     WgmmaConfig,
@@ -16,7 +18,6 @@ from cute_kernels.linear.wgmma.config import (
 from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 RESIDENT_TOKENS = (MMA_TOKENS, 2 * MMA_TOKENS)
-X_SCALE_BYTES = 4  # of 128 inputs of a row of x
 RESIDENT_WARPGROUPS = (2, 4)
 
 
@@ -75,11 +76,11 @@ class ResidentConfig(WgmmaConfig):
     @property
     def group_box_bytes(self) -> int:
         """Both digits of 128 inputs of a tile's rows."""
-        return 2 * DIGIT_GROUP * self.tokens
+        return ROW_DIGIT_BYTES * self.tokens
 
     @property
     def x_scale_bytes(self) -> int:
-        return self.boxes * X_SCALE_BYTES * self.tokens
+        return self.boxes * ROW_SCALE_BYTES * self.tokens
 
     @property
     def smem_bytes(self) -> int:

@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device import lanes, numbers, ptx
-from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS, DigitRowsConfig
+from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS, ROW_DIGIT_BYTES, DigitRowsConfig
 from cute_kernels.linear.wgmma.digit_rows import MAGIC, DigitRowsKernel
 from cute_kernels.sm90 import WARP_THREADS
 
@@ -100,11 +100,6 @@ class ResidentRows:
         view = cute.make_tensor(x.iterator, cute.make_layout((m, BOX_K, k // BOX_K), stride=(k, 1, BOX_K)))
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, self.unit)
 
-    @property
-    def box_bytes(self) -> int:
-        """Of 128 inputs of a tile's rows, as of their digits."""
-        return 2 * DIGIT_GROUP * self.config.tokens
-
     @cute.jit
     def bring(self, x: Source, first_place, begin, end, warp):
         """Asks for x of units [begin, end), into places from ``first_place`` on.
@@ -114,7 +109,7 @@ class ResidentRows:
         count, warps = end - begin, self.config.math_warps
         own = (count - warp + (warps - 1)) // warps
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * self.box_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(x.barrier, own * (ROW_DIGIT_BYTES * self.config.tokens))
         # All CTAs want the same of x at the same time: each begins with another unit.
         cta, _, _ = cute.arch.block_idx()
         shift = (cta * count) >> 8

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import Problem, weight_fields
 from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TOKENS, ResidentConfig
 from cute_kernels.linear.wgmma.rings import with_ring
 
-MOST_RESIDENT_ROWS = RESIDENT_TOKENS[-1]
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
 MOST_STAGES = 16
 
@@ -24,7 +23,9 @@ MOST_STAGES = 16
 class WarpgroupsOf:
     """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`.
 
-    most_stages: of the ring, however much room there is.
+    Attributes:
+        most_stages: of the ring, however much room there is.
+        chunks: whether K may come in chunks where there is no room for all digits of a CTA's part of it.
     """
 
     warpgroups: int
@@ -34,6 +35,7 @@ class WarpgroupsOf:
     ahead: bool = True
     boxes: int = 32
     most_stages: int = MOST_STAGES
+    chunks: bool = True
 
 
 # In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
@@ -47,7 +49,7 @@ RESIDENT_SHAPES = {
     ),
     # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
     16: tuple(
-        WarpgroupsOf(2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16)
+        WarpgroupsOf(2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, chunks=False)
         for m_tiles, spare in ((2, 0), (3, 0), (4, 1))
     ),
 }
@@ -64,27 +66,22 @@ CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its r
 
 def resident_configs(problem: Problem) -> list[ResidentConfig]:
     """Configurations for few rows in digits; rows would depend on how many there are."""
-    if problem.batch_invariant or problem.m > MOST_RESIDENT_ROWS:
+    tokens = next((count for count in RESIDENT_TOKENS if problem.m <= count), None)
+    if problem.batch_invariant or tokens is None:
         return []
-    tokens = next(count for count in RESIDENT_TOKENS if problem.m <= count)
     configs = (
         resident_config(problem, tokens, loads, shape)
         for loads in ways_of_x(problem)
         for shape in RESIDENT_SHAPES[tokens]
-        if tokens == MMA_TOKENS or fits(problem, shape)
+        if shape.chunks or fits(problem, shape)
     )
     return [config for config in configs if config.can_implement() is None]
 
 
 def resident_config(problem: Problem, tokens: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
-    choices = dict(vars(shape))
-    most_stages = choices.pop("most_stages")
     config = ResidentConfig(
-        bits=problem.bits,
-        dtype=problem.dtype,
-        group_size=problem.group_size,
-        zero_point=problem.zero_point,
+        **weight_fields(problem),
         tokens=tokens,
         unit_k=DIGIT_GROUP,
         splits_k=True,
@@ -92,9 +89,14 @@ def resident_config(problem: Problem, tokens: int, loads: bool, shape: Warpgroup
         pushes=True,
         digits=True,
         loads=loads,
-        **choices,
+        warpgroups=shape.warpgroups,
+        m_tiles=shape.m_tiles,
+        spare=shape.spare,
+        turns=shape.turns,
+        ahead=shape.ahead,
+        boxes=shape.boxes,
     )
-    return with_ring(config, most_stages, SPARE_BYTES)
+    return with_ring(config, shape.most_stages, SPARE_BYTES)
 
 
 def fits(problem: Problem, shape: WarpgroupsOf) -> bool:

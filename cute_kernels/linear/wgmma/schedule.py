@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.schedule import Problem, weight_fields
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import RESIDENT_TOKENS, ResidentConfig
 from cute_kernels.linear.wgmma.resident_schedule import (
@@ -417,8 +417,7 @@ def shipped_configs() -> list[WgmmaConfig]:
 
 def of_format(problem: Problem, **choices: Any) -> WgmmaConfig:
     """A configuration for a problem's weights."""
-    form = {"group_size": problem.group_size, "zero_point": problem.zero_point}
-    return WgmmaConfig(bits=problem.bits, dtype=problem.dtype, **form, **choices)
+    return WgmmaConfig(**weight_fields(problem), **choices)
 
 
 def implementable(configs: Iterable[WgmmaConfig], most: Mapping[int, int] = TILE_STAGES) -> list[WgmmaConfig]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.linear.config import BLOCK_TOKENS, ROW_WARPS, LinearConfig
-from cute_kernels.linear.wgmma.config import BOX_ALIGNMENT, DIGIT_GROUP
+from cute_kernels.linear.wgmma.config import BOX_ALIGNMENT, DIGIT_GROUP, ROW_DIGIT_BYTES, ROW_SCALE_BYTES
 from cute_kernels.sm90 import WARP_THREADS
 
 UNIT_K = DIGIT_GROUP  # inputs that share a scale of x, and of the weights
-ROW_DIGIT_BYTES = 2 * UNIT_K  # both digits of a unit of a row
-ROW_SCALE_BYTES = 4
 ROWS = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)  # of an expert that are multiplied together, at most
 LANE_EXPERTS = 4  # of a lane, one after the other, in a round
 ROUND_EXPERTS = LANE_EXPERTS * WARP_THREADS

@@ -27,10 +27,11 @@ from cute_kernels.device import ptx, wgmma
 from cute_kernels.device.ring import advance, advance_by
 from cute_kernels.linear.config import BLOCK_TOKENS, ROW_WARPS
 from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, LinearKernel
+from cute_kernels.linear.wgmma.config import ROW_DIGIT_BYTES, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.copies import product
 from cute_kernels.linear.wgmma.digits import DigitProducts, Part
 from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, Source
-from cute_kernels.moe.runs.config import ROW_DIGIT_BYTES, ROW_SCALE_BYTES, RunConfig
+from cute_kernels.moe.runs.config import RunConfig
 from cute_kernels.moe.runs.finder import Entry, ExpertFinder, load_places
 from cute_kernels.moe.runs.work import BlockRun, LaunchShape, RunOperands
 from cute_kernels.moe.work import reciprocal

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
+from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US, weight_fields
 from cute_kernels.moe.runs.config import (
     LANE_ASSIGNMENTS,
     LANE_EXPERTS,
@@ -140,10 +140,7 @@ def config_of(problem: GroupedProblem, shape: RunShape, room_units: int) -> RunC
     if rounds is None:
         return None
     config = RunConfig(
-        bits=problem.bits,
-        dtype=problem.dtype,
-        group_size=problem.group_size,
-        zero_point=problem.zero_point,
+        **weight_fields(problem),
         unit_k=UNIT_K,
         epilogue_warps=2,
         use_pdl=problem.use_pdl,

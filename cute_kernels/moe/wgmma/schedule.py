@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from cute_kernels.linear.schedule import weight_fields
 from cute_kernels.linear.wgmma.config import MOST_LOOPS, TOKEN_BAND, WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import MAX_STAGES, MEMORY_BYTES_PER_CLOCK, UNIT_CLOCKS
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
@@ -132,10 +133,7 @@ def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
 def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
     """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
     config = WgmmaConfig(
-        bits=problem.bits,
-        dtype=problem.dtype,
-        group_size=problem.group_size,
-        zero_point=problem.zero_point,
+        **weight_fields(problem),
         tokens=shape.tokens,
         row_parts=shape.row_parts,
         m_tiles=shape.m_tiles,
