@@ -18,7 +18,15 @@ from cute_kernels.linear import decode
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import digits, digits_ahead, kernel, reading, resident_kernel, resident_units
+from cute_kernels.linear.wgmma import (
+    digits,
+    digits_ahead,
+    kernel,
+    reading,
+    resident_early,
+    resident_kernel,
+    resident_units,
+)
 from cute_kernels.linear.wgmma.config import BOX_K, MMA_TOKENS, ROW_SCALE_BYTES
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import schedule_of
@@ -29,6 +37,7 @@ from tests.linear.warpgroup import WarpgroupWarp, put_box
 
 STAGES, K = 8, 1152
 X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
+X_BARRIER = 100
 CONFIGS = [
     ResidentConfig(
         4,
@@ -64,9 +73,17 @@ CONFIGS = [
         (16, False, 4, 1, 2, 1, 2, 10),
     )
 ]
+# Those of four tiles once more, and others of an even number, with sums that leave early; the last in chunks of K.
+CONFIGS += [replace(CONFIGS[-1], sends_early=True), replace(CONFIGS[-3], sends_early=True)]
+CONFIGS += [replace(CONFIGS[7], sends_early=True, boxes=10), replace(CONFIGS[7], sends_early=True)]
 JITTED: list[tuple[Any, str]] = [
     (resident_units.ResidentUnits, name) for name in ("multiply", "multiply_chunk", "multiply_each", "multiply_ahead")
 ]
+JITTED += [(resident_early.EarlyUnits, "multiply_each"), (resident_early.EarlyUnits, "send_last")]
+
+
+def kernel_of(config: ResidentConfig) -> resident_kernel.ResidentKernel:
+    return (resident_early.EarlyKernel if config.sends_early else resident_kernel.ResidentKernel)(config)
 
 
 class Cta:
@@ -80,18 +97,24 @@ class Cta:
         self.waited, self.released, self.met = 0, 0, 0
         self.made: list[tuple[int, int]] = []
         self.asked: tuple[int, int, int, int] | None = None
+        self.sent: list[np.ndarray] = []  # all sums of the warp when some of them left
 
     def wait(self, barrier: int, phase: int) -> None:
         """A warp waits for the units whose turn it is."""
         count = self.turn + self.waited * self.config.turns
         assert (barrier, phase) == (count % STAGES, count // STAGES % 2)
         assert self.waited - self.released <= self.config.ahead
-        unit, tiles = self.begin + count, self.config.block_tiles
-        codes = self.weight.codes[:tiles, unit * self.config.unit_tiles : (unit + 1) * self.config.unit_tiles]
-        for part, start in ((codes, CODES), (self.weight.scales[:tiles, unit], SCALES)):
-            run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
-            self.shared[start + barrier * run.size : start + (barrier + 1) * run.size] = run
+        self.put(barrier, self.begin + count, range(self.config.block_tiles))
         self.waited += 1
+
+    def put(self, stage: int, unit: int, tiles: Any) -> None:
+        """Codes and scales of some of the block's tiles."""
+        codes = self.weight.codes[:, unit * self.config.unit_tiles : (unit + 1) * self.config.unit_tiles]
+        for part, start in ((codes, CODES), (self.weight.scales[:, unit], SCALES)):
+            runs = part.contiguous().view(torch.uint8).numpy().reshape(len(part), -1)
+            for tile in tiles:
+                place = start + (stage * self.config.block_tiles + tile) * runs.shape[1]
+                self.shared[place : place + runs.shape[1]] = runs[tile]
 
     def release(self, memory: Any, stage: int, teller: Any) -> None:
         assert stage == (self.turn + self.released * self.config.turns) % STAGES
@@ -130,21 +153,48 @@ class Cta:
         self.met += 1
 
 
+class EarlyCta(Cta):
+    """The same where tiles have barriers of their own: what is there of a stage is what has been waited for."""
+
+    def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, item: Item):
+        super().__init__(config, weight, x, item.begin, 0)
+        self.rank, self.came = int(item.split), 0
+
+    def wait(self, barrier: int, phase: int) -> None:
+        count, i = divmod(self.came, self.config.m_tiles)
+        expected = count % STAGES if i == 0 else X_BARRIER + 1 + (i - 1) * STAGES + count % STAGES
+        assert (barrier, phase) == (expected, count // STAGES % 2)
+        parity = 1 - self.rank if i < self.config.m_tiles // 2 else self.rank
+        tiles = (group * self.config.m_tiles + 2 * i % self.config.m_tiles + parity for group in range(4))
+        self.put(count % STAGES, self.begin + count, [tile for tile in tiles if tile < self.config.block_tiles])
+        self.came, self.waited = self.came + 1, count + 1
+
+    def send_first(self, memory: Any, store: Any, rank: int, first_tile: int, sums: Any) -> None:
+        assert rank == self.rank and first_tile == store.warpgroup * self.config.m_tiles
+        self.sent.append(np.array([np.asarray(value, np.float64) for value in sums]))
+
+
 def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, item: Item, monkeypatch):
     """A warp's sums of an item, and the CTA behind them."""
-    subject = resident_kernel.ResidentKernel(config)
-    cta = Cta(config, weight, x, item.begin, int(subject.turn(warp // 4)))
+    subject: Any = kernel_of(config)
+    if config.sends_early:
+        cta = EarlyCta(config, weight, x, item)
+        subject.cluster_parts.send_first = cta.send_first
+    else:
+        cta = Cta(config, weight, x, item.begin, int(subject.turn(warp // 4)))
     gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
-    monkeypatch.setattr(resident_units, "Uint32", machine.Uint32, raising=False)
-    modules = (kernel, reading, decode, digits, digits_ahead, resident_units)
+    for module in (resident_units, resident_early):
+        monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
+    modules = (kernel, reading, decode, digits, digits_ahead, resident_units, resident_early)
     gpu.install(monkeypatch, *modules)
-    for module in (digits_ahead, resident_units):
+    for module in (digits_ahead, resident_units, resident_early):
         arch = module.cute.arch
         arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, cta.wait
         monkeypatch.setattr(module.cute, "size", len, raising=False)
         monkeypatch.setattr(module.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
     monkeypatch.setattr(resident_units.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
-    monkeypatch.setattr(resident_units, "Int32", int)
+    for module in (resident_units, resident_early):
+        monkeypatch.setattr(module, "Int32", int)
     monkeypatch.setattr(resident_kernel, "Int32", int)
     monkeypatch.setattr(kernel, "Int32", int)
     monkeypatch.setattr(stages.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
@@ -153,9 +203,9 @@ def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp:
     for owner, name in JITTED:
         monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))
     monkeypatch.setattr(resident_units, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes}))
-    subject.release, subject.make_units, subject.meet = cta.release, cta.make_units, cta.meet  # type: ignore
-    subject.bring_units = cta.bring_units  # type: ignore
-    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
+    subject.release, subject.make_units, subject.meet = cta.release, cta.make_units, cta.meet
+    subject.bring_units = cta.bring_units
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0, x_barrier=X_BARRIER)
     fits = item.end - item.begin <= config.boxes
     if fits:
         cta.bring_units(None, 0, item.begin, item.end)
@@ -186,7 +236,7 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
     x = torch.randn(rows, K, generator=generator).bfloat16()
     exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
     total = np.zeros((rows, config.block_rows))
-    subject = resident_kernel.ResidentKernel(config)
+    subject: Any = kernel_of(config)
     units: list[int] = []
     for item in parts_of(config, config.block_rows):
         for group in range(config.warpgroups):
@@ -197,9 +247,17 @@ def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monke
                     assert cta.made[0][0] == item.begin and cta.made[-1][1] == item.end
                     assert cta.met == len(cta.made) + 1
                 units.append(cta.waited)
-                tiles = range(min(config.m_tiles, config.block_tiles - subject.first_tile(group)))
-                for tile, i in product(tiles, range(cta.tokens // 2)):
-                    first = 64 * (subject.first_tile(group) + tile)
+                places = range(config.m_tiles)
+                if config.sends_early:
+                    places = [subject.cluster_parts.place(i, item.split) for i in places]
+                    leaving = config.m_tiles // 2 * cta.tokens // 2
+                    assert len(cta.sent) == 1
+                    np.testing.assert_array_equal(cta.sent[0][:leaving], found[:leaving])
+                tiles = [subject.first_tile(group) + place for place in places]
+                for (tile, block_tile), i in product(enumerate(tiles), range(cta.tokens // 2)):
+                    if block_tile >= config.block_tiles:
+                        continue
+                    first = 64 * block_tile
                     feature = first + 16 * row_warp + machine.ROW + 8 * (i // 2 % 2)
                     token = 8 * (i // 4) + 2 * machine.COLUMN + i % 2
                     there = token < rows
@@ -228,6 +286,14 @@ def test_only_what_can_be_resident_is_taken():
         {"spare": 1},
         {"m_tiles": 5},
         {"digits": False},
+        {"sends_early": True},
     ):
         assert replace(config, **change).can_implement(), change
     assert config.can_implement() is None
+
+
+def test_what_leaves_early_are_tiles_of_two_ctas():
+    config = replace(CONFIGS[-4], num_stages=4)
+    assert config.sends_early and config.can_implement() is None
+    for change in ({"ahead": True}, {"turns": 2}, {"cluster": 3}, {"m_tiles": 3}):
+        assert replace(config, **change).can_implement(), change

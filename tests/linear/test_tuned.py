@@ -15,6 +15,7 @@ from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import candidates, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.moe import tuned as of_experts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.tuned import Choice, TableError, TunedTable, own_path
@@ -83,6 +84,17 @@ def test_shipped_tables_name_schedules_that_there_are(path: Path):
             found = of_experts.find(grouped, entry)
         assert found is not None, key
         assert entry.us <= entry.model_us
+
+
+def test_a_table_does_not_hold_back_sixteen_rows_whose_digits_stay():
+    """An entry from before that kernel once did: it was measured, and nobody chose it on an H200."""
+    (path,) = (path for path in SHIPPED if path.name == tables.file_name(GPU))
+    shipped = TunedTable.read(path)
+    for m in (9, 16):
+        case = Problem(m, 28672, 4096, 4096, 4, "bf16", 128)
+        entry = shipped.entries.get(key_of(case))
+        schedule = modelled(case) if entry is None else find(case, entry)
+        assert schedule is not None and isinstance(schedule.config, ResidentConfig) and schedule.config.sends_early
 
 
 def test_a_table_decides_for_its_problem_only():

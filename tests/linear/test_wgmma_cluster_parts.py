@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma import cluster_parts, epilogue, kernel
+from cute_kernels.linear.wgmma import cluster_parts, epilogue, kernel, resident_early
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.resident_kernel import CHUNK_BARRIER, START_BARRIER
@@ -182,6 +182,101 @@ def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatc
         np.testing.assert_allclose(found, exact[tile, warp % 4], rtol=0, atol=2e-6)
     last = max(cluster.written) % RANK_BYTES
     assert last + 16 <= PARTS + config.parts_bytes
+
+
+EARLY = [
+    replace(SPARED, sends_early=True),
+    replace(SPARED, sends_early=True, tokens=16, warpgroups=2, m_tiles=4),
+    replace(SPARED, sends_early=True, spare=0, m_tiles=2, warpgroups=2),
+]
+
+
+@pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
+def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, monkeypatch):
+    """Of both CTAs: every tile of the block leaves one and is stored by the other, with the sums of both."""
+    cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
+    in_plain_python(config, cluster, monkeypatch)
+    stored: list[int] = []
+    subject: Any = resident_early.EarlyKernel(config).cluster_parts
+    for name in ("send_first", "finish"):
+        plain = getattr(vars(resident_early.EarlyParts)[name], "__wrapped__")  # noqa: B009
+        monkeypatch.setattr(resident_early.EarlyParts, name, plain)
+    monkeypatch.setattr(resident_early, "cutlass", SimpleNamespace(range_constexpr=range))
+    memory = SimpleNamespace(parts=PARTS, part_barriers=Barrier(BARRIERS))
+    generator, count = np.random.default_rng(2), config.tokens // 2
+    warps = [(rank, warp) for rank in range(2) for warp in range(config.math_warps)]
+    every = {which: machine.Registers(config.thread_sums, Float32) for which in warps}
+    exact: dict[tuple[int, int], Any] = {}
+    for (rank, warp), sums in every.items():
+        sums[:] = [Float32(value) for value in generator.normal(size=(config.thread_sums, 32))]
+        for i in range(config.m_tiles):
+            tile = warp // 4 * config.m_tiles + subject.place(i, rank)
+            values = np.array([np.asarray(value, np.float64) for value in sums[i * count : (i + 1) * count]])
+            exact[tile, warp % 4] = exact.get((tile, warp % 4), 0) + values
+    for (rank, warp), sums in every.items():
+        cluster.rank = rank
+        subject.send_first(memory, store_of(warp), rank, warp // 4 * config.m_tiles, sums)
+    assert set(cluster.arrived.values()) == {config.part_bytes}
+    assert len(cluster.arrived) == config.block_tiles, "a barrier for each tile"
+
+    def store(operands, shape, place, corner, sums, first):
+        tile, row_warp = corner
+        stored.append(tile)
+        found = np.array([np.asarray(value) for value in sums[first : first + count]])
+        np.testing.assert_allclose(found, exact[tile, row_warp], rtol=0, atol=2e-6)
+        assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * cluster.rank] == config.part_bytes
+
+    subject.epilogue.run = store
+    for (rank, warp), sums in every.items():
+        cluster.rank, item = rank, SimpleNamespace(split=rank)
+        subject.corner = lambda shape, item, tile, row_warp=warp % 4: (tile, row_warp)
+        subject.finish(None, None, memory, store_of(warp), item, sums, warp // 4 * config.m_tiles, 0)
+    assert sorted(stored) == sorted(4 * list(range(config.block_tiles)))
+
+
+def test_tiles_that_come_one_by_one_have_barriers_of_their_own():
+    for config in EARLY:
+        config = replace(config, num_stages=3)
+        memory: Any = SimpleNamespace(full=0, x_barrier=2 * config.num_stages + config.part_slots)
+        kernel_of_it = resident_early.EarlyKernel(config)
+        found = [kernel_of_it.tile_barrier(memory, s, i) for s in range(3) for i in range(config.m_tiles)]
+        own = set(range(config.num_stages, memory.x_barrier + 1))  # of empty stages, of parts, of x
+        assert len(set(found)) == len(found) and not own & set(found)
+        assert sorted({*found, *own}) == list(range(config.num_barriers))
+
+
+@pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, rank: int, monkeypatch):
+    """A unit's bytes, each once, counted on the barrier of their tile; first those of tiles that leave."""
+    copies: list[tuple[int, ...]] = []  # target, source, bytes, barrier
+    expected: dict[int, int] = {}
+    subject: Any = resident_early.EarlyKernel(config)
+    arch = SimpleNamespace(mbarrier_arrive_and_expect_tx=lambda barrier, size: expected.update({barrier.address: size}))
+    monkeypatch.setattr(resident_early, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr(resident_early, "Int32", int)
+    copy = SimpleNamespace(bulk_copy_to_shared=lambda *place: copies.append(tuple(map(int, place))))
+    monkeypatch.setattr(resident_early, "ptx", copy)
+    codes, scales, stage, unit = 1 << 16, 1 << 18, 2, 5
+    memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), x_barrier=Barrier(1 << 10))
+    begins = [(tile << 20, (tile << 20) + (1 << 19)) for tile in range(config.block_tiles)]
+    subject.copy_stage(memory, stage, unit, subject.in_order(begins, rank))
+    counted: Counter[int] = Counter()
+    order = []
+    for target, source, size, barrier in copies:
+        counted[barrier] += size
+        tile, offset = source >> 20, source & ((1 << 20) - 1)
+        if offset < 1 << 19:
+            order.append(tile)
+            assert offset == unit * 4096 == unit * size
+            assert target == codes + (stage * config.block_tiles + tile) * size
+        else:
+            assert (offset - (1 << 19), size) == (unit * 128, 128)
+            assert target == scales + (stage * config.block_tiles + tile) * size
+    assert counted == expected and len(counted) == config.m_tiles
+    assert sorted(order) == list(range(config.block_tiles))
+    leaving = [tile % 2 != rank for tile in order]
+    assert leaving == sorted(leaving, reverse=True)
 
 
 def test_barriers_of_turns_are_nobody_elses():

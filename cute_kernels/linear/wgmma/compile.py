@@ -15,7 +15,7 @@ KERNEL_MODULES = (
     "box_stores", "cluster_parts", "compile", "config", "copies", "digit_blocks", "digit_kernel", "digit_rows",
     "digits", "digits_ahead", "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
-RESIDENT_MODULES = ("resident_config", "resident_kernel", "resident_rows", "resident_units")
+RESIDENT_MODULES = ("resident_config", "resident_early", "resident_kernel", "resident_rows", "resident_units")
 DIGIT_MODULES = ("config", "copies", "digit_rows", "digits", "reading", "resident_config", "resident_rows", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
 NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
@@ -132,8 +132,10 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
 def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
+    from cute_kernels.linear.wgmma.resident_early import EarlyKernel
     from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
 
     check_config(config)
     counts = (NUM_ADDRESSES, NUM_INTEGERS)
-    return compile_matrix_kernel(ResidentKernel(config), config.dtype, counts, arch, *options)
+    kernel = (EarlyKernel if config.sends_early else ResidentKernel)(config)
+    return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)

@@ -19,6 +19,7 @@ from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 
 RESIDENT_TOKENS = (MMA_TOKENS, 2 * MMA_TOKENS)
 RESIDENT_WARPGROUPS = (2, 4)
+EARLY_CLUSTER = 2  # CTAs of those that send early
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,14 @@ class ResidentConfig(WgmmaConfig):
             which takes long to fill in rows that x does not have.
         spare: tiles of 64 features that the last warpgroup has fewer than the others, so that blocks of an odd number
             of them are as many as there are SMs.
+        sends_early: whether each unit begins with the tiles that the other CTA of the cluster stores, whose sums leave
+            while the last unit of its own is multiplied. See `.resident_early`.
     """
 
     boxes: int = 64
     loads: bool = False
     spare: int = 0
+    sends_early: bool = False
 
     @property
     def makes_digits_before(self) -> bool:
@@ -63,7 +67,8 @@ class ResidentConfig(WgmmaConfig):
 
     @property
     def num_barriers(self) -> int:
-        return super().num_barriers + 1  # of x
+        tiles = (self.m_tiles - 1) * self.num_stages if self.sends_early else 0
+        return super().num_barriers + 1 + tiles  # of x, and of a stage's tiles but the first
 
     @property
     def x_stage_bytes(self) -> int:
@@ -92,7 +97,8 @@ class ResidentConfig(WgmmaConfig):
     @property
     def name(self) -> str:
         spare = f"less{self.spare}" if self.spare else ""
-        return f"{super().name}_resident{self.boxes}{spare}{'loads' if self.loads else ''}"
+        early = "early" if self.sends_early else ""
+        return f"{super().name}_resident{self.boxes}{spare}{early}{'loads' if self.loads else ''}"
 
     def can_implement(self) -> str | None:
         choices = {
@@ -122,9 +128,19 @@ class ResidentConfig(WgmmaConfig):
             return f"digits want groups of a multiple of {DIGIT_GROUP} inputs, not {self.group_size}"
         if problem := self.turns_problem():
             return problem
+        if problem := self.early_problem():
+            return problem
         if self.boxes % (2 * self.turns):
             # Else a chunk of K would end with another's turn than that which the ring goes on with.
             return f"room for {self.boxes} units is not two halves of whole rounds of {self.turns} turns"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory exceed the {MAX_SHARED_BYTES} of an SM"
+        return None
+
+    def early_problem(self) -> str | None:
+        """Why parts cannot be sent early as the configuration says, or None."""
+        if self.sends_early and (self.ahead or self.turns > 1):
+            return "warpgroups that send early take every unit, and none ahead"
+        if self.sends_early and (self.cluster != EARLY_CLUSTER or self.m_tiles % EARLY_CLUSTER):
+            return f"{self.m_tiles} tiles of a warpgroup are not shared out among {EARLY_CLUSTER} CTAs to send early"
         return None

@@ -81,7 +81,7 @@ class ResidentKernel(FewRowsKernel):
             if lane == 0:
                 item = items.item(items.first)
                 self.init_barriers(memory)
-                self.copy_stage(memory, Int32(0), item.begin, self.tile_begins(operands, shape, item))
+                self.copy_first(operands, shape, memory, item)
             cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             # For whoever sends parts. Barriers are all that was written, and have had their fence.
@@ -92,6 +92,10 @@ class ResidentKernel(FewRowsKernel):
             fits = self.make_digits(shape, memory, items, warp, lane)
             cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=config.num_threads)
             self.multiply(operands, replace(shape, fits=fits), memory, items, warp, lane)
+
+    def copy_first(self, operands, shape, memory, item):
+        """Asks for an item's first unit; one lane."""
+        self.copy_stage(memory, Int32(0), item.begin, self.tile_begins(operands, shape, item))
 
     def tile_begins(self, operands, shape, item) -> list[tuple[Any, Any]]:
         """Where the codes and the scales of each of an item's tiles begin."""

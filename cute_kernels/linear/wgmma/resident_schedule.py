@@ -25,6 +25,7 @@ class WarpgroupsOf:
 
     Attributes:
         most_stages: of the ring, however much room there is.
+        sends_early: as in `ResidentConfig`.
         chunks: whether K may come in chunks where there is no room for all digits of a CTA's part of it.
     """
 
@@ -35,6 +36,7 @@ class WarpgroupsOf:
     ahead: bool = True
     boxes: int = 32
     most_stages: int = MOST_STAGES
+    sends_early: bool = False
     chunks: bool = True
 
 
@@ -49,8 +51,8 @@ RESIDENT_SHAPES = {
     ),
     # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
     16: tuple(
-        WarpgroupsOf(2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, chunks=False)
-        for m_tiles, spare in ((2, 0), (3, 0), (4, 1))
+        WarpgroupsOf(2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, sends_early=early, chunks=False)
+        for m_tiles, spare, early in ((2, 0, False), (3, 0, False), (4, 1, True))
     ),
 }
 RESIDENT_CLUSTER = 2
@@ -94,6 +96,7 @@ def resident_config(problem: Problem, tokens: int, loads: bool, shape: Warpgroup
         spare=shape.spare,
         turns=shape.turns,
         ahead=shape.ahead,
+        sends_early=shape.sends_early,
         boxes=shape.boxes,
     )
     return with_ring(config, shape.most_stages, SPARE_BYTES)

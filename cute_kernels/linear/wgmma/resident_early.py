@@ -1,0 +1,216 @@
+"""Blocks of which each CTA of a cluster of two stores every other tile, and whose other sums leave early.
+
+A CTA that has multiplied its part of K sends the sums of half of its tiles to the other CTA, and waits for those of its
+own. Here each unit begins with the tiles that the other CTA stores: what is sent of the last unit is on its way while
+the CTA's own tiles are multiplied. For that the tiles of a stage come one of each warpgroup after the other, in that
+order, and on barriers of their own: products of the last unit begin when its first tiles are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.config import SCALE_BYTES
+from cute_kernels.linear.wgmma.cluster_parts import ClusterParts
+from cute_kernels.linear.wgmma.config import WARPGROUP_WARPS
+from cute_kernels.linear.wgmma.epilogue import Store
+from cute_kernels.linear.wgmma.resident_config import EARLY_CLUSTER, ResidentConfig
+from cute_kernels.linear.wgmma.resident_kernel import ResidentKernel
+from cute_kernels.linear.wgmma.resident_units import ResidentLane, ResidentUnits, ResidentWarps
+from cute_kernels.sm90 import WARP_THREADS
+
+
+class EarlyParts(ClusterParts):
+    """The parts of K of such a block; a warpgroup takes its tiles in an order that depends on the CTA."""
+
+    @property
+    def leaving(self) -> int:
+        """How many of a warpgroup's tiles the other CTA stores. They are its first ones."""
+        return self.config.m_tiles // EARLY_CLUSTER
+
+    def place(self, i: int, rank) -> Any:
+        """Of the tiles of a warpgroup, as they lie in the block, the one that CTA ``rank`` takes ``i``-th."""
+        parity = 1 - rank if i < self.leaving else rank
+        return EARLY_CLUSTER * (i % self.leaving) + parity
+
+    def exists(self, tile, i: int) -> Any:
+        return tile < self.config.block_tiles
+
+    @cute.jit
+    def send_first(self, memory, store, rank, first_tile, sums):
+        """Sends the sums of all tiles that the other CTA stores."""
+        for i in cutlass.range_constexpr(self.leaving):
+            tile = first_tile + self.place(i, rank)
+            if self.exists(tile, i):
+                self.send(memory, store, rank, tile, sums, i)
+
+    @cute.jit
+    def finish(self, operands, shape, memory, store, item, sums, first_tile, turn):
+        """Adds up and stores the CTA's own tiles; the others' have left."""
+        for i in cutlass.range_constexpr(self.leaving, self.config.m_tiles):
+            tile = first_tile + self.place(i, item.split)
+            if self.exists(tile, i):
+                self.add_up(memory, store, tile, sums, i)
+                corner = self.corner(shape, item, tile)
+                self.epilogue.run(operands, shape, store, corner, sums, i * (self.config.tokens // 2))
+
+
+@dataclass(frozen=True)
+class EarlyLane(ResidentLane):
+    """As :class:`ResidentLane`, and when there is something to send."""
+
+    end: Any  # of the CTA's part of K, units
+
+
+class EarlyWarps(ResidentWarps):
+    """The part of a kernel that these units are read by: see :class:`EarlyKernel`."""
+
+    cluster_parts: EarlyParts
+
+    if TYPE_CHECKING:
+        tile_bytes: int
+
+        def first_tile(self, group) -> Any:
+            """See `WgmmaKernel.first_tile`."""
+
+        def tile_barrier(self, memory, stage, i: int) -> Any:
+            """Of a stage, for the ``i``-th tile of each warpgroup."""
+
+
+class EarlyUnits(ResidentUnits):
+    """What a multiplying warpgroup does with the units of an item."""
+
+    kernel: EarlyWarps
+
+    def multiply(self, sums, memory, item, place, ring, teller, tokens: int):
+        values = {field.name: getattr(place, field.name) for field in fields(place)}
+        return super().multiply(sums, memory, item, EarlyLane(**values, end=item.end), ring, teller, tokens)
+
+    @cute.jit
+    def multiply_each(self, sums, memory, item, start, place, stage, phase, teller, tokens: int):
+        """As `ResidentUnits.multiply_each`."""
+        x_place = self.x_scale_place(item)
+        for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+            here = self.at(memory, unit - start, tokens)
+            is_last = unit + 1 == place.end
+            self.multiply_tiles(sums, here, stage, phase, place, x_place, tokens, item.split, is_last)
+            cute.arch.sync_warp()
+            self.kernel.release(memory, stage, teller)
+            stage, phase = self.kernel.next_stage(stage, phase)
+        return stage, phase
+
+    def multiply_tiles(self, sums, memory, stage, phase, place, x_place, tokens: int, rank, is_last):
+        """Adds a unit's products, tile by tile as they come; sends what is ready of the last unit."""
+        parts, count = self.kernel.cluster_parts, self.config.m_tiles
+        x, x_scales = self.descriptor(memory, stage), self.load_x_scales(memory, stage, x_place, tokens)
+        started, scales = [], []
+        for i in range(count):
+            cute.arch.mbarrier_wait(self.kernel.tile_barrier(memory, stage, i), phase)
+            words, following_scales = self.load_tile(memory, stage, place, parts.place(i, rank))
+            following = self.start(self.operands(words, place.masks), x, tokens)
+            if i:
+                self.add(sums, i - 1, self.join(wgmma.wait_for_dots(started, 1)), scales, x_scales)
+            if i == parts.leaving:
+                self.send_last(sums, memory, place, rank, is_last)
+            started, scales = following, following_scales
+        self.add(sums, count - 1, self.join(wgmma.wait_for_dots(started, 0)), scales, x_scales)
+
+    def load_tile(self, memory, stage, place, number) -> tuple[Any, Any]:
+        """A thread's codes, [chunk][word], and scales of the tile that lies ``number``-th among its warpgroup's."""
+        config, tile_bytes = self.config, self.kernel.tile_bytes
+        codes = memory.codes + stage * config.code_stage_bytes + place.code_offset + number * tile_bytes
+        chunk_bytes = tile_bytes // config.unit_tiles
+        words = [ptx.load_shared_vector(codes, chunk * chunk_bytes, 4) for chunk in range(config.unit_tiles)]
+        return words, self.load_scales(memory, stage, place, number)
+
+    @cute.jit
+    def send_last(self, sums, memory, place, rank, is_last):
+        """Sends the sums of tiles that the other CTA stores, if those are the last."""
+        group, warp = place.warp // WARPGROUP_WARPS, place.warp % WARPGROUP_WARPS
+        first_tile = self.kernel.first_tile(group)
+        store = Store(Int32(0), group, warp * WARP_THREADS + place.lane, warp, place.lane)
+        if is_last:
+            self.kernel.cluster_parts.send_first(memory, store, rank, first_tile, sums)
+
+
+class EarlyKernel(ResidentKernel):
+    """One compiled variant; a :class:`ResidentConfig` that ``sends_early`` says which."""
+
+    cluster_parts: EarlyParts
+
+    def __init__(self, config: ResidentConfig):
+        super().__init__(config)
+        self.cluster_parts = EarlyParts(config, self.epilogue, self.corner)
+        self.digits = EarlyUnits(self)
+
+    def tile_barrier(self, memory, stage, i: int):
+        """Of a stage, for the ``i``-th tile of each warpgroup; those of the first are where other kernels have theirs,
+        the others behind all barriers."""
+        return memory.full + stage if i == 0 else memory.x_barrier + (1 + (i - 1) * self.config.num_stages) + stage
+
+    def init_barriers(self, memory) -> None:
+        for i in range(1, self.config.m_tiles):
+            for stage in range(self.config.num_stages):
+                cute.arch.mbarrier_init(self.tile_barrier(memory, stage, i), self.config.stage_copies)
+        super().init_barriers(memory)  # and the fence behind all of them
+
+    # Which tiles come first depends on the CTA: two times the same, each with constants for places, where half of the
+    # instructions up to the first copy would find them.
+
+    @cute.jit
+    def copy_first(self, operands, shape, memory, item):
+        if item.split == 0:
+            self.copy_unit_in_order(operands, shape, memory, item, 0)
+        else:
+            self.copy_unit_in_order(operands, shape, memory, item, 1)
+
+    def copy_unit_in_order(self, operands, shape, memory, item, rank: int):
+        """Asks for an item's first unit, in the order of CTA ``rank``."""
+        begins = self.in_order(self.tile_begins(operands, shape, item), rank)
+        self.copy_stage(memory, Int32(0), item.begin, begins)
+
+    @cute.jit
+    def copy_following(self, operands, shape, memory, items, lane):
+        """As `ResidentKernel.copy_following`."""
+        if lane == 0:
+            item = items.item(items.first)
+            if item.split == 0:
+                self.copy_units_in_order(operands, shape, memory, item, 0)
+            else:
+                self.copy_units_in_order(operands, shape, memory, item, 1)
+
+    @cute.jit
+    def copy_units_in_order(self, operands, shape, memory, item, rank: int):
+        """Brings all units of an item but the first, in the order of CTA ``rank``."""
+        begins = self.in_order(self.tile_begins(operands, shape, item), rank)
+        stage, phase = Int32(1), Int32(1)
+        for unit in cutlass.range(item.begin + 1, item.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.empty + stage, phase)
+            self.copy_stage(memory, stage, unit, begins)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+
+    def in_order(self, begins, rank: int) -> list[list[tuple[int, Any]]]:
+        """[number of a warpgroup's tile][those of them that there are] (place in the block, where it begins)."""
+        groups, tiles = range(self.config.warpgroups), self.config.m_tiles
+        places = [[group * tiles + self.cluster_parts.place(i, rank) for group in groups] for i in range(tiles)]
+        return [[(place, begins[place]) for place in some if place < len(begins)] for some in places]
+
+    def copy_stage(self, memory, stage, unit, begins) -> None:
+        """Asks for a unit of tiles that `in_order` has: one of each warpgroup, then the next ones."""
+        config, group = self.config, self.first_unit_group(unit)
+        for i, tiles in enumerate(begins):
+            barrier = self.tile_barrier(memory, stage, i)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(tiles) * (self.tile_bytes + SCALE_BYTES))
+            address = Int32(barrier.toint())
+            for place, (codes, scales) in tiles:
+                target = memory.codes + stage * config.code_stage_bytes + place * self.tile_bytes
+                ptx.bulk_copy_to_shared(target, codes + unit * self.tile_bytes, Int32(self.tile_bytes), address)
+                target = memory.scales + stage * config.scale_stage_bytes + place * SCALE_BYTES
+                ptx.bulk_copy_to_shared(target, scales + group * SCALE_BYTES, Int32(SCALE_BYTES), address)
