@@ -4,6 +4,7 @@ Tests under tests/gpu need a CUDA GPU: there they run, elsewhere each is reporte
 
 Without one, `pytest -n auto` runs modules side by side, one process for each core. PyTorch then has one thread in each:
 tensors of tests are small, and threads that wait for one another on a busy machine cost ten times what they save.
+On a GPU `pytest -n 8` shares it, and the cores, among as many processes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import pytest
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 @functools.cache
 def reason_without_gpu() -> str | None:
     import torch
@@ -27,17 +32,19 @@ def reason_without_gpu() -> str | None:
 
 
 def pytest_configure() -> None:
-    if reason_without_gpu():
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if reason_without_gpu() or processes > 1:
         import torch
 
-        torch.set_num_threads(1)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+        threads = 1 if reason_without_gpu() else max(num_cores() // processes, 1)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: a process for each core, but no other beside this one where a GPU would have to be shared."""
-    return len(os.sched_getaffinity(0)) if reason_without_gpu() else 0
+    return num_cores() if reason_without_gpu() else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -164,27 +164,30 @@ def test_tails(n, k, m):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n, k, m", [(130, 320, 7), (1000, 2048, 16), (1024, 512, 40)])
 def test_epilogues(activation, out_dtype, n, k, m):
-    check_epilogues(known(n, k).pack().to(CUDA), m, activation, out_dtype)
+    check_epilogues(known(n, k), m, activation, out_dtype)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
 @pytest.mark.parametrize("n, k, m", [(14_336, 1024, 6), (24_576, 512, 12)])
 def test_epilogues_of_ctas_that_make_digits_of_large_blocks(activation, n, k, m):
-    weight = known(n, k, group_size=128)
-    assert isinstance(chosen(weight.problem(m), GPU).config, ResidentConfig)
-    check_epilogues(weight.pack().to(CUDA), m, activation, torch.bfloat16)
+    reference = known(n, k, group_size=128)
+    assert isinstance(chosen(reference.problem(m), GPU).config, ResidentConfig)
+    check_epilogues(reference, m, activation, torch.bfloat16)
 
 
-def check_epilogues(weight: PackedWeight, m: int, activation: str | None, out_dtype: torch.dtype) -> None:
+def check_epilogues(reference: Known, m: int, activation: str | None, out_dtype: torch.dtype) -> None:
     """Products of ``m`` rows with and without bias and residual against those of fp64."""
+    weight = reference.pack().to(CUDA)
     n, k = weight.shape
     x = activations(m, k, torch.bfloat16)
+    # W is rounded to the dtype of what it is multiplied with.
+    wide = x if is_rounded(reference.problem(m)) else x.double()
     columns = n // 2 if activation == "swiglu" else n
     bias = activations(1, n, torch.bfloat16, 1)[0]
     residual = activations(m, columns, out_dtype, 2)
     for options in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
         options = {**options, "activation": activation, "out_dtype": out_dtype}
-        exact = linear_reference(x, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
+        exact = linear_reference(wide, weight, compute_dtype=torch.float64, **{**options, "out_dtype": torch.float64})
         out = torch.full((m, columns), math.nan, device=CUDA, dtype=out_dtype)
         assert_near(run(weight, x, out=out, **options), exact, TOLERANCE[torch.bfloat16])
 

@@ -41,6 +41,7 @@ DIGITS = 2e-4  # of the largest result; x in digits is off by at most 2**-15 of 
 FORMAT_ROWS = (33, 100)
 DIGIT_ROWS = (3, 8, 9, 16, 17, 24)
 DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
+DIGIT_SHAPES = ((1000, 2048), (200, 520), (130, 9216), (130, 8520))
 TURN_ROWS = (1, 8, 9, 16, 17, 24, 25, 32, 33, 49, 64)
 TURN_FORMATS = {  # bits, dtype, group, zero points
     "w4": (4, torch.bfloat16, 128, False),
@@ -73,11 +74,9 @@ def specs() -> list[KernelSpec]:
     configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem_of(m, n, k))]
     for m in INVARIANT_ROWS:
         configs += [make_tile_schedule(replace(problem_of(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
-    for dtype, group in DIGIT_FORMATS:
-        for m in DIGIT_ROWS:
-            configs += [
-                schedule.config for schedule in in_digits(problem_of(m, 1000, 2048, dtype=dtype, group_size=group))
-            ]
+    for (dtype, group), m, shape in product(DIGIT_FORMATS, DIGIT_ROWS, DIGIT_SHAPES):
+        schedules = in_digits(problem_of(m, *shape, dtype=dtype, group_size=group))
+        configs += [schedule.config for schedule in schedules]
     for form in TURN_FORMATS.values():
         for m in TURN_ROWS:
             configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, *form))]
@@ -182,7 +181,7 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
 
 @pytest.mark.parametrize("m", DIGIT_ROWS)
 @pytest.mark.parametrize("dtype, group", DIGIT_FORMATS, ids=str)
-@pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520), (130, 9216), (130, 8520)])
+@pytest.mark.parametrize("n, k", DIGIT_SHAPES)
 def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
     """Against weights that are not rounded; the same bits in every run."""
     reference = known(n, k, group_size=group, dtype=dtype)
@@ -289,7 +288,7 @@ def test_every_schedule_gives_the_same_numbers_each_time(m):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n, k, m", [(200, 520, 65), (1000, 2048, 257)])
 def test_epilogues(activation, out_dtype, n, k, m):
-    check_epilogues(known(n, k, group_size=128).pack().to(CUDA), m, activation, out_dtype)
+    check_epilogues(known(n, k, group_size=128), m, activation, out_dtype)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
