@@ -26,6 +26,7 @@ LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096
 ROWS = tuple(1 << i for i in range(14))
 QUICK_ROWS = (1, 16, 128, 1024)
 FORMATS = (Format(4), Format(8))
+OTHER_FORMATS = (Format(4, zero_point=True, dtype="fp16"),)  # of which there are records, too
 GPU = "NVIDIA H200"  # whose kernels are compiled ahead
 CHECKED_ROWS = 16
 MANY_FLOPS = 2e12  # of a call beyond which fewer samples do

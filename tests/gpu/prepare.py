@@ -17,7 +17,8 @@ from tests.gpu.specs import ARCH, by_module
 
 def main() -> int:
     shipped = set(shipped_specs())
-    needed = [*(spec for specs in by_module().values() for spec in specs()), *linear_bench.specs(), *mla_bench.specs()]
+    layers = linear_bench.specs(formats=linear_bench.FORMATS + linear_bench.OTHER_FORMATS)
+    needed = [*(spec for specs in by_module().values() for spec in specs()), *layers, *mla_bench.specs()]
     wanted = dict.fromkeys(spec for spec in needed if spec not in shipped)
     default_cache().artifacts(
         wanted, ARCH, progress=lambda p: print(f"[{p.done}/{p.total}] {p.spec}  {p.source} {p.seconds:.1f} s")
