@@ -10,7 +10,7 @@ import pytest
 
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen, modelled
-from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.config import TOKENS, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.rings import with_ring
 from cute_kernels.linear.wgmma.schedule import (
@@ -125,6 +125,16 @@ def test_batch_invariant_rows_are_not_in_digits():
     assert make_tile_schedule(case).config.digits
     assert not any(one.config.digits for one in tile_schedules(replace(case, batch_invariant=True)))
     assert not any(one.config.digits for one in tile_schedules(replace(case, m=25)))
+
+
+@pytest.mark.parametrize("m_tiles", [1, 2])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tokens, m_tiles):
+    """Whoever waits for one that no thread stores waits for ever."""
+    config = WgmmaConfig(4, "bf16", 128, tokens=tokens, m_tiles=m_tiles, splits_k=True)
+    vectors, batch = config.thread_vectors, config.combine_batch
+    waited = [first + i for first in range(0, vectors, batch) for i in range(batch)]
+    assert waited == list(range(vectors)) and 4 * vectors == config.thread_sums
 
 
 @pytest.mark.parametrize("n, k, m", measured.CLUSTERS, ids=lambda number: str(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import gcd
 from typing import Any
 
 from cute_kernels.linear.config import GROUP_SIZES, SCALE_BYTES, ZERO_BYTES
@@ -25,6 +26,7 @@ CHUNK_TOKENS = 64  # tokens that a warpgroup stores at a time, if nothing else i
 STORE_TOKENS = 64  # rows of x of a box of results,
 STORE_BYTES = STORE_TOKENS * 2 * TILE_N  # of 64 features in 16 bits
 STORE_BUFFERS = 2  # of boxes: one is stored while the next is put together
+MOST_COMBINED = 8  # vectors of another part of K that a thread asks for at a time
 STAGING_PAD = 4  # words between the tokens of the staging buffer
 MMA_TOKENS = 8  # that the fewest columns of an MMA are, and the rows among which swizzling exchanges pieces
 COPY_REGISTERS = 24  # of the threads that copy
@@ -177,6 +179,16 @@ class WgmmaConfig:
     def thread_sums(self) -> int:
         """fp32 sums of a thread."""
         return self.m_tiles * self.tokens // 2
+
+    @property
+    def thread_vectors(self) -> int:
+        """Of four sums of a thread."""
+        return self.thread_sums // 4
+
+    @property
+    def combine_batch(self) -> int:
+        """Vectors of another part of K that a thread asks for at a time: all of them are in one batch, none beside."""
+        return gcd(MOST_COMBINED, self.thread_vectors)
 
     @property
     def own_tokens(self) -> int:

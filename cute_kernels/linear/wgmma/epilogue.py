@@ -27,7 +27,6 @@ PACKED_PITCH = ROW_BYTES + 16  # so that eight rows of 16 bytes are in different
 PACKED_VECTOR = 8  # results of 16 bytes
 GATED_PITCH = ROW_BYTES // 2 + 16  # of a token's results where two rows of W make one
 VECTOR_STRIDE = 16 * WARPGROUP_THREADS  # bytes from a vector of a thread to its next, of a part of K
-COMBINE_BATCH = 8  # vectors of another part that a thread asks for at a time, at most
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class TileEpilogue:
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
         self.boxes = BoxStores(config)
-        self.combine_batch = min(COMBINE_BATCH, config.thread_sums // 4)
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
@@ -98,19 +96,19 @@ class TileEpilogue:
             place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
             if item.split < item.splits - 1:
                 place = place + Int64(item.split) * part_bytes
-                for i in cutlass.range_constexpr(self.config.thread_sums // 4):
+                for i in cutlass.range_constexpr(self.config.thread_vectors):
                     vector = [sums[4 * i + j] for j in range(4)]
                     ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
             else:
                 for _ in cutlass.range(item.splits - 1, unroll=1):
-                    for first in cutlass.range_constexpr(0, self.config.thread_sums // 4, self.combine_batch):
+                    for first in cutlass.range_constexpr(0, self.config.thread_vectors, self.config.combine_batch):
                         self.add_part(place, sums, first)
                     place = place + part_bytes
 
     @cute.jit
     def add_part(self, place, sums, first: int):
         """Adds some vectors of another part to the sums, once they have come, and puts EMPTY back."""
-        batch = self.combine_batch
+        batch = self.config.combine_batch
         words = cute.make_rmem_tensor(4 * batch, Uint32)
         missing = Int32(1)
         while missing != 0:
