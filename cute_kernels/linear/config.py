@@ -198,7 +198,7 @@ class LinearConfig:
             "n_tiles": (1, 2),
             "unit_k": UNIT_K,
             "num_buffers": (1, 2),
-            "epilogue_warps": (1, 2, 4),
+            "epilogue_warps": (1, 2, 3, 4),
         }
         for field, wanted in choices.items():
             found = getattr(self, field)
