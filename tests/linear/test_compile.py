@@ -9,8 +9,9 @@ import pytest
 from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.wgmma.compile import WgmmaSpec
+from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 from cute_kernels.linear.wgmma.config import STORE_TOKENS, WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import PUSH_FORMS, push_configs
 from cute_kernels.runtime import default_cache, native
 from cute_kernels.runtime.artifact import Artifact
@@ -187,6 +188,22 @@ def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
     assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.row_parts
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(compiled_apart(spec).object_code, tmp_path)]
     assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == config.tokens // STORE_TOKENS
+
+
+def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):
+    """Where tiles of a unit come one by one: what is read later waits in one queue with those MMAs' operands."""
+    config = ResidentConfig(
+        4, "bf16", 128, tokens=16, m_tiles=4, unit_k=128, num_stages=4, digits=True, cluster=2, pushes=True,
+        boxes=16, spare=1, sends_early=True,
+    )  # fmt: skip
+    loop = machine_code.main_loop(machine_code.instructions(compiled_apart(ResidentSpec(config)).object_code, tmp_path))
+    read, ahead = 0, []
+    for place, (_, opcode, _) in enumerate(loop):
+        read += opcode == "LDS.128"
+        if opcode == "WARPGROUP.ARRIVE" and any(other.startswith("IGMMA") for _, other, _ in loop[place : place + 12]):
+            ahead.append(read)
+    of_a_tile = 2
+    assert ahead == [2 * of_a_tile, 3 * of_a_tile, 4 * of_a_tile, 4 * of_a_tile]
 
 
 def test_an_early_write_is_seen():

@@ -110,17 +110,25 @@ class EarlyUnits(ResidentUnits):
         """Adds a unit's products, tile by tile as they come; sends what is ready of the last unit."""
         parts, count = self.kernel.cluster_parts, self.config.m_tiles
         x, x_scales = self.descriptor(memory, stage), self.load_x_scales(memory, stage, x_place, tokens)
-        started, scales = [], []
+        words, scales = self.wait_for_tile(memory, stage, phase, place, 0, rank)
+        started, started_scales = [], []
         for i in range(count):
-            cute.arch.mbarrier_wait(self.kernel.tile_barrier(memory, stage, i), phase)
-            words, following_scales = self.load_tile(memory, stage, place, parts.place(i, rank))
-            following = self.start(self.operands(words, place.masks), x, tokens)
+            operands, own_scales = self.operands(words, place.masks), scales
+            if i + 1 < count:
+                # Before these MMAs start: reads of shared memory wait in one queue with their operands.
+                words, scales = self.wait_for_tile(memory, stage, phase, place, i + 1, rank)
+            following = self.start(operands, x, tokens)
             if i:
-                self.add(sums, i - 1, self.join(wgmma.wait_for_dots(started, 1)), scales, x_scales)
+                self.add(sums, i - 1, self.join(wgmma.wait_for_dots(started, 1)), started_scales, x_scales)
             if i == parts.leaving:
                 self.send_last(sums, memory, place, rank, is_last)
-            started, scales = following, following_scales
-        self.add(sums, count - 1, self.join(wgmma.wait_for_dots(started, 0)), scales, x_scales)
+            started, started_scales = following, own_scales
+        self.add(sums, count - 1, self.join(wgmma.wait_for_dots(started, 0)), started_scales, x_scales)
+
+    def wait_for_tile(self, memory, stage, phase, place, i: int, rank) -> tuple[Any, Any]:
+        """Waits for the ``i``-th tile of each warpgroup, and loads a thread's codes and scales of its own."""
+        cute.arch.mbarrier_wait(self.kernel.tile_barrier(memory, stage, i), phase)
+        return self.load_tile(memory, stage, place, self.kernel.cluster_parts.place(i, rank))
 
     def load_tile(self, memory, stage, place, number) -> tuple[Any, Any]:
         """A thread's codes, [chunk][word], and scales of the tile that lies ``number``-th among its warpgroup's."""
