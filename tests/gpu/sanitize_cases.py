@@ -1,0 +1,216 @@
+"""What `tests.gpu.sanitize` runs: attention, linear layers and layers of experts, one case for each kind of kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from bench import moe as moe_bench
+from bench.linear import Format, make_weights, pack
+from bench.moe import Inputs, MoeModel, MoeShape, make_experts
+from cute_kernels.attention.call import make_call as check_call
+from cute_kernels.attention.compile import DecodeSpec
+from cute_kernels.attention.plan import problem_of
+from cute_kernels.attention.schedule import Schedule, make_schedule
+from cute_kernels.linear import PackedWeight, linear
+from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.moe import fused_moe
+from cute_kernels.runtime import KernelSpec
+from tests.attention.cases import Call, assert_close, make_call
+from tests.gpu.specs import GPU
+
+CALLS = 2  # of each case: what a launch leaves in a workspace, the next one finds
+PRODUCT_TOLERANCE = 5e-3  # of the norm of a product's results in bf16 or fp16,
+LAYER_TOLERANCE = 1e-2  # and of a layer's, whose hidden activations are rounded too
+CHECKED_TOKENS = 3
+W4 = Format(4, 128, False, "bf16")
+
+
+class Case(Protocol):
+    """Small calls on initialised inputs."""
+
+    def specs(self) -> Sequence[KernelSpec]:
+        """The kernels that it runs on an H100 or H200."""
+        ...
+
+    def run(self, device: str = "cuda") -> str:
+        """Runs on a device and says what; a CPU has the references only. AssertionError if a result is wrong."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Arguments of `make_call` and the splits."""
+
+    kv_format: str
+    lengths: tuple[int, ...]
+    num_splits: int | None = None
+    num_kv_heads: int = 1
+    group: int = 8
+    head_dim: int = 128
+    q_dtype: str = "bf16"
+    q_len: int = 1
+    page_size: int | None = None
+
+    def call(self) -> Call:
+        """On the CPU. Rows past the lengths hold numbers: what lies there may be loaded, and must be initialised."""
+        return make_call(
+            self.kv_format,
+            self.lengths,
+            num_kv_heads=self.num_kv_heads,
+            group=self.group,
+            head_dim=self.head_dim,
+            q_dtype=self.q_dtype,
+            q_len=self.q_len,
+            page_size=self.page_size,
+            poison=False,
+        )
+
+    def schedule(self) -> Schedule:
+        """What the call uses on an H100 or H200."""
+        call = self.call()
+        checked = check_call(*call.tensors, kv_format=call.kv_format, **call.options)
+        return make_schedule(problem_of(checked), self.num_splits)
+
+    def specs(self) -> list[KernelSpec]:
+        return [DecodeSpec(self.schedule().config)]
+
+    def run(self, device: str = "cuda") -> str:
+        call = self.call()
+        tensors = [tensor.to(device) for tensor in call.tensors]
+        options = {key: value.to(device) if torch.is_tensor(value) else value for key, value in call.options.items()}
+        named = dict(zip(("q", "k_cache", "v_cache", "seq_lens"), tensors, strict=True))
+        there = dataclasses.replace(call, **named, options=options)
+        for _ in range(CALLS):
+            out, lse = there.run(return_lse=True, num_splits=self.num_splits)
+            assert_close(call, out.cpu(), lse.cpu())
+        schedule = self.schedule()
+        return f"{schedule.num_splits} splits, {schedule.config.name}"
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of norms; NaN if a result is none."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A linear layer [n, k] with m rows. Those with large n or k use stages of their ring again."""
+
+    n: int
+    k: int
+    m: int
+    form: Format = W4
+
+    def specs(self) -> list[KernelSpec]:
+        return specs_of(chosen(self.form.problem(self.m, self.n, self.k), GPU).config)
+
+    def run(self, device: str = "cuda") -> str:
+        weights = make_weights(self.n, self.k, self.form, device)
+        packed = pack(weights)
+        x = torch.randn((self.m, self.k), device=device).to(packed.dtype)
+        wanted = x.float() @ weights.dense.float().T
+        for _ in range(CALLS):
+            out = linear(x, packed, out=torch.full_like(wanted, torch.nan, dtype=packed.dtype))
+            error = relative_error(out, wanted)
+            assert error <= PRODUCT_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer of experts with so many tokens."""
+
+    shape: MoeShape
+
+    def specs(self) -> list[KernelSpec]:
+        return moe_bench.specs([self.shape.model], [self.shape.tokens])
+
+    def run(self, device: str = "cuda") -> str:
+        model = self.shape.model
+        gate_up, down = (make_experts(model.experts, n, k, i, device) for i, (n, k) in enumerate(model.products))
+        inputs = Inputs.of(self.shape, device)
+        checked = torch.linspace(0, self.shape.tokens - 1, min(self.shape.tokens, CHECKED_TOKENS)).long()
+        wanted = torch.stack([mixed(inputs, gate_up, down, token) for token in checked.tolist()])
+        for _ in range(CALLS):
+            out = torch.full_like(inputs.x, torch.nan)
+            fused_moe(inputs.x, gate_up, down, inputs.ids, inputs.weights, out=out)
+            assert bool(torch.isfinite(out).all())
+            error = relative_error(out[checked.to(out.device)], wanted)
+            assert error <= LAYER_TOLERANCE, error
+        return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
+
+
+def mixed(inputs: Inputs, gate_up: PackedExperts, down: PackedExperts, token: int) -> torch.Tensor:
+    """What a layer makes of a token, fp32."""
+    x, total = inputs.x[token].float(), 0
+    for expert, share in zip(inputs.ids[token].tolist(), inputs.weights[token], strict=True):
+        both, back = gate_up[expert], down[expert]
+        assert isinstance(both, PackedWeight) and isinstance(back, PackedWeight)
+        sums = both.dequantize(torch.float32) @ x
+        hidden = functional.silu(sums[::2]) * sums[1::2]
+        total = total + share * (back.dequantize(torch.float32) @ hidden)
+    return torch.as_tensor(total)
+
+
+ATTENTION = {
+    "int4_g1": AttentionCase("int4_g1", (600, 33, 0)),
+    "int4_g1-one-combiner": AttentionCase("int4_g1", (1024,)),
+    "int4_g1-combiners": AttentionCase("int4_g1", (8192,)),
+    "int4_g1-splits": AttentionCase("int4_g1", (600, 300, 1, 0), num_splits=3),
+    "int4_g1-words": AttentionCase("int4_g1", (517, 5, 0), num_splits=2),
+    "int4_g1-mha": AttentionCase("int4_g1", (96, 33, 0), num_kv_heads=32, group=1),
+    "int4_g1-two-warps": AttentionCase("int4_g1", (300, 1), group=16),
+    "int4_g1-short-rows": AttentionCase("int4_g1", (130, 33, 0, 100) * 140),
+    "int4_g2-d64": AttentionCase("int4_g2", (300, 64), num_kv_heads=3, head_dim=64, q_dtype="fp16"),
+    "int4_g4-heads": AttentionCase("int4_g4", (96, 33, 0), num_splits=2, num_kv_heads=8),
+    "int4_g8-d256": AttentionCase("int4_g8", (200, 31), head_dim=256),
+    "bf16": AttentionCase("bf16", (600, 33, 0)),
+    "bf16-combiners": AttentionCase("bf16", (1600,)),
+    "bf16-splits": AttentionCase("bf16", (299, 1, 0), num_splits=3, num_kv_heads=2),
+    "bf16-d256": AttentionCase("bf16", (150, 31), head_dim=256, group=5),
+    "int8_token_head": AttentionCase("int8_token_head", (600, 33, 0)),
+    "int8_tensor": AttentionCase("int8_tensor", (600, 33, 0), num_splits=2),
+    "e4m3_tensor": AttentionCase("e4m3_tensor", (600, 33, 0), num_splits=2),
+    "int4_g1-pages": AttentionCase("int4_g1", (1500, 33, 0, 64), page_size=16),
+    "e4m3_tensor-pages": AttentionCase("e4m3_tensor", (1500, 33, 0, 64), page_size=64),
+    "bf16-pages": AttentionCase("bf16", (900, 33, 0, 64), page_size=16),
+    "int4_g1-queries": AttentionCase("int4_g1", (600, 33, 4), q_len=4),
+    "int8_token_head-queries": AttentionCase("int8_token_head", (600, 33, 4), q_len=4, page_size=64),
+    "fp16-d64": AttentionCase("fp16", (300, 64), num_kv_heads=3, head_dim=64, group=24),
+}
+LAYERS = {
+    "linear-one-row": LinearCase(8192, 8192, 1),
+    "linear-8-rows": LinearCase(8192, 8192, 8),
+    "linear-8-rows-seven-tiles": LinearCase(28672, 4096, 8),
+    "linear-16-rows-early": LinearCase(28672, 4096, 16),
+    "linear-16-rows-turns": LinearCase(8192, 8192, 16),
+    "linear-24-rows-parts": LinearCase(8192, 8192, 24),
+    "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
+    "linear-digits-before": LinearCase(57344, 8192, 8),
+    "linear-mma-sync": LinearCase(2048, 2048, 1, Format(4, 32, True, "fp16")),
+    "linear-zeros-turns": LinearCase(2048, 2048, 16, Format(4, 32, True, "fp16")),
+    "linear-w8": LinearCase(2048, 2048, 16, Format(8, 128, False, "bf16")),
+    "linear-w8-zeros": LinearCase(2048, 2048, 40, Format(8, 64, True, "fp16")),
+    "linear-many-rows": LinearCase(8192, 4096, 512),
+    "linear-many-rows-split": LinearCase(16384, 2048, 300),
+}
+SMALL = MoeModel("small", 32, 4, 1024, 256)
+QWEN3 = MoeModel("Qwen3-30B-A3B", 128, 8, 2048, 768)
+FEW_EXPERTS = MoeModel("few experts", 8, 2, 4096, 14336)
+EXPERTS = {
+    "experts-assigned": LayerCase(MoeShape(SMALL, 3)),
+    "experts-runs": LayerCase(MoeShape(SMALL, 20)),
+    "experts-tiles": LayerCase(MoeShape(SMALL, 300)),
+    "experts-16-rows": LayerCase(MoeShape(QWEN3, 128)),
+    "experts-digits": LayerCase(MoeShape(FEW_EXPERTS, 64)),
+    "experts-48-rows": LayerCase(MoeShape(FEW_EXPERTS, 128)),
+}
+CASES: dict[str, Case] = {**ATTENTION, **LAYERS, **EXPERTS}

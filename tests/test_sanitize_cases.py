@@ -1,0 +1,72 @@
+"""What compute-sanitizer is shown: every kind of kernel, and calls whose results are looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.linear import Format
+from bench.moe import MoeModel, MoeShape
+from tests.gpu import sanitize, sanitize_cases
+from tests.gpu.sanitize_cases import CASES, EXPERTS, LAYERS, Case, LayerCase, LinearCase
+
+KINDS = {
+    "digits that stay, rows loaded": "resident32loads",
+    "digits that stay, rows by TMA": "resident32",
+    "blocks of seven tiles": "resident16less1",
+    "sums that leave early": "resident16less1early",
+    "warpgroups in turn": "push2t2",
+    "clusters that exchange sums": "cluster2",
+    "digits of a launch before": "digitsaheadr8_split",
+    "what makes them": "linear_digit_blocks",
+    "mma.sync": "linear_w4fp16_g32z_m8",
+    "8 bits": "linear_wgmma_w8",
+    "many rows": "m256n64x2",
+    "experts' runs": "runs1",
+    "runs of entries of sixteen rows": "m16n128k128w3e3",
+    "assignments as they are": "assigned1",
+    "experts' tiles in digits": "grouped_linear_wgmma_w4bf16_g128_m32p4n128x2k128_s2digits",
+    "experts' tiles in bf16": "grouped_linear_wgmma_w4bf16_g128_m48p6",
+    "sorting": "moe_routing",
+    "adding up": "moe_combine",
+}
+
+
+@pytest.mark.parametrize("part", KINDS.values(), ids=list(KINDS))
+def test_every_kind_of_kernel_is_run(part: str):
+    symbols = {spec.symbol for case in {**LAYERS, **EXPERTS}.values() for spec in case.specs()}
+    assert any(part in symbol for symbol in symbols)
+
+
+SMALL = {
+    "linear": LinearCase(200, 256, 3),
+    "zeros": LinearCase(128, 256, 2, Format(4, 32, True, "fp16")),
+    "layer": LayerCase(MoeShape(MoeModel("tiny", 4, 2, 256, 128), 5)),
+    "attention": CASES["bf16"],
+}
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=list(SMALL))
+def test_references_pass(case: Case):
+    assert case.run("cpu")
+
+
+@pytest.mark.parametrize("wrong", [0.02, float("nan")])
+@pytest.mark.parametrize("case, name", [(SMALL["linear"], "linear"), (SMALL["layer"], "fused_moe")])
+def test_a_wrong_result_is_seen(case: Case, name: str, wrong: float, monkeypatch):
+    right = getattr(sanitize_cases, name)
+
+    def slightly_wrong(*args, out: torch.Tensor):
+        right(*args, out=out)
+        return out.mul_(1 + wrong)
+
+    monkeypatch.setattr(sanitize_cases, name, slightly_wrong)
+    with pytest.raises(AssertionError):
+        case.run("cpu")
+
+
+def test_cases_are_listed_and_unknown_ones_refused(capsys):
+    assert sanitize.main(["list"]) == 0
+    assert capsys.readouterr().out.split() == list(CASES)
+    assert sanitize.main(["build", "linear-none"]) == 2
+    assert "unknown case linear-none; there are int4_g1," in capsys.readouterr().err
