@@ -26,7 +26,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 def build(names: Iterable[str]) -> None:
     """Compiles the kernels of cases."""
-    specs = dict.fromkeys(spec for name in names for spec in CASES[name].specs())
+    specs = {spec: None for name in names for spec in CASES[name].specs()}
     load_many(list(specs), ARCH, progress=lambda done: print(done.spec, done.source))
 
 
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(CASES))
         return 0
     builds = arguments[:1] == ["build"]
-    chosen = arguments[builds:]
+    chosen = arguments[1:] if builds else arguments
     unknown = [name for name in chosen if name not in CASES]
     if unknown:
         print(f"unknown case {', '.join(unknown)}; there are {', '.join(CASES)}", file=sys.stderr)

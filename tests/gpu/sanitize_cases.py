@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
-from bench.moe import Inputs, MoeModel, MoeShape, make_experts
+from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
+from bench.peers import relative_error
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
-from cute_kernels.linear import PackedWeight, linear
+from cute_kernels.linear import linear
 from cute_kernels.linear.compile import specs_of
-from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.moe import fused_moe
+from cute_kernels.moe import fused_moe, fused_moe_reference
 from cute_kernels.runtime import KernelSpec
 from tests.attention.cases import Call, assert_close, make_call
 from tests.gpu.specs import GPU
@@ -95,11 +94,6 @@ class AttentionCase:
         return f"{schedule.num_splits} splits, {schedule.config.name}"
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of norms; NaN if a result is none."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 @dataclass(frozen=True)
 class LinearCase:
     """A linear layer [n, k] with m rows. Those with large n or k use stages of their ring again."""
@@ -137,27 +131,17 @@ class LayerCase:
         model = self.shape.model
         gate_up, down = (make_experts(model.experts, n, k, i, device) for i, (n, k) in enumerate(model.products))
         inputs = Inputs.of(self.shape, device)
-        checked = torch.linspace(0, self.shape.tokens - 1, min(self.shape.tokens, CHECKED_TOKENS)).long()
-        wanted = torch.stack([mixed(inputs, gate_up, down, token) for token in checked.tolist()])
+        count = min(self.shape.tokens, CHECKED_TOKENS)
+        checked = torch.linspace(0, self.shape.tokens - 1, count, device=device).long()
+        some = (one[checked] for one in (inputs.ids, inputs.weights))
+        wanted = fused_moe_reference(inputs.x[checked], gate_up, down, *some, out_dtype=torch.float32)
         for _ in range(CALLS):
             out = torch.full_like(inputs.x, torch.nan)
             fused_moe(inputs.x, gate_up, down, inputs.ids, inputs.weights, out=out)
             assert bool(torch.isfinite(out).all())
-            error = relative_error(out[checked.to(out.device)], wanted)
+            error = relative_error(out[checked], wanted)
             assert error <= LAYER_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
-
-
-def mixed(inputs: Inputs, gate_up: PackedExperts, down: PackedExperts, token: int) -> torch.Tensor:
-    """What a layer makes of a token, fp32."""
-    x, total = inputs.x[token].float(), 0
-    for expert, share in zip(inputs.ids[token].tolist(), inputs.weights[token], strict=True):
-        both, back = gate_up[expert], down[expert]
-        assert isinstance(both, PackedWeight) and isinstance(back, PackedWeight)
-        sums = both.dequantize(torch.float32) @ x
-        hidden = functional.silu(sums[::2]) * sums[1::2]
-        total = total + share * (back.dequantize(torch.float32) @ hidden)
-    return torch.as_tensor(total)
 
 
 ATTENTION = {
@@ -203,14 +187,13 @@ LAYERS = {
     "linear-many-rows-split": LinearCase(16384, 2048, 300),
 }
 SMALL = MoeModel("small", 32, 4, 1024, 256)
-QWEN3 = MoeModel("Qwen3-30B-A3B", 128, 8, 2048, 768)
-FEW_EXPERTS = MoeModel("few experts", 8, 2, 4096, 14336)
+MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
     "experts-assigned": LayerCase(MoeShape(SMALL, 3)),
     "experts-runs": LayerCase(MoeShape(SMALL, 20)),
     "experts-tiles": LayerCase(MoeShape(SMALL, 300)),
     "experts-16-rows": LayerCase(MoeShape(QWEN3, 128)),
-    "experts-digits": LayerCase(MoeShape(FEW_EXPERTS, 64)),
-    "experts-48-rows": LayerCase(MoeShape(FEW_EXPERTS, 128)),
+    "experts-digits": LayerCase(MoeShape(MIXTRAL, 64)),
+    "experts-48-rows": LayerCase(MoeShape(MIXTRAL, 128)),
 }
 CASES: dict[str, Case] = {**ATTENTION, **LAYERS, **EXPERTS}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cute_kernels.linear.config import BLOCK_TOKENS
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US, weight_fields
 from cute_kernels.moe.runs.config import (
     LANE_ASSIGNMENTS,
@@ -25,7 +24,7 @@ from layouts.weights.hopper import TILE_N
 
 RING_BYTES = 104 * 1024  # of weights, at most
 LEAST_RING_BYTES = 48 * 1024  # what is on its way to an SM, and a stage more for each warpgroup
-STORING_WARPS = {rows: 2 if rows == BLOCK_TOKENS else 3 for rows in ROWS}  # for entries of up to so many rows
+STORING_WARPS: dict[int, int] = dict(zip(ROWS, (2, 3), strict=True))  # of entries of up to so many rows
 SPARE_BYTES = 1024  # of shared memory, for alignment
 
 
