@@ -101,6 +101,7 @@ TURNING = [
     pushing(8, 32, 3, m_tiles=2, turns=2, num_stages=4),
     pushing(8, 16, 2, turns=2, num_stages=4),
     pushing(4, 64, 2, turns=2, num_stages=4),
+    pushing(4, 16, 2, m_tiles=2, warpgroups=3, turns=3, num_stages=12),
     pushing(4, 16, 3, m_tiles=1, warpgroups=1, turns=1),
 ]
 SPARED = ResidentConfig(

@@ -35,7 +35,7 @@ def stepping(monkeypatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("begin, units", [(0, 1), (3, 2), (0, 7), (8, 31), (5, 64)])
-@pytest.mark.parametrize("turns, stages", [(2, 4), (2, 6), (4, 8), (4, 12)])
+@pytest.mark.parametrize("turns, stages", [(2, 4), (2, 6), (3, 6), (3, 12), (4, 8), (4, 12)])
 def test_every_unit_is_multiplied_once_and_given_back_once(begin: int, units: int, turns: int, stages: int, stepping):
     config = replace(PUSHED, turns=turns, warpgroups=turns, num_stages=stages)
     taken: list[int] = []
@@ -65,7 +65,7 @@ def test_every_unit_is_multiplied_once_and_given_back_once(begin: int, units: in
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"turns": 0}, "turns 0 is not one of 1, 2, 4"),
+        ({"turns": 0}, "turns 0 is not one of 1, 2, 3, 4"),
         ({"warpgroups": 3}, "3 warpgroups are no multiple of 2 turns"),
         ({"num_stages": 5}, "num_stages 5 is no multiple of 2 turns"),
         ({"num_stages": 2}, "or less than two for each"),

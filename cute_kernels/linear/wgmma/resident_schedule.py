@@ -24,7 +24,8 @@ class WarpgroupsOf:
     """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`.
 
     Attributes:
-        most_stages: of the ring, however much room there is.
+        most_stages: of the ring, however much room there is: what is asked for at once comes later, all of it.
+        loaded_stages: the same where warps load x.
         sends_early: as in `ResidentConfig`.
         chunks: whether K may come in chunks where there is no room for all digits of a CTA's part of it.
     """
@@ -36,6 +37,7 @@ class WarpgroupsOf:
     ahead: bool = True
     boxes: int = 32
     most_stages: int = MOST_STAGES
+    loaded_stages: int = MOST_STAGES
     sends_early: bool = False
     chunks: bool = True
 
@@ -43,16 +45,18 @@ class WarpgroupsOf:
 # In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
 RESIDENT_SHAPES = {
     8: (
-        WarpgroupsOf(4, turns=2),  # two tiles
+        WarpgroupsOf(4, turns=2, loaded_stages=10),  # two tiles
         WarpgroupsOf(2, turns=2),  # one tile, of small layers
-        WarpgroupsOf(4, ahead=False, boxes=16),  # four
+        WarpgroupsOf(4, ahead=False, boxes=16, most_stages=6),  # four
         # Seven tiles: 28672 features are 128 such parts.
-        WarpgroupsOf(4, m_tiles=2, spare=1, ahead=False, boxes=16, most_stages=5),
+        WarpgroupsOf(4, m_tiles=2, spare=1, ahead=False, boxes=16, most_stages=4),
     ),
     # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
     16: tuple(
-        WarpgroupsOf(2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, sends_early=early, chunks=False)
-        for m_tiles, spare, early in ((2, 0, False), (3, 0, False), (4, 1, True))
+        WarpgroupsOf(
+            2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, most_stages=most, sends_early=early, chunks=False
+        )
+        for m_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, 5, False), (4, 1, 4, True))
     ),
 }
 RESIDENT_CLUSTER = 2
@@ -99,7 +103,8 @@ def resident_config(problem: Problem, tokens: int, loads: bool, shape: Warpgroup
         sends_early=shape.sends_early,
         boxes=shape.boxes,
     )
-    return with_ring(config, shape.most_stages, SPARE_BYTES)
+    most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
+    return with_ring(config, most, SPARE_BYTES)
 
 
 def fits(problem: Problem, shape: WarpgroupsOf) -> bool:

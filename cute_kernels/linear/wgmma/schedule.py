@@ -93,12 +93,12 @@ DIGIT_SHAPES = (
     (32, 4, 2, 1),
 )
 # Stages at most, by m_tiles; where x is digits of a launch before, it would wait behind more weights.
-TILE_STAGES, DIGIT_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 5}
-# By the bits of a code: (tokens, row_parts, m_tiles) of tiles whose parts of K are pushed in a cluster of two, each by
-# two warpgroups that take units in turn; what was the fastest somewhere.
+TILE_STAGES, DIGIT_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 6}
+# By the bits of a code: (tokens, row_parts, m_tiles, turns) of tiles whose parts of K are pushed in a cluster of two,
+# each by as many warpgroups as there are turns; what was the fastest somewhere.
 PUSH_SHAPES = {
-    4: ((64, 4, 1), (32, 1, 1), (32, 1, 2), (32, 4, 2), (16, 1, 1), (16, 1, 2)),
-    8: ((32, 1, 1), (32, 1, 2), (16, 2, 1), (16, 1, 2)),
+    4: ((64, 4, 1, 2), (32, 1, 1, 2), (32, 1, 2, 3), (32, 4, 2, 2), (16, 1, 1, 3), (16, 1, 2, 3)),
+    8: ((32, 1, 1, 2), (32, 1, 2, 2), (16, 2, 1, 3), (16, 1, 2, 3)),
 }
 # Formats in which all of them ship: (bits, dtype, group_size, zero_point).
 PUSH_FORMS = (
@@ -109,7 +109,8 @@ PUSH_FORMS = (
     (8, "bf16", 128, False),
     (8, "fp16", 128, False),
 )
-PUSH_UNIT_K, PUSH_CLUSTER, PUSH_TURNS, PUSH_STAGES = 128, 2, 2, 12
+PUSH_UNIT_K, PUSH_CLUSTER, PUSH_STAGES = 128, 2, 12
+ZERO_TURNS, SMALL_GROUP_TURNS = 3, 2  # of two tiles of 4 bits with zero points; without, in groups of less than a unit
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -355,12 +356,23 @@ def push_configs(problem: Problem) -> list[WgmmaConfig]:
             splits_k=True,
             cluster=PUSH_CLUSTER,
             pushes=True,
-            turns=PUSH_TURNS,
+            warpgroups=turns,
+            turns=turns,
         )
-        for tokens, row_parts, m_tiles in PUSH_SHAPES[problem.bits]
+        for tokens, row_parts, m_tiles, turns in push_shapes(problem)
         if tokens >= problem.m and (tokens == SHAPES[-1][0] or problem.m > tokens // 2)
     )
     return implementable(configs, {1: PUSH_STAGES, 2: PUSH_STAGES})
+
+
+def push_shapes(problem: Problem) -> Iterator[tuple[int, int, int, int]]:
+    """Those of `PUSH_SHAPES` of a problem's codes. Where more is to be decoded three turns pay off for more tiles."""
+    for tokens, row_parts, m_tiles, turns in PUSH_SHAPES[problem.bits]:
+        if problem.bits == 4 and m_tiles == 2 and problem.zero_point:
+            turns = ZERO_TURNS
+        elif problem.bits == 4 and m_tiles == 2 and 0 < problem.group_size < PUSH_UNIT_K:
+            turns = SMALL_GROUP_TURNS
+        yield tokens, row_parts, m_tiles, turns
 
 
 def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:

@@ -22,7 +22,8 @@ from cute_kernels.moe.schedule import MOST_DIVIDED, GroupedProblem, usual_entrie
 from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
-RING_BYTES = 104 * 1024  # of weights, at most
+# By the rows of an entry: bytes of weights in a ring, at most. What is asked for at once is not to be more than needed.
+RING_BYTES: dict[int, int] = dict(zip(ROWS, (104 * 1024, 86 * 1024), strict=True))
 LEAST_RING_BYTES = 48 * 1024  # what is on its way to an SM, and a stage more for each warpgroup
 STORING_WARPS: dict[int, int] = dict(zip(ROWS, (2, 3), strict=True))  # of entries of up to so many rows
 SPARE_BYTES = 1024  # of shared memory, for alignment
@@ -38,7 +39,10 @@ class RunShape(NamedTuple):
 
 
 # What was the fastest somewhere. Of more rows than the first have, the model chooses none: only tables do.
-SHAPES = tuple(RunShape(rows, *shape) for rows in ROWS for shape in ((1, 3, 2), (2, 3, 1)))
+SHAPES = (
+    *(RunShape(ROWS[0], *shape) for shape in ((1, 3, 2), (2, 3, 1))),
+    *(RunShape(ROWS[1], *shape) for shape in ((1, 3, 2), (2, 2, 1))),
+)
 MODELLED_ROWS = ROWS[0]
 # An H200's, fitted to measured times (tests/moe/measured.py).
 START_US = 7.2  # of a launch, until the first weights have come, and of the way out
@@ -152,7 +156,7 @@ def config_of(problem: GroupedProblem, shape: RunShape, room_units: int) -> RunC
     config = replace(config, x_bytes=room_units * (config.unit_digit_bytes + config.unit_x_scale_bytes))
     stage = config.stage_bytes
     room = MAX_SHARED_BYTES - SPARE_BYTES - (config.smem_bytes - config.ring_bytes)
-    stages = min(RING_BYTES // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
+    stages = min(RING_BYTES[shape.max_tokens] // stage, room // (stage + 16)) // shape.k_warps * shape.k_warps
     if stages * stage < LEAST_RING_BYTES:
         return None
     config = replace(config, num_stages=stages)
