@@ -17,6 +17,10 @@ from cutlass import AddressSpace, BFloat16, Float16, Float32, Int32, Int64, cute
 from cute_kernels.runtime import compile_options
 from cute_kernels.runtime.workspace import POOL
 
+# Programs on Linux begin at 4 MiB if they are not position-independent, and their memory right behind: with such a
+# Python addresses are small numbers. No size here is as large.
+LOWEST_ADDRESS = 1 << 22
+
 
 class Launch(NamedTuple):
     symbol: str  # of the kernel
@@ -133,7 +137,7 @@ def outcome(launches: list[Launch], call: Callable[[], Any], given: dict[str, An
     def described(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return described(x.data_ptr()), x.shape, x.stride(), x.dtype
-        return None if x >= 2**32 and x not in places else x
+        return None if x >= LOWEST_ADDRESS and x not in places else x
 
     return [(launch.symbol, [described(x) for x in launch.arguments]) for launch in launches]
 
