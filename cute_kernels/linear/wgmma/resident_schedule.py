@@ -56,7 +56,7 @@ RESIDENT_SHAPES = {
         WarpgroupsOf(
             2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, most_stages=most, sends_early=early, chunks=False
         )
-        for m_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, 5, False), (4, 1, 4, True))
+        for m_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, MOST_STAGES, False), (4, 1, MOST_STAGES, True))
     ),
 }
 RESIDENT_CLUSTER = 2

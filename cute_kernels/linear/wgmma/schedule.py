@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.linear.schedule import Problem, weight_fields
 from cute_kernels.linear.wgmma.config import BOX_K, CHUNK_TOKENS, DIGIT_GROUP, TOKEN_BAND, WgmmaConfig
@@ -94,11 +94,39 @@ DIGIT_SHAPES = (
 )
 # Stages at most, by m_tiles; where x is digits of a launch before, it would wait behind more weights.
 TILE_STAGES, DIGIT_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 6}
-# By the bits of a code: (tokens, row_parts, m_tiles, turns) of tiles whose parts of K are pushed in a cluster of two,
-# each by as many warpgroups as there are turns; what was the fastest somewhere.
+
+
+class PushShape(NamedTuple):
+    """A tile whose parts of K are pushed in a cluster of two, each by as many warpgroups as take turns.
+
+    turns: of codes without zero points in groups of whole units; zero_turns: of those with zero points, of which more
+    is to be decoded; group_turns: of the others, in groups of less than a unit.
+    """
+
+    tokens: int
+    row_parts: int
+    m_tiles: int
+    turns: int
+    zero_turns: int
+    group_turns: int
+
+
+# By the bits of a code: what was the fastest somewhere.
 PUSH_SHAPES = {
-    4: ((64, 4, 1, 2), (32, 1, 1, 2), (32, 1, 2, 3), (32, 4, 2, 2), (16, 1, 1, 3), (16, 1, 2, 3)),
-    8: ((32, 1, 1, 2), (32, 1, 2, 2), (16, 2, 1, 3), (16, 1, 2, 3)),
+    4: (
+        PushShape(64, 4, 1, 2, 2, 2),
+        PushShape(32, 1, 1, 2, 2, 2),
+        PushShape(32, 1, 2, 3, 3, 2),
+        PushShape(32, 4, 2, 2, 3, 2),
+        PushShape(16, 1, 1, 3, 3, 3),
+        PushShape(16, 1, 2, 3, 3, 2),
+    ),
+    8: (
+        PushShape(32, 1, 1, 2, 2, 2),
+        PushShape(32, 1, 2, 2, 2, 2),
+        PushShape(16, 2, 1, 3, 3, 3),
+        PushShape(16, 1, 2, 3, 3, 3),
+    ),
 }
 # Formats in which all of them ship: (bits, dtype, group_size, zero_point).
 PUSH_FORMS = (
@@ -110,7 +138,6 @@ PUSH_FORMS = (
     (8, "fp16", 128, False),
 )
 PUSH_UNIT_K, PUSH_CLUSTER, PUSH_STAGES = 128, 2, 12
-ZERO_TURNS, SMALL_GROUP_TURNS = 3, 2  # of two tiles of 4 bits with zero points; without, in groups of less than a unit
 # Where K must not be cut, few rows of a small layer keep more SMs busy with less for each.
 NARROW_SHAPES = ((64, 1, 1, 128, 1), (16, 1, 1, 128, 1))
 
@@ -349,30 +376,27 @@ def push_configs(problem: Problem) -> list[WgmmaConfig]:
     configs = (
         of_format(
             problem,
-            tokens=tokens,
-            row_parts=row_parts,
-            m_tiles=m_tiles,
+            tokens=shape.tokens,
+            row_parts=shape.row_parts,
+            m_tiles=shape.m_tiles,
             unit_k=PUSH_UNIT_K,
             splits_k=True,
             cluster=PUSH_CLUSTER,
             pushes=True,
-            warpgroups=turns,
-            turns=turns,
+            warpgroups=turns_of(problem, shape),
+            turns=turns_of(problem, shape),
         )
-        for tokens, row_parts, m_tiles, turns in push_shapes(problem)
-        if tokens >= problem.m and (tokens == SHAPES[-1][0] or problem.m > tokens // 2)
+        for shape in PUSH_SHAPES[problem.bits]
+        if shape.tokens >= problem.m and (shape.tokens == SHAPES[-1][0] or problem.m > shape.tokens // 2)
     )
     return implementable(configs, {1: PUSH_STAGES, 2: PUSH_STAGES})
 
 
-def push_shapes(problem: Problem) -> Iterator[tuple[int, int, int, int]]:
-    """Those of `PUSH_SHAPES` of a problem's codes. Where more is to be decoded three turns pay off for more tiles."""
-    for tokens, row_parts, m_tiles, turns in PUSH_SHAPES[problem.bits]:
-        if problem.bits == 4 and m_tiles == 2 and problem.zero_point:
-            turns = ZERO_TURNS
-        elif problem.bits == 4 and m_tiles == 2 and 0 < problem.group_size < PUSH_UNIT_K:
-            turns = SMALL_GROUP_TURNS
-        yield tokens, row_parts, m_tiles, turns
+def turns_of(problem: Problem, shape: PushShape) -> int:
+    """How many warpgroups take units of such a tile in turn."""
+    if problem.zero_point:
+        return shape.zero_turns
+    return shape.group_turns if 0 < problem.group_size < PUSH_UNIT_K else shape.turns
 
 
 def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
@@ -418,8 +442,8 @@ def shipped_configs() -> list[WgmmaConfig]:
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
     for form in PUSH_FORMS:
-        for tokens, *_ in PUSH_SHAPES[form[0]]:
-            configs |= dict.fromkeys(push_configs(Problem(tokens, 8192, 8192, 8192, *form)))
+        for shape in PUSH_SHAPES[form[0]]:
+            configs |= dict.fromkeys(push_configs(Problem(shape.tokens, 8192, 8192, 8192, *form)))
     for dtype, m in product(("bf16", "fp16"), (1, *RESIDENT_TOKENS)):
         configs |= dict.fromkeys(resident_configs(Problem(m, 4096, 4096, 4096, 4, dtype, 128)))
     for dtype, (tokens, *_) in product(("bf16", "fp16"), DIGIT_SHAPES):
