@@ -1,7 +1,8 @@
 """Compiles what GPU tests and benchmarks run and no bundle holds: `python -m tests.gpu.prepare`, without a GPU.
 
 Compiled kernels go to the disk cache (CUTE_KERNELS_CACHE_DIR), from which the tests load them. Bundles hold the shipped
-kernels: `python -m cute_kernels aot build`.
+kernels: `python -m cute_kernels aot build`. AHEAD_GPU names the GPU they are for where it is no H200, as torch does:
+`AHEAD_GPU="NVIDIA H100 80GB HBM3" python -m tests.gpu.prepare`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,10 @@ AHEAD_TOKENS = 32  # for which a thread has registers to decode the next unit ah
 DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
+# Units of each tile that are asked into L2 before a CTA makes its barriers, as measured for up to EARLY_TOKENS rows of
+# tiles that push: by the bits of a code and the tiles of a block. See `copies.CopyingWarps.ask_early`.
+EARLY_UNITS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
+EARLY_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,13 @@ class WgmmaConfig:
     def one_token_tile(self) -> bool:
         """Whether no dense product has rows of more than one tile: of those that are pushed, or come in digits."""
         return self.pushes or self.digits
+
+    @property
+    def early_units(self) -> int:
+        """Units of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
+        if not self.pushes or self.digits or self.tokens > EARLY_TOKENS:
+            return 0
+        return EARLY_UNITS.get((self.bits, self.block_tiles), 0)
 
     @property
     def math_warps(self) -> int:

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from cute_kernels.device import ptx
+from cute_kernels.device import numbers, ptx
 from cute_kernels.device.ring import advance
 from cute_kernels.linear.config import SCALE_BYTES, ZERO_BYTES
 from cute_kernels.linear.wgmma.config import BOX_K, WgmmaConfig
@@ -118,6 +118,22 @@ class CopyingWarps:
         """How many parts of an item's tile have rows."""
         first, end = self.rows_of(shape, item)
         return parts_with(self.config, end - first)
+
+    def ask_early(self, operands, shape, item) -> None:
+        """Asks for the codes of an item's first units into L2, where a configuration says so; one lane.
+
+        It needs no barrier, so it is asked before there are any, and a tile's units are one run of bytes: one
+        instruction for what the ring asks for in several rounds of its loop. Of K with fewer units nothing is asked:
+        the run would end behind the tile's.
+        """
+        units = self.config.early_units
+        if not units:
+            return
+        unit_bytes = self.config.unit_tiles * TILE_BYTES
+        inside = cutlass.select_(item.begin + units <= shape.units, Int32(1), Int32(0))
+        for i in range(self.config.block_tiles):
+            first = product(self.weight_tile(shape, item, i), shape.units) + item.begin
+            numbers.prefetch_bulk_if(inside, operands.codes + first * unit_bytes, Int32(units * unit_bytes))
 
     def copy_first_unit(self, operands, shape, memory, items):
         """Asks for the first unit of the first item; one lane."""
