@@ -72,14 +72,17 @@ class LinearShape:
 
 
 def specs(
-    layers: Iterable[tuple[int, int]] = LAYERS, rows: Iterable[int] = ROWS, formats: Iterable[Format] = FORMATS
+    layers: Iterable[tuple[int, int]] = LAYERS,
+    rows: Iterable[int] = ROWS,
+    formats: Iterable[Format] = FORMATS,
+    gpu: str = GPU,
 ) -> list[KernelSpec]:
-    """The kernels that the benchmark runs; most of them ship."""
+    """The kernels that the benchmark runs on a GPU; most of them ship."""
     found: dict[KernelSpec, None] = {}
     for n, k in layers:
         for form in formats:
             for m in rows:
-                found |= dict.fromkeys(specs_of(chosen(form.problem(m, n, k), GPU).config))
+                found |= dict.fromkeys(specs_of(chosen(form.problem(m, n, k), gpu).config))
     return list(found)
 
 

@@ -82,14 +82,14 @@ class MoeShape:
         return active * (n * k * BITS // 8 + 2 * n * (k // GROUP_SIZE))
 
 
-def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS) -> list[KernelSpec]:
-    """The kernels that the benchmark runs."""
+def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS, gpu: str = GPU) -> list[KernelSpec]:
+    """The kernels that the benchmark runs on a GPU."""
     found: dict[KernelSpec, None] = {RoutingSpec(RoutingConfig(32)): None, GatherSpec(GatherConfig()): None}
     of = CombineConfig("bf16", "bf16"), CombineConfig("bf16", "fp32"), CombineConfig("bf16", "fp32", id_bits=32)
     found |= {CombineSpec(config): None for config in of}
     for model in models:
         for count in tokens:
-            layouts = [chosen(problem, GPU) for problem in problems_of(MoeShape(model, count))]
+            layouts = [chosen(problem, gpu) for problem in problems_of(MoeShape(model, count))]
             found |= dict.fromkeys(layer_specs(count * model.topk, layouts))
     return list(found)
 

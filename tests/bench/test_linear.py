@@ -17,6 +17,7 @@ from bench.suites import WrongOutput
 from bench.timing import Protocol, Timing
 from cute_kernels.linear import linear as product
 from cute_kernels.linear.compile import shipped_specs
+from cute_kernels.runtime.tuned import shipped_tables
 from cute_kernels.tuning.command import weight_format
 from cute_kernels.tuning.linear import Format
 
@@ -129,9 +130,10 @@ def test_peers_that_are_absent_or_fail_say_why():
     assert not layer.products
 
 
-def test_many_rows_need_only_kernels_that_ship():
+@pytest.mark.parametrize("gpu", [table.gpu for table in shipped_tables()])
+def test_many_rows_need_only_kernels_that_ship(gpu: str):
     shipped = set(shipped_specs())
-    assert [spec for spec in linear.specs(rows=[16, 64, 512, 8192]) if spec not in shipped] == []
+    assert [spec for spec in linear.specs(rows=[16, 64, 512, 8192], gpu=gpu) if spec not in shipped] == []
 
 
 def test_a_row_holds_what_was_measured(monkeypatch):
