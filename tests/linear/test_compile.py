@@ -168,7 +168,7 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
     assert not any(opcode.startswith(("I2F", "MUFU", "HGMMA")) for opcode in opcodes[: copies[-1]])
 
 
-MOST_EARLY_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_linear.md)
+MOST_EARLY_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
 EARLY = [config for config in push_configs(Problem(16, 4096, 4096, 4096, 4, "bf16", 128)) if config.early_units]
 EARLY_RESIDENT = [
     ResidentConfig(
