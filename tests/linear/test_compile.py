@@ -168,9 +168,11 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
     assert not any(opcode.startswith(("I2F", "MUFU", "HGMMA")) for opcode in opcodes[: copies[-1]])
 
 
-MOST_EARLY_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
-EARLY = [config for config in push_configs(Problem(16, 4096, 4096, 4096, 4, "bf16", 128)) if config.early_units]
-EARLY_RESIDENT = [
+MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
+PREFETCHING = [
+    config for config in push_configs(Problem(16, 4096, 4096, 4096, 4, "bf16", 128)) if config.prefetched_units
+]
+PREFETCHING_RESIDENT = [
     ResidentConfig(
         4, "bf16", 128, tokens=8, warpgroups=warpgroups, turns=turns, unit_k=128, num_stages=6, digits=True, cluster=2,
         pushes=True, splits_k=True, boxes=16, loads=loads,
@@ -179,7 +181,7 @@ EARLY_RESIDENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [*EARLY, *EARLY_RESIDENT], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*PREFETCHING, *PREFETCHING_RESIDENT], ids=lambda config: config.name)
 def test_first_units_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
     """One instruction a tile, before the first copy and most barriers; only of tiles that have so many units."""
     spec = (ResidentSpec if isinstance(config, ResidentConfig) else WgmmaSpec)(config)
@@ -190,7 +192,7 @@ def test_first_units_are_asked_for_before_barriers_are_there(config: WgmmaConfig
     assert asks[-1] < opcodes.index("UBLKCP.S.G") < 150
     made = [place for place, opcode in enumerate(opcodes) if opcode == "SYNCS.EXCH.64"]
     assert sum(place > asks[-1] for place in made) > len(made) / 2
-    assert config.early_units * config.code_stage_bytes <= MOST_EARLY_BYTES
+    assert config.prefetched_units * config.code_stage_bytes <= MOST_PREFETCHED_BYTES
 
 
 def test_shared_activations_are_multicast(tmp_path):

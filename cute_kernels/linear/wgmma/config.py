@@ -43,10 +43,10 @@ AHEAD_TOKENS = 32  # for which a thread has registers to decode the next unit ah
 DIGIT_ROWS_THREADS = 256  # of the kernel that makes digits
 X_SCALE_ALIGNMENT = 4  # scales of x among which a tile's first one may stand
 SYNCHRONOUS_TOKENS = 64  # of all warpgroups: what 104 registers are enough for with four
-# Units of each tile that are asked into L2 before a CTA makes its barriers, as measured for up to EARLY_TOKENS rows of
-# tiles that push: by the bits of a code and the tiles of a block. See `copies.CopyingWarps.ask_early`.
-EARLY_UNITS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
-EARLY_TOKENS = 32
+# Units of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles that push, of up to
+# PREFETCHED_TOKENS rows: by the bits of a code and the tiles of a block. See `copies.CopyingWarps.prefetch_units`.
+PREFETCHED_UNITS = {(4, 1): 4, (4, 2): 3, (8, 1): 2}
+PREFETCHED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class WgmmaConfig:
         return self.pushes or self.digits
 
     @property
-    def early_units(self) -> int:
+    def prefetched_units(self) -> int:
         """Units of each of a block's tiles whose codes are asked into L2 before the CTA makes its barriers."""
-        if not self.pushes or self.digits or self.tokens > EARLY_TOKENS:
+        if not self.pushes or self.digits or self.tokens > PREFETCHED_TOKENS:
             return 0
-        return EARLY_UNITS.get((self.bits, self.block_tiles), 0)
+        return PREFETCHED_UNITS.get((self.bits, self.block_tiles), 0)
 
     @property
     def math_warps(self) -> int:

@@ -119,14 +119,14 @@ class CopyingWarps:
         first, end = self.rows_of(shape, item)
         return parts_with(self.config, end - first)
 
-    def ask_early(self, operands, shape, item) -> None:
+    def prefetch_units(self, operands, shape, item) -> None:
         """Asks for the codes of an item's first units into L2, where a configuration says so; one lane.
 
         It needs no barrier, so it is asked before there are any, and a tile's units are one run of bytes: one
         instruction for what the ring asks for in several rounds of its loop. Of K with fewer units nothing is asked:
         the run would end behind the tile's.
         """
-        units = self.config.early_units
+        units = self.config.prefetched_units
         if not units:
             return
         unit_bytes = self.config.unit_tiles * TILE_BYTES

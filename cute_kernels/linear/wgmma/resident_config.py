@@ -20,8 +20,8 @@ from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, WARP_THREADS
 RESIDENT_TOKENS = (MMA_TOKENS, 2 * MMA_TOKENS)
 RESIDENT_WARPGROUPS = (2, 4)
 EARLY_CLUSTER = 2  # CTAs of those that send early
-# As `config.EARLY_UNITS`, by the tiles of a block and whether warps load x: that comes by TMA behind what is asked for.
-RESIDENT_EARLY_UNITS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, True): 1, (4, False): 1}
+# As `config.PREFETCHED_UNITS`, by the tiles of a block and whether warps load x. What TMA brings of x comes behind it.
+RESIDENT_PREFETCHED_UNITS = {(1, True): 4, (1, False): 2, (2, False): 2, (4, True): 1, (4, False): 1}
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class ResidentConfig(WgmmaConfig):
         return False
 
     @property
-    def early_units(self) -> int:
-        return RESIDENT_EARLY_UNITS.get((self.block_tiles, self.loads), 0)
+    def prefetched_units(self) -> int:
+        return RESIDENT_PREFETCHED_UNITS.get((self.block_tiles, self.loads), 0)
 
     @property
     def block_tiles(self) -> int:
