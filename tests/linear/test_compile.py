@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear
+from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_linear, spec_of
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 from cute_kernels.linear.wgmma.config import STORE_TOKENS, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import PUSH_FORMS, push_configs
-from cute_kernels.runtime import default_cache, native
+from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
 from tests import golden
 from tests.linear import machine_code
@@ -100,7 +100,7 @@ def compiled() -> None:
     )
 
 
-def compiled_apart(spec: WgmmaSpec) -> Artifact:
+def compiled_apart(spec: KernelSpec) -> Artifact:
     """Compiled by a worker: in this process, functions that were compiled once no longer run as plain Python, as tests
     that play kernels want it."""
     (artifact,) = default_cache().artifacts([spec], ARCH)
@@ -184,8 +184,7 @@ PREFETCHING_RESIDENT = [
 @pytest.mark.parametrize("config", [*PREFETCHING, *PREFETCHING_RESIDENT], ids=lambda config: config.name)
 def test_first_units_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
     """One instruction a tile, before the first copy and most barriers; only of tiles that have so many units."""
-    spec = (ResidentSpec if isinstance(config, ResidentConfig) else WgmmaSpec)(config)
-    code = machine_code.instructions(compiled_apart(spec).object_code, tmp_path)
+    code = machine_code.instructions(compiled_apart(spec_of(config)).object_code, tmp_path)
     opcodes = [opcode for _, opcode, _ in code]
     asks = [place for place, opcode in enumerate(opcodes) if opcode == "UBLKPF.L2"]
     assert len(asks) == config.block_tiles
