@@ -28,7 +28,7 @@ ROWS = tuple(1 << i for i in range(14))
 QUICK_ROWS = (1, 16, 128, 1024)
 FORMATS = (Format(4), Format(8))
 OTHER_FORMATS = (Format(4, zero_point=True, dtype="fp16"),)  # of which there are records, too
-GPU = os.environ.get("AHEAD_GPU", "NVIDIA H200")  # whose kernels are compiled ahead, as torch names it
+GPU = os.environ.get("CUTE_KERNELS_AHEAD_GPU", "NVIDIA H200")  # whose kernels are compiled ahead, as torch names it
 CHECKED_ROWS = 16
 MANY_FLOPS = 2e12  # of a call beyond which fewer samples do
 FEW_SAMPLES = 5

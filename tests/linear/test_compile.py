@@ -183,7 +183,7 @@ PREFETCHING_RESIDENT = [
 
 @pytest.mark.parametrize("config", [*PREFETCHING, *PREFETCHING_RESIDENT], ids=lambda config: config.name)
 def test_first_units_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
-    """One instruction a tile, before the first copy and most barriers; only of tiles that have so many units."""
+    """One instruction a tile, before the first copy and most barriers."""
     code = machine_code.instructions(compiled_apart(spec_of(config)).object_code, tmp_path)
     opcodes = [opcode for _, opcode, _ in code]
     asks = [place for place, opcode in enumerate(opcodes) if opcode == "UBLKPF.L2"]

@@ -119,17 +119,17 @@ class CopyingWarps:
         first, end = self.rows_of(shape, item)
         return parts_with(self.config, end - first)
 
-    def prefetch_units(self, operands, shape, item) -> None:
-        """Asks for the codes of an item's first units into L2, where a configuration says so; one lane.
+    def prefetch_units(self, operands, shape, items) -> None:
+        """Asks for the codes of the first item's first units into L2, where a configuration says so; one lane.
 
         It needs no barrier, so it is asked before there are any, and a tile's units are one run of bytes: one
-        instruction for what the ring asks for in several rounds of its loop. Of K with fewer units nothing is asked:
-        the run would end behind the tile's.
+        instruction for what the ring asks for in several rounds of its loop. Where the
+        run would end behind the tile's nothing is asked.
         """
         units = self.config.prefetched_units
         if not units:
             return
-        unit_bytes = self.config.unit_tiles * TILE_BYTES
+        item, unit_bytes = items.item(items.first), self.config.unit_tiles * TILE_BYTES
         inside = cutlass.select_(item.begin + units <= shape.units, Int32(1), Int32(0))
         for i in range(self.config.block_tiles):
             first = product(self.weight_tile(shape, item, i), shape.units) + item.begin

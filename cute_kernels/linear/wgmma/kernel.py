@@ -164,8 +164,7 @@ class WgmmaKernel(CopyingWarps, ReadingWarps):
         config = self.config
         if warp == self.weight_warp:
             if lane == 0:
-                if const_expr(config.prefetched_units > 0):
-                    self.prefetch_units(operands, shape, items.item(items.first))
+                self.prefetch_units(operands, shape, items)
                 self.init_barriers(memory)
                 if const_expr(self.asks_first):
                     self.copy_first_unit(operands, shape, memory, items)

@@ -80,7 +80,7 @@ class ResidentKernel(FewRowsKernel):
             # All of a launch waits for the first weights: they are asked for before anybody else is told of barriers.
             if lane == 0:
                 item = items.item(items.first)
-                self.prefetch_units(operands, shape, item)
+                self.prefetch_units(operands, shape, items)
                 self.init_barriers(memory)
                 self.copy_first(operands, shape, memory, item)
             cute.arch.sync_warp()
