@@ -89,8 +89,9 @@ def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS, g
     found |= {CombineSpec(config): None for config in of}
     for model in models:
         for count in tokens:
-            layouts = [chosen(problem, gpu) for problem in problems_of(MoeShape(model, count))]
-            found |= dict.fromkeys(layer_specs(count * model.topk, layouts))
+            problems = problems_of(MoeShape(model, count))
+            layouts = [chosen(problem, gpu) for problem in problems]
+            found |= dict.fromkeys(layer_specs(count * model.topk, problems, layouts))
     return list(found)
 
 

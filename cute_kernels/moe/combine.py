@@ -6,6 +6,7 @@ of them in L2; adding with atomics in the GEMM's epilogue would save that and de
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -14,6 +15,15 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from cute_kernels.device import numbers, ptx
 from cute_kernels.moe.config import COMBINE_BATCH, COMBINE_THREADS, COMBINE_VECTOR, CombineConfig
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is added up for a token: results of its assignments one after the other, of each all parts of K."""
+
+    count: Any
+    part_bits: Any
+    part_rows: Any  # of the results, from a part to the next
 
 
 class CombineKernel:
@@ -31,6 +41,7 @@ class CombineKernel:
         weights: Int64,
         topk: Int32,
         num_experts: Int32,
+        part_bits: Int32,
         stream,
     ):
         """Launches over (columns, tokens).
@@ -38,11 +49,13 @@ class CombineKernel:
         out: [tokens, n] of the configuration's dtype. Addresses: results [places, n] of its source, on 16 bytes; places
         int32 [tokens, topk], the row of ``results`` of each assignment or -1; weights fp32 [tokens, topk]. With
         ``id_bits`` places are the assignments' own, and what is given instead of them are ids of experts, of which
-        those outside 0 to num_experts - 1 count for nothing.
+        those outside 0 to num_experts - 1 count for nothing; their results may be of 2**part_bits parts of K, [parts,
+        tokens * topk, n], all of which are added up. part_bits is 0 without ``id_bits``.
         """
         shape: Any = out.shape
         tokens, n = shape
-        self.kernel(results, places, weights, ptx.address(out), n, topk, num_experts).launch(
+        terms = Terms(topk << part_bits, part_bits, tokens * topk)
+        self.kernel(results, places, weights, ptx.address(out), n, topk, num_experts, terms).launch(
             grid=(cute.ceil_div(n, COMBINE_THREADS * COMBINE_VECTOR), tokens, 1),
             block=(COMBINE_THREADS, 1, 1),
             use_pdl=self.config.use_pdl,
@@ -51,7 +64,15 @@ class CombineKernel:
 
     @cute.kernel
     def kernel(
-        self, results: Int64, places: Int64, weights: Int64, out: Int64, n: Int32, topk: Int32, num_experts: Int32
+        self,
+        results: Int64,
+        places: Int64,
+        weights: Int64,
+        out: Int64,
+        n: Int32,
+        topk: Int32,
+        num_experts: Int32,
+        terms,
     ):
         thread, _, _ = cute.arch.thread_idx()
         block, token, _ = cute.arch.block_idx()
@@ -67,12 +88,12 @@ class CombineKernel:
             self.wait()
         elif column < n:
             # Ids and weights are older than the products, which have waited for them.
-            self.choose(chosen, shares, places, weights, first, topk, num_experts)
+            self.choose(chosen, shares, places, weights, first, Int32(0), terms, num_experts)
             self.wait()
         if column < n:
-            for begin in cutlass.range(0, topk, COMBINE_BATCH, unroll=1):
+            for begin in cutlass.range(0, terms.count, COMBINE_BATCH, unroll=1):
                 if const_expr(not self.config.id_bits) or begin > 0:
-                    self.choose(chosen, shares, places, weights, first + begin, topk - begin, num_experts)
+                    self.choose(chosen, shares, places, weights, first, begin, terms, num_experts)
                 self.add_batch(sums, results, chosen, shares, column, n)
             self.store(sums, out, Int64(token) * n + column, n - column)
 
@@ -82,16 +103,26 @@ class CombineKernel:
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def choose(self, chosen, shares, places, weights, first, count, num_experts):
-        """Asks for the places and the weights of up to COMBINE_BATCH of a token's ``count`` assignments from ``first``
-        on."""
+    def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
+        """Asks for the places and the weights of up to COMBINE_BATCH of a token's terms from ``begin`` on; first: its
+        first assignment."""
         places_of, weights_of = places + first * self.place_bytes, weights + first * 4
         for i in cutlass.range_constexpr(COMBINE_BATCH):
             chosen[i] = Int32(-1)
             shares[i] = Float32(0.0)
-            if i < count:
-                chosen[i] = self.place_of(places_of, first, i, num_experts)
-                shares[i] = ptx.load_global_words(weights_of, 4 * i, 1, constant=False)[0].bitcast(Float32)
+            if begin + i < terms.count:
+                assignment, part_row = self.term(begin + i, terms)
+                own = Int32(first) + assignment + part_row
+                chosen[i] = self.place_of(places_of + Int64(assignment) * self.place_bytes, own, num_experts)
+                share = ptx.load_global_words(weights_of + Int64(assignment) * 4, 0, 1, constant=False)[0]
+                shares[i] = share.bitcast(Float32)
+
+    def term(self, number, terms) -> tuple[Any, Any]:
+        """(assignment of a token, first row of the results of its part of K) of the ``number``-th term."""
+        if not self.config.id_bits:
+            return number, Int32(0)
+        assignment = number >> terms.part_bits
+        return assignment, (number - (assignment << terms.part_bits)) * terms.part_rows
 
     @cute.jit
     def add_batch(self, sums, results, chosen, shares, column, n):
@@ -113,19 +144,18 @@ class CombineKernel:
                 for j in cutlass.range_constexpr(COMBINE_VECTOR):
                     sums[j] = ptx.fma(values[i * COMBINE_VECTOR + j], shares[i], sums[j])
 
-    def place_of(self, places, first, i: int, num_experts):
-        """The row of the results of the ``i``-th assignment from the ``first`` on, -1 if there is none.
+    def place_of(self, address, own, num_experts):
+        """The row of the results of an assignment, -1 if there is none.
 
-        places: address of the first one's place, or id.
+        address: of its place, or id; own: the row of those that lie in the order of assignments.
         """
-        size = self.place_bytes
-        low, *high = ptx.load_global_words(places, size * i, size // 4, constant=False)
+        low, *high = ptx.load_global_words(address, 0, self.place_bytes // 4, constant=False)
         if not self.config.id_bits:
             return Int32(low)
         known = low < Uint32(num_experts)
         for word in high:
             known = known & (word == 0)
-        return cutlass.select_(known, Int32(first) + i, Int32(-1))
+        return cutlass.select_(known, own, Int32(-1))
 
     @property
     def place_bytes(self) -> int:

@@ -20,7 +20,7 @@ from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_k
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
 NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS = 6, 10  # of one in digits that its CTAs make,
-NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 12  # of that among assignments as they are,
+NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 13  # of that among assignments as they are,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
 NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
@@ -148,7 +148,8 @@ def shipped_specs() -> list[KernelSpec]:
         for tokens in TOKENS:
             count, products = tokens * topk, ((2 * inner, hidden), (hidden, inner))
             problems = [GroupedProblem(count, experts, n, k, k, 4, "bf16", 128) for n, k in products]
-            specs |= dict.fromkeys(layer_specs(count, [tuned.modelled(problem) for problem in problems]))
+            layouts = [tuned.modelled(problem) for problem in problems]
+            specs |= dict.fromkeys(layer_specs(count, problems, layouts))
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]
@@ -176,10 +177,12 @@ def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     return [*digits, spec_of(config)]
 
 
-def layer_specs(assignments: int, layouts: Sequence[tuned.GroupedLayout]) -> list[KernelSpec]:
+def layer_specs(
+    assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[tuned.GroupedLayout]
+) -> list[KernelSpec]:
     """All kernels of a layer's products, whose layouts these are: of sorted assignments, and of them as they are."""
     found = [spec for layout in layouts for spec in specs_of(layout.config)]
-    return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, layouts) or ())]
+    return [*found, *(spec_of(layout.config) for layout in tuned.assigned(assignments, problems, layouts) or ())]
 
 
 def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
@@ -245,4 +248,4 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     any_place: dict[str, int] = {"divisibility": 1, "assumed_align": 4 if config.dtype == "fp32" else 2}
-    return compile_matrix_kernel(CombineKernel(config), config.dtype, (3, 2), arch, *options, **any_place)
+    return compile_matrix_kernel(CombineKernel(config), config.dtype, (3, 3), arch, *options, **any_place)

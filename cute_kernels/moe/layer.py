@@ -30,6 +30,7 @@ from cute_kernels.moe.plan import (
     layout_of,
     make_assigned_plan,
     plan_of,
+    problem_of,
     routing_function,
 )
 from cute_kernels.moe.tuned import assigned
@@ -72,6 +73,7 @@ class MoePlan:
     Attributes:
         device_index: of the GPU.
         new_out: what a result is made of.
+        part_bits: log2 of the parts of K that the second product has results of.
         first, second: the numbers of each product: n, activation, kind of the output.
         pads: whether rows of x, and of hidden activations, must be made whole vectors.
     """
@@ -80,6 +82,7 @@ class MoePlan:
     num_places: int
     num_experts: int
     topk: int
+    part_bits: int
     new_out: Blank
     combine: Callable[..., Any]
     gate_up: ProductPlan | AssignedPlan
@@ -127,7 +130,7 @@ class MoePlan:
         if self.pads[1]:
             hidden = _aligned(hidden)
         self.down.run(hidden, (*addresses_of(down), 0, results), of_second, self.second)
-        self.combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts)
+        self.combine(out, results, places, topk_weights.data_ptr(), self.topk, self.num_experts, self.part_bits)
         return out
 
     def route(self, x: torch.Tensor, topk_ids: torch.Tensor, base: int) -> tuple[torch.Tensor, Any, Any, int]:
@@ -195,12 +198,14 @@ def make_moe_plan(
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
     between = torch.float32 if plans[1].stores_fp32 else dtype
     name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize
-    result_bytes = num_places * down.n * between.itemsize
+    parts = plans[1].layout.parts if isinstance(plans[1], AssignedPlan) else 1
+    result_bytes = parts * num_places * down.n * between.itemsize
     common = {
         "device_index": index,
         "num_places": num_places,
         "num_experts": gate_up.num_experts,
         "topk": topk,
+        "part_bits": parts.bit_length() - 1,
         "new_out": blank((tokens, down.n), out_dtype),
         "combine": combine_function(DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0, index),
         "first": (gate_up.n, SWIGLU, OUT_KINDS[dtype]),
@@ -227,8 +232,9 @@ def assigned_plans(
 
     No launch of the first lets another begin before it has waited for the ids, so the second need not.
     """
-    count, words = tokens * topk, id_bits // 32
-    layouts = assigned(count, [layout_of(count, form) for form in (gate_up, down)])
+    count, words, forms = tokens * topk, id_bits // 32, (gate_up, down)
+    problems = [problem_of(count, form) for form in forms]
+    layouts = assigned(count, problems, [layout_of(count, form) for form in forms])
     if layouts is None:
         return None
     ids = AssignedIds(count, words, topk, True), AssignedIds(count, words, 1, False)

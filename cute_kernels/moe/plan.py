@@ -168,8 +168,13 @@ ProductPlan = GroupedPlan | RunPlan | TilesPlan | DigitsPlan
 @lru_cache(maxsize=4096)
 def layout_of(places: int, form: ExpertsForm) -> GroupedLayout:
     """How a grouped product on a CUDA device is laid out."""
-    device = form.device_index
-    problem = GroupedProblem(
+    return chosen(problem_of(places, form), torch.cuda.get_device_name(form.device_index))
+
+
+@lru_cache(maxsize=4096)
+def problem_of(places: int, form: ExpertsForm) -> GroupedProblem:
+    """A grouped product on a CUDA device, as layouts are chosen for it."""
+    return GroupedProblem(
         places=places,
         num_experts=form.num_experts,
         n=form.n,
@@ -179,9 +184,8 @@ def layout_of(places: int, form: ExpertsForm) -> GroupedLayout:
         dtype=DTYPES[form.dtype],
         group_size=form.group_size,
         zero_point=form.has_zeros,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=torch.cuda.get_device_properties(form.device_index).multi_processor_count,
     )
-    return chosen(problem, torch.cuda.get_device_name(device))
 
 
 @lru_cache(maxsize=4096)
@@ -226,8 +230,9 @@ def make_run_plan(layout: RunLayout, places: int, num_experts: int, device_index
 def make_assigned_plan(layout: RunLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
     """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
     sizes = layout.num_tiles, layout.units, layout.num_ctas, num_experts, ids.count, layout.x_slots
+    of_ids = ids.id_words, row_factor(ids.row_assignments), layout.part_bits
     function = load(RunSpec(layout.config), arch_of(device_index))
-    return AssignedPlan(function, layout, (*sizes, ids.id_words, row_factor(ids.row_assignments)), ids.waits)
+    return AssignedPlan(function, layout, (*sizes, *of_ids), ids.waits)
 
 
 def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:

@@ -7,7 +7,7 @@ number of places, and what is measured for it are rows that fall at random.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import MEMORY_BYTES_PER_US
@@ -96,18 +96,38 @@ def tuned(problem: GroupedProblem, gpu: str) -> GroupedLayout | None:
     return None if choice is None else find(problem, choice)
 
 
-def assigned(assignments: int, layouts: Iterable[GroupedLayout]) -> list[RunLayout] | None:
-    """How a layer's products find assignments as they are, by the layout of each of them among sorted ones.
+def assigned(
+    assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
+) -> list[RunLayout] | None:
+    """How a layer's products find assignments as they are; layouts: what serves each of them among sorted ones.
 
     None if there are too many assignments, or one of the products has to have them sorted.
     """
     found: list[RunLayout] = []
-    for layout in layouts:
-        same = among_assignments(layout, assignments) if isinstance(layout, RunLayout) else None
+    for problem, layout in zip(problems, layouts, strict=True):
+        choices = runs_like(problem, layout, last=problem is problems[-1])
+        possible = (among_assignments(choice, assignments) for choice in choices)
+        same = next((one for one in possible if one), None)
         if same is None:
             return None
         found.append(same)
     return found
+
+
+def runs_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> Iterator[RunLayout]:
+    """Runs that may serve a product of a layer in place of a layout, if not by themselves, then for a launch less.
+
+    Those of more rows an entry than are found among assignments give way to the model's. The last product, whose
+    results are added up anyway, may have a K in parts that has no room whole.
+    """
+    if isinstance(layout, RunLayout):
+        yield layout
+        if runs.has_few_rows(problem):
+            yield runs.make_runs(problem)
+    elif last and not any(runs.layouts(problem)):
+        parts = runs.make_parts(problem)
+        if parts:
+            yield parts
 
 
 def find(problem: GroupedProblem, choice: Choice) -> GroupedLayout | None:

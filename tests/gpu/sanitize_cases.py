@@ -190,6 +190,7 @@ SMALL = MoeModel("small", 32, 4, 1024, 256)
 MIXTRAL, QWEN3, _ = MODELS
 EXPERTS = {
     "experts-assigned": LayerCase(MoeShape(SMALL, 3)),
+    "experts-parts": LayerCase(MoeShape(MIXTRAL, 3)),
     "experts-runs": LayerCase(MoeShape(SMALL, 20)),
     "experts-tiles": LayerCase(MoeShape(SMALL, 300)),
     "experts-16-rows": LayerCase(MoeShape(QWEN3, 128)),

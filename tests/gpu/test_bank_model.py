@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_kernels.runtime import native
 from layouts.patterns import ACCESSES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,6 +29,8 @@ def counters():
     ncu = find_ncu()
     if ncu is None:
         pytest.skip("ncu (Nsight Compute) is not installed")
+    if native.dsl_version() is None:
+        pytest.skip("the accesses are compiled as they are replayed, which needs nvidia-cutlass-dsl")
     command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["--kernel-name", "regex:kernel_cutlass", "--metrics", f"{WAVEFRONTS},{CONFLICTS}"]
     command += [sys.executable, "-m", "tests.gpu.bank_replay"]

@@ -44,7 +44,7 @@ from cute_kernels.moe.runs.config import ROUND_EXPERTS, ROUNDS
 from cute_kernels.moe.runs.schedule import SHAPES as RUN_SHAPES
 from cute_kernels.moe.runs.schedule import RunLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
-from cute_kernels.moe.tuned import GroupedCandidate, GroupedLayout, candidates, key_of, modelled
+from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
 from cute_kernels.runtime import tuned as tables
 from cute_kernels.runtime.spec import KernelSpec
@@ -123,7 +123,8 @@ def specs() -> list[KernelSpec]:
         found += [grouped_spec(problem(places, len(counts), *SHAPES[0], *form)) for form in formats]
         found += [grouped_spec(problem(places, len(counts), n, k)) for n, k in SHAPES]
     for tokens, zero in (*((tokens, False) for tokens in TOKENS), *itertools.product(EARLY_TOKENS, (False, True))):
-        found += layer_specs(2 * tokens, layer_layouts(tokens, zero))
+        products = layer_problems(tokens, zero)
+        found += layer_specs(2 * tokens, products, [modelled(product) for product in products])
     found += [GroupedWgmmaSpec(layout.config) for layout in layouts(problem(600, 6, *SHAPES[1]))]
     for form in formats:
         found += [GroupedWgmmaSpec(layout.config) for layout in tiles_of_few_rows(*form)]
@@ -134,10 +135,10 @@ def specs() -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
-def layer_layouts(tokens: int, zero: bool) -> list[GroupedLayout]:
-    """How the products of LAYER are laid out, each by itself."""
+def layer_problems(tokens: int, zero: bool) -> list[GroupedProblem]:
+    """The products of LAYER."""
     experts, hidden, inner = LAYER
-    return [modelled(problem(2 * tokens, experts, n, k, zero=zero)) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    return [problem(2 * tokens, experts, n, k, zero=zero) for n, k in ((2 * inner, hidden), (hidden, inner))]
 
 
 def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:

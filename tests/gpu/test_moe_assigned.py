@@ -47,6 +47,9 @@ OUT_DTYPES = (BF16, FP32)
 LAYER_TOLERANCE = 6e-3  # of the largest result: what is between the products is rounded, too
 SORTED_TOLERANCE = 1e-3  # of the largest result: of the same sums, rounded to hidden activations now and then otherwise
 HIDDEN, INNER = 1000, 200  # with tails of both products' K
+# Inner features whose digits have no room whole, so that the second product is in parts of K, with a tail; and few
+# hidden ones beside so many.
+LONG_INNER, LONG_HIDDEN, LONG_EXPERTS = 14320, 200, 8
 # Experts: few, a part of a round, a whole round, two.
 LAYERS = ((8, BF16), (60, BF16), (128, FP16), (256, BF16))
 # Tokens, experts that each chooses: a lane has one of at most 32 assignments, or two of at most 64.
@@ -134,11 +137,24 @@ def specs() -> list[KernelSpec]:
                         make_moe_plan(sorted_plans(tokens * topk, *forms), *sizes)
 
     found = dict.fromkeys(products_needed_by(plan_all))
+    found |= dict.fromkeys(products_needed_by(plan_in_parts))
     for experts, (n, k), dtype in PRODUCTS:
         found |= dict.fromkeys(spec_of(layout.config) for layout in layouts_of(experts, n, k, dtype, 1))
     return list(found)
 
 
+def plan_in_parts() -> None:
+    """Plans what `test_a_second_product_in_parts_of_k` launches."""
+    for dtype in (BF16, FP16):
+        sizes = (2 * LONG_INNER, LONG_HIDDEN), (LONG_HIDDEN, LONG_INNER)
+        forms = [form_of(LONG_EXPERTS, n, k, dtype) for n, k in sizes]
+        for tokens, topk in LONG_ROUTES:
+            for id_dtype in ID_DTYPES:
+                plan = moe_plan_of(tokens, topk, 8 * id_dtype.itemsize, *forms, FP32)
+                assert isinstance(plan, AssignedMoePlan) and plan.part_bits
+
+
+LONG_ROUTES = ((1, 2), (4, 2), (5, 3), (16, 2))
 PRODUCTS = [(experts, SIZES[0], dtype) for experts, dtype in LAYERS]
 PRODUCTS += [(8, size, dtype) for size in SIZES[1:] for dtype in (BF16, FP16)]
 every_product = pytest.mark.parametrize(
@@ -260,18 +276,22 @@ def test_rows_of_assignments_that_are_not_finite_are_nan_alone(routing):
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def layer(experts: int, dtype: torch.dtype) -> tuple[PackedExperts, PackedExperts, torch.Tensor, torch.Tensor]:
+def layer(
+    experts: int, dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER
+) -> tuple[PackedExperts, PackedExperts, torch.Tensor, torch.Tensor]:
     """(gate and up, down; fp64 weights of DISTINCT experts of both)."""
-    gate_up, dense = kept_weights_of(experts, 2 * INNER, HIDDEN, dtype)
-    down, dense_down = kept_weights_of(experts, HIDDEN, INNER, dtype)
+    gate_up, dense = kept_weights_of(experts, 2 * inner, hidden, dtype)
+    down, dense_down = kept_weights_of(experts, hidden, inner, dtype)
     return gate_up, down, dense, dense_down
 
 
-def exact_layer(experts: int, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def exact_layer(
+    experts: int, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, inner: int = INNER
+) -> torch.Tensor:
     """In fp64 but for hidden activations, which are rounded once."""
-    _, _, dense, dense_down = layer(experts, x.dtype)
+    _, _, dense, dense_down = layer(experts, x.dtype, x.shape[1], inner)
     hidden = exact_product(x, dense, ids, experts, None, "swiglu").to(x.dtype).double()
-    found = torch.zeros(x.shape[0], HIDDEN, dtype=torch.float64, device=x.device)
+    found = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for place, expert in known(ids, experts):
         result = dense_down[expert % DISTINCT] @ hidden[place]
         found[place // ids.shape[1]] += shares.flatten()[place].double() * result
@@ -305,6 +325,30 @@ def test_a_layer_of_few_assignments_is_the_weighted_sum_of_its_experts(experts, 
         assert_near(results[0], wanted, LAYER_TOLERANCE)
     if routing == "none":
         assert not results[0].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("tokens, topk", LONG_ROUTES)
+@every_routing
+@every_id_dtype
+def test_a_second_product_in_parts_of_k(dtype, tokens, topk, routing, id_dtype):
+    """Results of all parts are added up, to the same bits each time."""
+    gate_up, down, *_ = layer(LONG_EXPERTS, dtype, LONG_HIDDEN, LONG_INNER)
+    x = numbers(tokens, LONG_HIDDEN, dtype=dtype).to(CUDA)
+    ids, shares = assignments(routing, tokens, topk, LONG_EXPERTS, id_dtype)
+    wanted = exact_layer(LONG_EXPERTS, x, ids, shares, LONG_INNER)
+    results = []
+    for _ in range(3):
+        whole, out = poisoned(tokens, LONG_HIDDEN, FP32)
+        leave_nan_behind()
+        fused_moe(x, gate_up, down, ids, shares, out=out)
+        assert whole[:MARGIN].isnan().all() and whole[MARGIN + tokens :].isnan().all()
+        results.append(out)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    if routing == "none":
+        assert not results[0].any()
+    else:
+        assert_near(results[0], wanted, LAYER_TOLERANCE)
 
 
 @every_case

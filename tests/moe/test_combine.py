@@ -23,9 +23,14 @@ UNKNOWN = {32: (-1, EXPERTS, -(2**31)), 64: (-1, EXPERTS, 2**32, 3 * 2**32 + 1, 
 
 
 def run(
-    config: CombineConfig, results: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, monkeypatch
+    config: CombineConfig,
+    results: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    monkeypatch,
+    part_bits: int = 0,
 ) -> torch.Tensor:
-    """chosen: places or ids, [tokens, topk]."""
+    """chosen: places or ids, [tokens, topk]; results: of 2**part_bits parts, one after the other."""
     machine = Machine()
     machine.install(monkeypatch, combine)
     monkeypatch.setattr(combine, "COMBINE_THREADS", THREADS)
@@ -43,7 +48,7 @@ def run(
     kernel = unwrapped(kind, "choose", "add_batch", "store")(config)
     kernel.kernel = lambda *arguments: launches.append(arguments) or SimpleNamespace(launch=launch)  # type: ignore
     addresses = [machine.put(tensor) for tensor in (results, chosen, weights)]
-    kind.__call__.__wrapped__(kernel, given, *addresses, topk, EXPERTS, None)
+    kind.__call__.__wrapped__(kernel, given, *addresses, topk, EXPERTS, part_bits, None)
     assert torch.all(machine.get(out + tokens * n * dtype.itemsize, (MARGIN,), dtype) == -7.0)
     return machine.get(out, (tokens, n), dtype)
 
@@ -103,6 +108,22 @@ def test_results_of_assignments_are_added_up_by_their_ids(tokens, topk, n, dtype
     results[places.flatten() < 0] = torch.nan
     weights[places < 0] = torch.nan
     check(CombineConfig(dtype, source, bits), results, ids, places, weights, monkeypatch)
+
+
+@pytest.mark.parametrize("part_bits", [1, 2])
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("tokens, topk, n", SIZES)
+def test_results_of_all_parts_of_k_are_added_up(tokens, topk, n, bits, part_bits, monkeypatch):
+    """Those of no expert count for nothing in any part."""
+    ids, parts = ids_of(tokens, topk, bits), 1 << part_bits
+    places, count = places_of(ids), tokens * topk
+    results = results_of(parts * count, n, "fp32").view(parts, count, n)
+    weights = torch.rand(tokens, topk, generator=torch.Generator().manual_seed(2))
+    results[:, places.flatten() < 0] = torch.nan
+    weights[places < 0] = torch.nan
+    found = run(CombineConfig("fp32", id_bits=bits), results.flatten(0, 1), ids, weights, monkeypatch, part_bits)
+    wanted = combine_reference(results.sum(0), places, weights, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=2**-20, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [32, 64])

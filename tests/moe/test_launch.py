@@ -241,10 +241,10 @@ def test_the_operator_launches_what_the_call_does(name, products, launches, monk
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     given = call(40)
     result = fused_moe(**given)
-    (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, topk, known) = (
+    (ids, offsets, rows, places, count), *between, (out, results, places_read, shares, *sizes) = (
         launch.arguments for launch in launches
     )
-    assert ids is given["topk_ids"] and (count, topk, known) == (EXPERTS, TOPK, EXPERTS)
+    assert ids is given["topk_ids"] and count == EXPERTS and sizes == [TOPK, EXPERTS, 0]
     assert out is result and places_read == places and shares == given["topk_weights"].data_ptr()
     end = offsets + 4 * EXPERTS
     if products == "few rows":
@@ -333,12 +333,12 @@ def test_few_assignments_are_not_sorted(tokens, topk, id_dtype, products, launch
     assert isinstance(of_first, plan.AssignedPlan) and isinstance(of_second, plan.AssignedPlan)
     slots = [product.layout.x_slots for product in (of_first, of_second)]
     assert first[5:] == (
-        ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), True, SWIGLU, OUT_KINDS[BF16],
+        ids, 2 * INNER, 4, 2, *common, slots[0], words, -(-(2**16) // topk), 0, True, SWIGLU, OUT_KINDS[BF16],
     )  # fmt: skip
     assert second[5:] == (
-        ids, HIDDEN, 3, 1, *common, slots[1], words, 2**16, False, NO_ACTIVATION, OUT_KINDS[torch.float32],
+        ids, HIDDEN, 3, 1, *common, slots[1], words, 2**16, 0, False, NO_ACTIVATION, OUT_KINDS[torch.float32],
     )  # fmt: skip
-    assert combine[0] is result and combine[1:] == (results, ids, shares, topk, EXPERTS)
+    assert combine[0] is result and combine[1:] == (results, ids, shares, topk, EXPERTS, 0)
     symbols = [launch.symbol for launch in launches]
     lanes = 1 if tokens * topk <= WARP_THREADS else 2
     assert all(symbol.endswith(f"_assigned{lanes}") for symbol in symbols[:2])
@@ -353,7 +353,6 @@ SORTED: dict[str, Any] = {
     "one assignment too many": lambda: routed(65, 1),
     "one token's too many": lambda: routed(1, 65),
     "twice as many": lambda: routed(16, 8),
-    "a second product of long K": lambda: call(3, inner=14336),
     "a first product of long K": lambda: call(3, hidden=14336),
     "a second product in groups of 64": lambda: but(down=experts(HIDDEN, INNER, group=64)),
     "a first product in groups of 64": lambda: but(gate_up=experts(2 * INNER, HIDDEN, group=64)),
@@ -377,12 +376,13 @@ def test_assignments_that_are_too_many_or_go_to_other_kernels_are_sorted(name, l
     assert len(products) == 2 and all(offsets in launch.arguments[1:] for launch in products)
     assert combine.symbol.startswith(f"{COMBINE}_bf16") and "_i" not in combine.symbol.removeprefix(COMBINE)
     shares = given["topk_weights"].data_ptr()
-    assert combine.arguments[0] is result and combine.arguments[2:] == (places, shares, topk, count)
+    assert combine.arguments[0] is result and combine.arguments[2:] == (places, shares, topk, count, 0)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_product_that_a_table_gives_entries_of_more_rows_has_assignments_sorted(which, launches, monkeypatch):
-    """The kernel of assignments has entries of 8 rows only."""
+@pytest.mark.parametrize("tokens, kind", [(3, AssignedMoePlan), (24, SortedMoePlan)])
+def test_assignments_of_a_product_that_a_table_gives_entries_of_more_rows(which, tokens, kind, launches, monkeypatch):
+    """The kernel of assignments has entries of 8 rows only: it serves them if experts usually have no more."""
     n = (2 * INNER, HIDDEN)[which]
 
     def chosen(problem: Any, gpu: str) -> Any:
@@ -390,11 +390,28 @@ def test_a_product_that_a_table_gives_entries_of_more_rows_has_assignments_sorte
         return next(one for one in layouts(problem) if one.config.max_tokens == rows)
 
     monkeypatch.setattr(plan, "chosen", chosen)
-    fused_moe(**call())
+    fused_moe(**call(tokens))
     (made_plan,) = ops._plans.values()
-    assert isinstance(made_plan, SortedMoePlan)
-    kernels = [ROUTING, "_runs1", "_runs1", COMBINE]
+    assert isinstance(made_plan, kind)
+    few = kind is AssignedMoePlan
+    kernels = ["_assigned1", "_assigned1", COMBINE] if few else [ROUTING, "_runs1", "_runs1", COMBINE]
     assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_second_product_of_long_k_is_in_parts_that_are_added_up(tokens, launches):
+    """Each part has results of its own, of all assignments, behind the hidden activations."""
+    result = fused_moe(**(given := call(tokens, inner=14336)))
+    (made_plan,) = ops._plans.values()
+    assert isinstance(made_plan, AssignedMoePlan)
+    _, second, combine = (launch.arguments for launch in launches)
+    hidden, results, count = second[0], second[4], tokens * TOPK
+    units, part_bits = second[8], second[-4]
+    assert (units << part_bits) * 128 == 14336 and part_bits == 1
+    assert hidden.data_ptr() + 2 * count * 14336 <= results
+    assert results + 4 * (count << part_bits) * HIDDEN <= hidden.data_ptr() + hidden.nbytes
+    ids, shares = given["topk_ids"].data_ptr(), given["topk_weights"].data_ptr()
+    assert combine == (result, results, ids, shares, TOPK, EXPERTS, part_bits)
 
 
 @pytest.mark.parametrize("products", ["runs"], indirect=True)

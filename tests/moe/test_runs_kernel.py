@@ -4,6 +4,7 @@ the making of digits, in whose place lie the rows themselves, and what the tenso
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from dataclasses import replace
@@ -77,7 +78,7 @@ class Rows:
 
     def make(self, x, places, begin, end, warp, lane) -> None:
         machine, tokens = self.test.machine, self.test.config.max_tokens
-        assert begin == 0 and 1 <= x.rows <= tokens and places.x_address % 1024 == 0
+        assert begin % (end - begin) == 0 and 1 <= x.rows <= tokens and places.x_address % 1024 == 0
         self.test.begin_entry()
         if (warp, lane) == (0, 0):
             self.test.made[machine.cta.block[0]].append((places.x_address, x.rows))
@@ -91,9 +92,9 @@ class Rows:
                 first = x.address + (source * 8 * x.row_pieces + 128 * unit) * 2
                 values = np.zeros(128, np.float32)
                 values[:count] = 2 * halves(machine.memory, first, count)
-                at = places.x_address + (unit * tokens + row) * ROW_BYTES
+                at = places.x_address + ((unit - begin) * tokens + row) * ROW_BYTES
                 shared[at : at + ROW_BYTES] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-                at = places.x_scales + (unit * tokens + row) * 4
+                at = places.x_scales + ((unit - begin) * tokens + row) * 4
                 shared[at : at + 4].view(np.float32)[0] = HALF
         self.test.end_entry()
 
@@ -111,15 +112,15 @@ def weights(codes: bytes, scales: bytes) -> np.ndarray:
 
 
 class Launch:
-    """A launch on the machine of threads.
+    """A launch on the machine of threads; of assignments as they are, ``parts`` of K with results of their own.
 
     made: for each CTA (place of digits, rows) of what it makes digits of; filled, read: times that a stage was filled,
     and that a warp has read it, (CTA, stage); chunks: of each entry of a CTA; makers, readers: threads that have made
     an entry's digits, and chunks of it that warps have read, (CTA, entry of the CTA).
     """
 
-    def __init__(self, config: RunConfig, num_ctas: int, x_slots: int, monkeypatch):
-        self.config, self.num_ctas, self.x_slots = config, num_ctas, x_slots
+    def __init__(self, config: RunConfig, num_ctas: int, x_slots: int, monkeypatch, parts: int = 1):
+        self.config, self.num_ctas, self.x_slots, self.parts = config, num_ctas, x_slots, parts
         self.machine = Machine(1 << 23)
         self.machine.install(monkeypatch, *MODULES)
         self.made: list[list[tuple[int, int]]] = [[] for _ in range(num_ctas)]
@@ -214,10 +215,11 @@ class Launch:
     def run_assigned(
         self, weight: PackedExperts, x: torch.Tensor, ids: torch.Tensor, topk: int, **options: Any
     ) -> torch.Tensor:
-        """As `run`; ids: of ``topk`` assignments for each row of x, one after the other."""
+        """As `run`, with results of one part after the other; ids: of ``topk`` assignments for each row of x, one after
+        the other."""
         # Whoever reads behind the last one finds an expert.
         routing = (self.machine.put(torch.cat([ids, torch.zeros_like(ids)])),)
-        more = ids.element_size() // 4, row_factor(topk)
+        more = ids.element_size() // 4, row_factor(topk), self.parts.bit_length() - 1
         return self.start(weight, x, routing, assigned_entries(ids, len(weight)), len(ids), more, **options)
 
     def start(
@@ -235,7 +237,7 @@ class Launch:
     ) -> torch.Tensor:
         """Launches. routing: addresses; more: sizes that the kernel of assignments is given beside the others."""
         machine, config, n = self.machine, self.config, weight.shape[0]
-        shape = (places, n // 2 if activation == "swiglu" else n)
+        shape = (self.parts * places, n // 2 if activation == "swiglu" else n)
         self.codes, self.scales = machine.put(weight.codes), machine.put(weight.scales)
         out = machine.put(torch.full(shape, -7.0, dtype=out_dtype))
         given = SimpleNamespace(shape=tuple(x.shape), address=machine.put(x))
@@ -247,8 +249,8 @@ class Launch:
             machine.run(lambda: self.kind.kernel.__wrapped__(self.kernel, *waiting[0]), blocks, config.num_threads)
 
         self.kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
-        num_tiles, units = weight.codes.shape[1], weight.codes.shape[2] // 2
-        shares = [Counter(one[0] for one in some) for some in blocks_of(self, weight, entries)]
+        num_tiles, units = weight.codes.shape[1], part_units(self, weight)
+        shares = [Counter(one[:2] for one in some) for some in blocks_of(self, weight, entries)]
         self.chunks = [[count * units // config.chunk_units for count in some.values()] for some in shares]
         self.kind.__call__.__wrapped__(
             self.kernel, given, self.codes, self.scales, machine.put(bias), out, *routing, n, num_tiles, units,
@@ -310,10 +312,20 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
     return torch.cat([part @ w.T for part, w in zip(parts, dense, strict=True)]).float()
 
 
-def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[list[tuple[int, int, int]]]:
-    """For each CTA (entry, expert, block), in order: plain Python."""
+def part_units(launch: Launch, weight: PackedExperts) -> int:
+    """Units of 128 inputs of a part of K."""
+    return weight.codes.shape[2] // 2 // launch.parts
+
+
+def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[list[tuple[int, int, int, int]]]:
+    """For each CTA (entry, part of K, expert, block), in order: plain Python."""
     per_expert = -(-weight.codes.shape[1] // launch.config.n_tiles)
-    every = [(i, expert, block) for i, (expert, _) in enumerate(entries) for block in range(per_expert)]
+    every = [
+        (i, part, expert, block)
+        for i, (expert, _) in enumerate(entries)
+        for part in range(launch.parts)
+        for block in range(per_expert)
+    ]
     each, rest = divmod(len(every), launch.num_ctas)
     return [every[i * each + min(i, rest) : (i + 1) * each + min(i + 1, rest)] for i in range(launch.num_ctas)]
 
@@ -321,7 +333,7 @@ def blocks_of(launch: Launch, weight: PackedExperts, entries: Entries) -> list[l
 def check_copies(launch: Launch, weight: PackedExperts, entries: Entries) -> None:
     """Each CTA copies every unit of its blocks once, in their order."""
     config, (_, tiles, count, _) = launch.config, weight.codes.shape
-    units = count // 2
+    units, own = count // 2, part_units(launch, weight)
     runs = (
         (launch.codes, weight.codes.nbytes, config.unit_bytes),
         (launch.scales, weight.scales.nbytes, config.unit_scale_bytes),
@@ -330,8 +342,8 @@ def check_copies(launch: Launch, weight: PackedExperts, entries: Entries) -> Non
         for cta, blocks in enumerate(blocks_of(launch, weight, entries)):
             wanted = [
                 (((expert * tiles + min(block * config.n_tiles + i, tiles - 1)) * units + unit) * unit_bytes)
-                for _, expert, block in blocks
-                for unit in range(0, units, config.chunk_units)
+                for _, part, expert, block in blocks
+                for unit in range(part * own, (part + 1) * own, config.chunk_units)
                 for i in range(config.n_tiles)
             ]
             copied = [c for c in launch.machine.copies if c[0][0] == cta and first <= c[1] < first + size]
@@ -341,11 +353,11 @@ def check_copies(launch: Launch, weight: PackedExperts, entries: Entries) -> Non
 
 
 def check_digits(launch: Launch, weight: PackedExperts, entries: Entries) -> None:
-    """A CTA makes the digits of an entry once, in slots that take turns."""
-    config, units = launch.config, weight.codes.shape[2] // 2
+    """A CTA makes the digits of an entry's part of K once, in slots that take turns."""
+    config, units = launch.config, part_units(launch, weight)
     for made, blocks in zip(launch.made, blocks_of(launch, weight, entries), strict=True):
-        own = list(dict.fromkeys(entry for entry, _, _ in blocks))
-        assert [count for _, count in made] == [entries[entry][1] for entry in own]
+        own = list(dict.fromkeys((entry, part) for entry, part, _, _ in blocks))
+        assert [count for _, count in made] == [entries[entry][1] for entry, _ in own]
         places = [place for place, _ in made]
         pitch = units * config.unit_digit_bytes
         slots = [min(places) + i % launch.x_slots * pitch for i in range(len(made))]
@@ -409,14 +421,15 @@ def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
     weight = stack_experts([known(n, k, group_size=128, seed=seed).pack() for seed in range(experts)])
     x = torch.randn(-(-len(ids) // topk), k, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     given = torch.tensor(ids, dtype=id_dtype)
-    found = launch.run_assigned(weight, x, given, topk)
-    dense = weight.dequantize(torch.float64)
-    for place, expert in enumerate(ids):
+    found = launch.run_assigned(weight, x, given, topk).view(launch.parts, len(ids), n)
+    dense, part_k = weight.dequantize(torch.float64), 128 * part_units(launch, weight)
+    for part, (place, expert) in itertools.product(range(launch.parts), enumerate(ids)):
         if 0 <= expert < experts:
-            wanted = (dense[expert] @ x[place // topk].double()).float()
-            torch.testing.assert_close(found[place], wanted, rtol=2e-5, atol=1e-5)
+            inputs = slice(part * part_k, (part + 1) * part_k)
+            wanted = (dense[expert, :, inputs] @ x[place // topk, inputs].double()).float()
+            torch.testing.assert_close(found[part, place], wanted, rtol=2e-5, atol=1e-5)
         else:
-            assert torch.all(found[place] == -7.0)
+            assert torch.all(found[part, place] == -7.0)
     entries = assigned_entries(given, experts)
     check_copies(launch, weight, entries)
     check_digits(launch, weight, entries)
@@ -425,6 +438,26 @@ def check_assigned(ids, topk, n, k, launch, id_dtype) -> None:
 def test_results_of_more_assignments_than_lanes_are_where_they_are(monkeypatch):
     launch = Launch(config_of(128, 2, lane_assignments=2), 3, 2, monkeypatch)
     check_assigned(TWO_WARPS_OF, 3, 64, 128, launch, torch.int64)
+
+
+# Parts of K; ids, assignments of a row of x, N, K, CTAs, slots and fields as above.
+IN_PARTS: dict[str, tuple[int, tuple[int, ...], int, int, int, int, int, dict[str, Any]]] = {
+    "two parts of one assignment": (2, (5,), 1, 130, 512, 3, 1, {}),
+    "two parts, two slots": (2, (5, 2, 2, -1, 7, 5), 2, 130, 256, 3, 2, {}),
+    "four parts": (4, (5, 2, 2, 0, 7, 5), 3, 64, 512, 5, 1, {}),
+    "chunks of two units, two tiles": (2, (2, 7, 1, 7), 4, 192, 512, 2, 1, {"chunk_units": 2, "n_tiles": 2}),
+    "an expert with several entries": (2, (3,) * 9 + (1, 3), 1, 64, 256, 2, 1, {}),
+    "a tail of K in the last part": (2, (1, 2, 0, 3, 3), 5, 72, 504, 3, 2, {}),
+    "more CTAs than blocks and parts": (2, (6, -1), 2, 64, 256, 5, 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_each_part_of_k_has_results_of_its_own(name, monkeypatch):
+    """One after the other, of all assignments."""
+    parts, ids, topk, n, k, num_ctas, x_slots, fields = IN_PARTS[name]
+    config = config_of(-(-k // 128 // parts) * 128, x_slots, lane_assignments=1, **fields)
+    check_assigned(ids, topk, n, k, Launch(config, num_ctas, x_slots, monkeypatch, parts), torch.int32)
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])

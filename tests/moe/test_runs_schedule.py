@@ -18,6 +18,7 @@ from cute_kernels.moe.runs.config import LANE_ASSIGNMENTS, LANE_EXPERTS, MOST_AS
 from cute_kernels.moe.runs.schedule import (
     LEAST_RING_BYTES,
     MODELLED_ROWS,
+    PARTS,
     SHAPES,
     SPARE_BYTES,
     RunLayout,
@@ -28,6 +29,7 @@ from cute_kernels.moe.runs.schedule import (
     has_few_rows,
     layouts,
     make_layout,
+    make_parts,
     make_runs,
 )
 from cute_kernels.moe.runs.work import BlockRun
@@ -242,15 +244,58 @@ def test_names_tell_kernels_of_assignments_from_others():
 
 
 def test_layers_of_few_assignments_have_both_products_among_them():
-    first, second = (tuned.modelled(problem(32, 256, n, k)) for n, k in ((4096, 7168), (7168, 2048)))
+    problems = [problem(32, 256, n, k) for n, k in ((4096, 7168), (7168, 2048))]
+    first, second = map(tuned.modelled, problems)
     assert isinstance(first, RunLayout) and isinstance(second, RunLayout)
     for count in (32, MOST_ASSIGNMENTS):
-        assert tuned.assigned(count, [first, second]) == [among_assignments(one, count) for one in (first, second)]
-    assert tuned.assigned(MOST_ASSIGNMENTS + 1, [first, second]) is None
-    others: list[Any] = [tuned.modelled(problem(32, 8, 4096, 14336)), tuned.modelled(problem(32, 256, group=64))]
-    others += [next(one for one in layouts(problem(32, 256)) if one.config.max_tokens > MODELLED_ROWS)]
-    for other in others:
-        assert tuned.assigned(32, [first, other]) is None and tuned.assigned(32, [other, second]) is None
+        wanted = [among_assignments(one, count) for one in (first, second)]
+        assert tuned.assigned(count, problems, [first, second]) == wanted
+    assert tuned.assigned(MOST_ASSIGNMENTS + 1, problems, [first, second]) is None
+    other = problem(32, 256, group=64)
+    served = tuned.modelled(other)
+    assert tuned.assigned(32, [problems[0], other], [first, served]) is None
+    assert tuned.assigned(32, [other, problems[1]], [served, second]) is None
+
+
+def test_what_a_table_gives_entries_of_more_rows_is_by_the_model_among_assignments():
+    """Theirs is a launch less, and entries are of 8 rows."""
+    one = problem(64, 128)
+    of_more = next(layout for layout in layouts(one) if layout.config.max_tokens > MODELLED_ROWS)
+    assert tuned.assigned(64, [one], [of_more]) == [among_assignments(make_runs(one), 64)]
+    many = problem(64, 8)
+    assert not has_few_rows(many) and tuned.assigned(64, [many], [of_more]) is None
+
+
+def of_long_k(places: int, k: int = 14336) -> GroupedProblem:
+    """As Mixtral's second product."""
+    return problem(places, 8, 4096, k)
+
+
+def test_a_last_product_whose_k_has_no_room_is_in_as_few_parts_as_have():
+    long, other = of_long_k(16), problem(16, 8, 28672, 4096)
+    assert not list(layouts(long)) and not has_few_rows(long)
+    served = [tuned.modelled(one) for one in (other, long)]
+    first, second = tuned.assigned(16, [other, long], served) or (None, None)
+    assert first is not None and second is not None and (first.parts, second.parts) == (1, 2)
+    assert second.parts * second.units * 128 == long.k_pad and second.part_bits == 1
+    assert 2 * second.units > second.config.room_units >= second.x_slots * second.units
+    assert tuned.assigned(16, [long, other], served[::-1]) is None, "parts have no activation"
+    longer = make_parts(of_long_k(16, 28672))
+    assert longer is not None and longer.parts == 4, "two parts have no room either"
+    assert make_parts(of_long_k(16, 2**17)) is None, "nor have four"
+    assert make_parts(of_long_k(16, 14464)) is None, "113 units are no equal parts"
+    assert make_parts(of_long_k(128)) is None, "experts have more rows than an entry"
+
+
+def test_parts_of_k_are_counted_as_blocks():
+    long = of_long_k(16)
+    twos, fours = (
+        {one.config.n_tiles: one for one in layouts(long, parts) if one.config.max_tokens == 8} for parts in PARTS
+    )
+    for two, four in ((twos[tiles], fours[tiles]) for tiles in (1, 2)):
+        assert (two.units, two.num_blocks) == (2 * four.units, four.num_blocks)
+        assert counts(long, four) == 2 * counts(long, two)
+        assert estimate_us(long, four) == pytest.approx(estimate_us(long, two), rel=0.1)
 
 
 def measured_problem(case: measured.Case) -> GroupedProblem:

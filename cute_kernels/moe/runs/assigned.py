@@ -40,6 +40,7 @@ class AssignedRunKernel(RunKernel):
         x_slots: Int32,
         id_words: Int32,
         row_factor: Int32,
+        part_bits: Int32,
         waits: Int32,
         activation: Int32,
         out_kind: Int32,
@@ -48,11 +49,13 @@ class AssignedRunKernel(RunKernel):
         """As `RunKernel`, but for the routing.
 
         ids: address of ``count`` experts' ids of ``id_words`` words of 32 bits, of which those outside 0 to num_experts
-        - 1 go nowhere. out: [count, ..], a row for each assignment. row_factor: as `AssignedShape`.
+        - 1 go nowhere. out: [count, ..], a row for each assignment. row_factor: as `AssignedShape`. units: of one of
+        2**part_bits equal parts of K, each of which has a result of its own, out [2**part_bits, count, ..]: without
+        bias or activation, for whoever adds them up.
         """
         sizes = self.sizes(x, n, num_tiles, units, num_ctas, num_experts, count, x_slots, waits, activation, out_kind)
         operands = RunOperands(ptx.address(x), codes, scales, bias, Int64(0), out, ids, Int64(0))
-        shape = AssignedShape(*sizes, id_words=id_words, row_factor=row_factor)
+        shape = AssignedShape(*sizes, id_words=id_words, row_factor=row_factor, part_bits=part_bits)
         self.kernel(operands, shape).launch(**self.launch_options(num_ctas, stream))
 
     def load_routing(self, operands, shape, lane) -> Any:
@@ -63,6 +66,21 @@ class AssignedRunKernel(RunKernel):
 
     def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
         return AssignmentFinder.of(routing, shape.num_experts, lane, self.config.max_tokens), None
+
+    def with_parts(self, shape, entries) -> Any:
+        return entries << shape.part_bits
+
+    def entry_of(self, shape, number) -> Any:
+        return number >> shape.part_bits
+
+    def first_unit(self, shape, number) -> Any:
+        return shape.part(number) * shape.units
+
+    def tile_units(self, shape) -> Any:
+        return shape.units << shape.part_bits
+
+    def result_place(self, shape, number, place) -> Any:
+        return shape.part(number) * shape.places + place
 
     @cute.jit
     def entry_row(self, operands, shape, entry, known, lane):

@@ -174,7 +174,7 @@ class RunKernel(LinearKernel):
             cute.arch.barrier_arrive(barrier_id=MULTIPLYING, number_of_threads=self.with_copying(config.math_warps))
             cute.arch.barrier_arrive(barrier_id=STORING, number_of_threads=self.with_copying(config.epilogue_warps))
         finder, row = self.find_entries(shape, routing, lane)
-        run = BlockRun.of(shape, finder.total, cta)
+        run = BlockRun.of(shape, self.with_parts(shape, finder.total), cta)
         if warp == config.math_warps:
             self.copy_blocks(operands, memory, run, finder)
         elif warp < config.math_warps:
@@ -199,6 +199,26 @@ class RunKernel(LinearKernel):
         """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
         places, row = routing
         return ExpertFinder.of(places, lane, self.config.max_tokens), row
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of: entries, here with all of K."""
+        return entries
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        return number
+
+    def first_unit(self, shape, number) -> Any:
+        """The first unit of K that a number of `with_parts` is multiplied with."""
+        return Int32(0)
+
+    def tile_units(self, shape) -> Any:
+        """Units of the padded K."""
+        return shape.units
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        return place
 
     @cute.jit
     def entry_row(self, operands, shape, entry: Entry, known, lane):
@@ -232,7 +252,8 @@ class RunKernel(LinearKernel):
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(run.count, unroll=1):
             number, block = run.block(index)
-            begins = self.weight_begins(operands, shape, finder.find(number).expert, block)
+            expert = finder.find(self.entry_of(shape, number)).expert
+            begins = self.weight_begins(operands, shape, expert, block, self.first_unit(shape, number))
             for unit in cutlass.range(0, shape.units, config.chunk_units, unroll=1):
                 cute.arch.mbarrier_wait(memory.empty + stage, phase)
                 with cute.arch.elect_one():
@@ -241,15 +262,15 @@ class RunKernel(LinearKernel):
         if const_expr(config.use_pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def weight_begins(self, operands, shape, expert, block) -> list[tuple[Any, Any]]:
-        """Where codes and scales of each of a block's tiles begin."""
+    def weight_begins(self, operands, shape, expert, block, first_unit) -> list[tuple[Any, Any]]:
+        """Where codes and scales of each of a block's tiles begin, from a unit on."""
         config = self.config
         tiles = [
             expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
             for i in range(config.n_tiles)
         ]
         # There are fewer units than fit into 32 bits: each is some kilobytes.
-        units = [Uint32(tile) * Uint32(shape.units) for tile in tiles]
+        units = [Uint32(tile) * Uint32(self.tile_units(shape)) + Uint32(first_unit) for tile in tiles]
         sizes = config.unit_bytes, config.unit_scale_bytes
         return [(operands.codes + product(unit, sizes[0]), operands.scales + product(unit, sizes[1])) for unit in units]
 
@@ -280,8 +301,9 @@ class RunKernel(LinearKernel):
         return memory.x + shape.x_slots * memory.x_slot_bytes
 
     @cute.jit
-    def make_digits(self, operands, shape, memory, entry: Entry, known, start, warp, lane):
-        """Makes the digits of an entry's rows, ``start`` bytes behind the first; known: of `find_entries`.
+    def make_digits(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
+        """Makes the digits of an entry's rows from unit ``begin`` on, ``start`` bytes behind the first; known: of
+        `find_entries`.
 
         Where no warp reads any more: all have met since they did. If there is one slot only, all meet before as well.
         """
@@ -290,7 +312,7 @@ class RunKernel(LinearKernel):
             self.meet()
         places = DigitPlaces(memory.x + start, self.digit_scales(shape, memory) + scale_offset(start))
         rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, None, None, None, None, row)
-        self.rows.make(rows, places, Int32(0), shape.units, warp, lane)
+        self.rows.make(rows, places, begin, begin + shape.units, warp, lane)
         self.meet()
 
     def meet(self) -> None:
@@ -331,7 +353,8 @@ class RunKernel(LinearKernel):
             number, _ = run.block(index)
             if number != last:
                 start = self.x_start(shape, memory, slot)
-                self.make_digits(operands, shape, memory, finder.find(number), row, start, warp, lane)
+                entry, begin = finder.find(self.entry_of(shape, number)), self.first_unit(shape, number)
+                self.make_digits(operands, shape, memory, entry, begin, row, start, warp, lane)
                 slot = slot + 1
             last = number
             sums.fill(0.0)
@@ -416,7 +439,7 @@ class RunKernel(LinearKernel):
         for turn in cutlass.range(turns, unroll=1):
             rehearsing = turn == 0
             number, block = run.block(cutlass.max(turn - 1, 0))
-            entry = finder.find(number)
+            entry = finder.find(self.entry_of(shape, number))
             source = memory.staging + buffer * config.buffer_bytes
             if not rehearsing:
                 cute.arch.mbarrier_wait(memory.staged + buffer, phase)
@@ -424,7 +447,8 @@ class RunKernel(LinearKernel):
                 tid, entry.rows * self.epilogue.row_vectors, self.epilogue.num_threads, unroll=1
             ):
                 place = entry.place(vector // self.epilogue.row_vectors)
-                target = self.epilogue.target_in(shape, block, place, vector, entry.expert * shape.n)
+                result = self.result_place(shape, number, place)
+                target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
                 target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
                 self.epilogue.load_extras(operands, shape, target, extras)
                 values = self.epilogue.staged_sum(source, vector)

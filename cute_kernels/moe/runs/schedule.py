@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ SHAPES = (
     *(RunShape(ROWS[1], *shape) for shape in ((1, 3, 2), (2, 2, 1))),
 )
 MODELLED_ROWS = ROWS[0]
+PARTS = (2, 4)  # of K, where it has no room whole
 # An H200's, fitted to measured times (tests/moe/measured.py).
 START_US = 7.2  # of a launch, until the first weights have come, and of the way out
 BLOCK_US = 0.08  # of a block, beyond the memory's time for it
@@ -57,9 +58,10 @@ class RunLayout:
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features of an expert.
-        units: of the padded K.
+        units: of the padded K, or of a part of it.
         num_ctas: as many as there are SMs; those without a block end at once.
         x_slots: sets of digits of an entry that a CTA has room for, 1 or 2.
+        parts: of K, whose results stand apart, for whoever adds them up: among assignments as they are only.
     """
 
     config: RunConfig
@@ -67,11 +69,17 @@ class RunLayout:
     units: int
     num_ctas: int
     x_slots: int
+    parts: int = 1
 
     @property
     def num_blocks(self) -> int:
         """Of an expert."""
         return -(-self.num_tiles // self.config.n_tiles)
+
+    @property
+    def part_bits(self) -> int:
+        """log2 of the parts."""
+        return self.parts.bit_length() - 1
 
 
 def has_few_rows(problem: GroupedProblem) -> bool:
@@ -81,8 +89,23 @@ def has_few_rows(problem: GroupedProblem) -> bool:
 
 def make_runs(problem: GroupedProblem) -> RunLayout:
     """The fastest layout by the model, of a problem with `has_few_rows`."""
-    found = (layout for layout in layouts(problem) if layout.config.max_tokens == MODELLED_ROWS)
-    return min(found, key=lambda layout: estimate_us(problem, layout))
+    return _fastest(problem, layouts(problem))
+
+
+def make_parts(problem: GroupedProblem) -> RunLayout | None:
+    """The fastest layout by the model in as few parts of K as possible, two at least, of few rows an expert.
+
+    For products whose digits have no room whole. None if experts usually have more rows, or no number of parts will do.
+    """
+    if usual_rows(problem) > MODELLED_ROWS:
+        return None
+    found = (list(layouts(problem, parts)) for parts in PARTS)
+    return next((_fastest(problem, some) for some in found if some), None)
+
+
+def _fastest(problem: GroupedProblem, found: Iterable[RunLayout]) -> RunLayout:
+    few = (layout for layout in found if layout.config.max_tokens == MODELLED_ROWS)
+    return min(few, key=lambda layout: estimate_us(problem, layout))
 
 
 def among_assignments(layout: RunLayout, count: int) -> RunLayout | None:
@@ -106,33 +129,33 @@ def estimate_us(problem: GroupedProblem, layout: RunLayout) -> float:
     CTAs have as many blocks as another or one more; SMs take in weights faster where not all of them do.
     """
     entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, layout.config.max_tokens)
-    rounds, rest = divmod(entries * layout.num_blocks / layout.num_ctas, 1)
+    rounds, rest = divmod(entries * layout.parts * layout.num_blocks / layout.num_ctas, 1)
     block_bytes = layout.units * layout.config.unit_stage_bytes
     block = layout.num_ctas * block_bytes / MEMORY_BYTES_PER_US + BLOCK_US
     return START_US + block * (rounds + max(rest, LEAST_SHARE if rest else 0.0))
 
 
-def layouts(problem: GroupedProblem) -> Iterator[RunLayout]:
-    """All that are possible."""
+def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RunLayout]:
+    """All that are possible, in so many parts of K."""
     for shape in SHAPES:
-        layout = make_layout(problem, shape)
+        layout = make_layout(problem, shape, parts)
         if layout is not None and counts(problem, layout) <= MOST_DIVIDED:
             yield layout
 
 
 def counts(problem: GroupedProblem, layout: RunLayout) -> int:
     """The largest number that `cute_kernels.moe.work.quotient` is to divide, times the divisor."""
-    blocks = problem.max_entries(layout.config.max_tokens) * layout.num_blocks
+    blocks = problem.max_entries(layout.config.max_tokens) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 
 
-def make_layout(problem: GroupedProblem, shape: RunShape) -> RunLayout | None:
+def make_layout(problem: GroupedProblem, shape: RunShape, parts: int = 1) -> RunLayout | None:
     """With room for the digits of two entries, if the ring is none the shorter for it; None if there is no ring."""
-    units, rest = divmod(problem.k_pad, UNIT_K)
+    units, rest = divmod(problem.k_pad, parts * UNIT_K)
     if rest or units % shape.chunk_units or problem.num_experts % LANE_EXPERTS:
         return None
     found = [
-        RunLayout(config, -(-problem.n // TILE_N), units, problem.num_sms, x_slots)
+        RunLayout(config, -(-problem.n // TILE_N), units, problem.num_sms, x_slots, parts)
         for x_slots in (2, 1)
         if (config := config_of(problem, shape, x_slots * units))
     ]

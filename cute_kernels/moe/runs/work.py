@@ -19,7 +19,7 @@ class LaunchShape:
     n: Any
     k: Any
     num_tiles: Any  # of 64 output features of an expert
-    units: Any  # of the padded K
+    units: Any  # that a block is multiplied with: of the padded K, or of a part of it
     num_blocks: Any  # of output features of an expert
     block_reciprocal: Any  # as `cute_kernels.moe.work.reciprocal`
     num_ctas: Any
@@ -38,10 +38,15 @@ class AssignedShape(LaunchShape):
 
     id_words: Any  # of 32 bits, of an expert's id
     row_factor: Any  # 2**ROW_BITS over the assignments of a row of x, rounded up
+    part_bits: Any  # log2 of the parts of K, which entries are counted with: all parts of one, then of the next
 
     def row(self, place) -> Any:
         """The row of x of an assignment."""
         return (place * self.row_factor) >> ROW_BITS
+
+    def part(self, number) -> Any:
+        """The part of K of a ``number`` of those that entries and parts are counted by."""
+        return number - ((number >> self.part_bits) << self.part_bits)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class RunOperands:
     scales: Any
     bias: Any  # [experts, n] of x's dtype
     residual: Any  # 0
-    out: Any  # [places, columns]
+    out: Any  # [places, columns], of parts of K one behind the other
     offsets: Any  # int32 [experts + 1]: the first place of each expert; or ids of assignments
     rows: Any  # int32 [places]: the row of x at each place, or 0: its own number
 
