@@ -104,8 +104,8 @@ def assigned(
     None if there are too many assignments, or one of the products has to have them sorted.
     """
     found: list[RunLayout] = []
-    for problem, layout in zip(problems, layouts, strict=True):
-        choices = runs_like(problem, layout, last=problem is problems[-1])
+    for number, (problem, layout) in enumerate(zip(problems, layouts, strict=True), 1):
+        choices = runs_like(problem, layout, last=number == len(problems))
         possible = (among_assignments(choice, assignments) for choice in choices)
         same = next((one for one in possible if one), None)
         if same is None:
