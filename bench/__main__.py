@@ -6,6 +6,7 @@ import argparse
 import datetime
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,17 +291,22 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from bench import accuracy_report, linear, mla, report
+    from bench import accuracy_report, linear, mla, moe, report
 
+    of_kind = {
+        "linear": (linear.markdown, report.MARK_LINEAR),
+        "mla": (mla.markdown, report.MARK_MLA),
+        "moe": (moe.markdown, report.MARK_MOE),
+        "accuracy": (accuracy_report.markdown, accuracy_report.MARK),
+    }
     record = options.result
-    if record.get("kind") == "linear":
-        table, mark = linear.markdown(record), report.MARK_LINEAR
-    elif record.get("kind") == "mla":
-        table, mark = mla.markdown(record), report.MARK_MLA
-    elif record.get("kind") == "accuracy":
-        table, mark = accuracy_report.markdown(record), accuracy_report.MARK
-    else:
-        table, mark = report.markdown(record, options.suite), report.mark(options.suite)
+    of_suite = partial(report.markdown, suite=options.suite), report.mark(options.suite)
+    markdown, mark = of_kind.get(str(record.get("kind")), of_suite)
+    try:
+        table = markdown(record)
+    except ValueError as error:
+        print(f"{error}", file=sys.stderr)
+        return 2
     if options.readme is None:
         print(table, end="")
         return 0

@@ -13,7 +13,7 @@ import torch
 from bench import linear_apart
 from bench.linear_peers import PEERS, LinearPeer, Product, Weights
 from bench.peers import AGREEMENT, relative_error
-from bench.report import aligned, number
+from bench.report import aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
 from cute_kernels.linear import PackedWeight, linear
@@ -300,19 +300,16 @@ def markdown(record: dict[str, Any]) -> str:
     """A line for each layer and width of codes, microseconds for each number of rows, in brackets the best peer's."""
     rows = record["linear"]
     columns = sorted({row["shape"]["m"] for row in rows})
-    lines = [["N x K", "weights", "floor", *(f"M = {m}" for m in columns)], ["---"] * (3 + len(columns))]
+    head, lines = ["N x K", "weights", "floor", *(f"M = {m}" for m in columns)], []
     for (layer, form), group in _layers(rows):
         by_m = {row["shape"]["m"]: row for row in group}
         cells = [_with_best(by_m[m]) if m in by_m else "-" for m in columns]
         lines.append([layer, form, number(group[0]["floor"]["us"]), *cells])
-    environment = record["environment"]
     about = (
-        f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
-        f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}; us, median of "
-        f"{record.get('samples')} calls with a cold L2; groups of {FORMATS[0].group_size}; in brackets the fastest "
-        "peer's."
+        f"us, median of {record.get('samples')} calls with a cold L2; groups of {FORMATS[0].group_size}; in brackets "
+        "the fastest peer's."
     )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
+    return in_markdown(record, head, lines, about)
 
 
 def _layers(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:

@@ -12,7 +12,7 @@ import torch
 from bench import mla_append
 from bench.mla_peers import PEERS, MlaPeer, Prepared, Result
 from bench.mla_workloads import SUITES, MlaInputs, MlaShape, make_inputs, shapes
-from bench.report import OURS, aligned, closing, number
+from bench.report import OURS, aligned, closing, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_graph_cold
 from cute_kernels.mla.compile import MlaSpec, combine_specs
@@ -229,8 +229,7 @@ def markdown(record: dict[str, Any]) -> str:
         raise ValueError("record: got no measured row of MLA decode, want some")
     names = list(dict.fromkeys(name for row in rows for name, peer in row["peers"].items() if peer.get("us")))
     head = ["tokens", "batch", "heads", "queries", "attended", "floor, us", f"{OURS}, us", "TFLOPS", "TB/s"]
-    lines = [[*head, *(f"{name}, us (TFLOPS)" for name in names)]]
-    lines.append(["---"] * len(lines[0]))
+    head, lines = [*head, *(f"{name}, us (TFLOPS)" for name in names)], []
     for row in rows:
         shape = row["shape"]
         seen = f"{shape['topk']} of {shape['seq_len']}" if shape["topk"] else str(shape["seq_len"])
@@ -239,13 +238,8 @@ def markdown(record: dict[str, Any]) -> str:
         cells += [number(row["floor"]["us"]), f"**{number(row['us']['median_us'])}**"]
         cells += [number(row["tflops"], 0), number(row["tb_per_s"], 2)]
         lines.append([*cells, *(_peer_cell(row["peers"].get(name, {})) for name in names)])
-    environment = record["environment"]
-    about = (
-        f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
-        f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}; median of {record.get('samples')} calls "
-        "with a cold L2, ours and others in turn."
-    )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
+    about = f"median of {record.get('samples')} calls with a cold L2, ours and others in turn."
+    return in_markdown(record, head, lines, about)
 
 
 def _peer_cell(peer: dict[str, Any]) -> str:

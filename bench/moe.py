@@ -12,7 +12,7 @@ import torch
 from bench.linear import FEW_SAMPLES, GPU, MANY_FLOPS
 from bench.moe_peers import PEERS, Bind, Calls, DenseExperts, MoePeer, MoeWeights, Routed
 from bench.peers import AGREEMENT, relative_error
-from bench.report import aligned, number
+from bench.report import OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_host
 from cute_kernels.linear import PackedWeight
@@ -29,6 +29,7 @@ from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 TOKENS = tuple(1 << i for i in range(14))
 QUICK_TOKENS = (1, 32, 512, 4096)
+TABLE_TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)  # of a table of few lines
 GROUP_SIZE, BITS = 128, 4
 CHECKED_TOKENS = 8
 TOLERANCE = 6e-3  # relative error (norm): hidden activations and results are rounded to bf16 on the way
@@ -367,6 +368,29 @@ def text(record: dict[str, Any]) -> str:
     lines += [f"{sum(bar['met'] for bar in record['bars'])} of {len(record['bars'])} bars met"]
     lines += [f"failed: {failure['what']}: {failure['error'][:300]}" for failure in record["failures"]]
     return "\n".join(lines)
+
+
+def markdown(record: dict[str, Any], tokens: Iterable[int] = TABLE_TOKENS) -> str:
+    """A line for each model and number of tokens: the first product over its floor, the layer, and the peers' times."""
+    rows = [row for row in record.get("moe", []) if row["shape"]["tokens"] in tokens]
+    if not rows:
+        raise ValueError("record: got no measured layer of experts, want some")
+    names = [name for name in dict.fromkeys(name for row in rows for name in row["peers"]) if _measured(rows, name)]
+    head = ["model", "tokens", "floor", f"first product: {OURS}", "ratio to floor", "TFLOPS"]
+    head += [*names, f"layer: {OURS}", *names]
+    lines = []
+    for row in rows:
+        first, peers = row["first"], [row["peers"].get(name, {}) for name in names]
+        cells = [row["shape"]["model"]["name"], str(row["shape"]["tokens"]), number(first["floor_us"])]
+        cells += [f"**{number(first['us'])}**", number(first["floor_ratio"], 2), number(first["tflops"], 0)]
+        cells += [number(peer.get("first_us")) for peer in peers]
+        lines.append([*cells, f"**{number(row['eager_us'])}**", *(number(peer.get("layer_us")) for peer in peers)])
+    about = f"us, median of {record.get('samples')} calls with a cold L2, ours and others in turn; rows of x by index."
+    return in_markdown(record, head, lines, about)
+
+
+def _measured(rows: Iterable[dict[str, Any]], peer: str) -> bool:
+    return any(row["peers"].get(peer, {}).get("first_us") is not None for row in rows)
 
 
 def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:

@@ -140,20 +140,25 @@ def markdown(record: Record, suite: str = "main") -> str:
         ("ratio to floor", lambda row: number(row.get("floor_ratio"), 2)),
         *((f"{name}, us", cell) for name, cell in (_peer_column(peer) for peer in peer_names(rows))),
     ]
-    lines = [[title for title, _ in columns], ["---"] * len(columns)]
-    lines += [[cell(row) for _, cell in columns] for row in rows]
+    head = [title for title, _ in columns]
+    about = f"median of {record.get('samples')} calls, each with L2 made cold by reading 256 MB."
+    return in_markdown(record, head, ([cell(row) for _, cell in columns] for row in rows), about)
+
+
+def in_markdown(record: Record, head: Sequence[str], lines: Iterable[Sequence[str]], about: str) -> str:
+    """A Markdown table, and below it where its figures are from; about: how they were made, what cells hold."""
     environment = record["environment"]
-    versions = environment["versions"]
-    about = (
-        f"{environment['gpu']}, driver {environment.get('driver')}, torch {versions['torch']}, "
-        f"commit {str(environment['commit'])[:10]}, {str(environment['date'])[:10]}; median of "
-        f"{record.get('samples')} calls, each with L2 made cold by reading 256 MB."
+    origin = (
+        f"{environment['gpu']}, driver {environment.get('driver')}, torch {environment['versions']['torch']}, commit "
+        f"{str(environment['commit'])[:10]}, {str(environment['date'])[:10]}"
     )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{about}\n"
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + f"\n\n{origin}; {about}\n"
 
 
 MARK_LINEAR = "<!-- bench:linear -->"
 MARK_MLA = "<!-- bench:mla -->"
+MARK_MOE = "<!-- bench:moe -->"
 MARK_END = "<!-- /bench -->"
 
 

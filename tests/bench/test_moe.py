@@ -288,6 +288,24 @@ def row(model: str, tokens: int, us: float, rival: float) -> dict[str, Any]:
     }
 
 
+ORIGIN = {"gpu": "H200", "driver": "1", "versions": {"torch": "2"}, "commit": "0123456789ab", "date": "2026-11-25T01"}
+
+
+def test_the_markdown_table_has_a_line_for_each_layer_and_says_where_from():
+    """Peers that were not there have no columns; other numbers of tokens no lines."""
+    rows = [row("Mixtral-8x7B", tokens, 115.0, 112.0) for tokens in (1, 2, 3)]
+    table = moe.markdown({"moe": rows, "samples": 16, "environment": ORIGIN}, tokens=(1, 3))
+    head, _, first, second, *below = table.splitlines()
+    assert head.split(" | ")[6:] == ["slow", "fast", "layer: cute-kernels", "slow", "fast |"]
+    assert first == "| Mixtral-8x7B | 1 | 100.0 | **115.0** | 1.15 | 600 | 224.0 | 112.0 | **115.0** | 1.0 | 112.0 |"
+    assert second.startswith("| Mixtral-8x7B | 3 |")
+    assert below[0] == "" and below[1].startswith(
+        "H200, driver 1, torch 2, commit 0123456789, 2026-11-25; us, median of"
+    )
+    with pytest.raises(ValueError, match="record: got no measured layer of experts"):
+        moe.markdown({"moe": rows, "environment": ORIGIN}, tokens=(7,))
+
+
 def test_bars_and_table():
     rows = [row("Mixtral-8x7B", 1, 115.0, 112.0), row("Mixtral-8x7B", 8192, 120.0, 110.0)]
     record: dict[str, Any] = {"moe": rows, "moe_host_us": {"Mixtral-8x7B": 30.0}, "failures": []}
