@@ -30,6 +30,8 @@ def test_table_and_plot_read_a_recorded_run(record, tmp_path, capsys):
     for given, words in ((readme, "want exactly these marks"), (tmp_path / "none.md", "No such file")):
         assert main(["table", str(path), "--readme", str(given)]) == 2
         assert words in capsys.readouterr().err
+    assert main(["table", str(path), "--suite", "none"]) == 2
+    assert "suite: got 'none', want one that the record has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
