@@ -16,12 +16,18 @@ _DISTRIBUTIONS = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "tr
 
 
 def environment() -> dict[str, object]:
-    """JSON-able description of this machine and this checkout."""
+    """JSON-able description of this machine and this checkout.
+
+    A machine that was sent the files alone, or with an older history, is told the commit by CUTE_KERNELS_COMMIT;
+    whether they differ from it ("dirty") nobody can say there: None.
+    """
+    head = _git("rev-parse", "HEAD")
+    commit = os.environ.get("CUTE_KERNELS_COMMIT") or head
+    changed = bool(_git("status", "--porcelain", "--untracked-files=no")) if commit == head else None
     record: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        # A machine that was sent the files alone is told the commit.
-        "commit": os.environ.get("CUTE_KERNELS_COMMIT") or _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit,
+        "dirty": changed,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in _DISTRIBUTIONS},

@@ -1,0 +1,32 @@
+"""What a record says of the checkout that it was measured with."""
+
+import pytest
+
+from bench import environment as described
+
+HEAD, OTHER = "a" * 40, "b" * 40
+
+
+@pytest.fixture(params=["", " M bench/moe.py"], ids=["clean", "changed"])
+def status(request, monkeypatch):
+    """What git says has changed since HEAD."""
+    answers = {"rev-parse": HEAD, "status": request.param}
+    monkeypatch.setattr(described, "_git", lambda command, *_: answers[command])
+    return request.param
+
+
+@pytest.mark.parametrize("told", [None, HEAD])
+def test_a_checkout_says_its_commit_and_whether_it_was_changed(told, status, monkeypatch):
+    monkeypatch.delenv("CUTE_KERNELS_COMMIT", raising=False)
+    if told:
+        monkeypatch.setenv("CUTE_KERNELS_COMMIT", told)
+    found = described.environment()
+    assert (found["commit"], found["dirty"]) == (HEAD, bool(status))
+
+
+@pytest.mark.usefixtures("status")
+def test_files_of_another_commit_than_the_history_ends_with_are_not_called_changed_or_clean(monkeypatch):
+    """That machine cannot know."""
+    monkeypatch.setenv("CUTE_KERNELS_COMMIT", OTHER)
+    found = described.environment()
+    assert (found["commit"], found["dirty"]) == (OTHER, None)
