@@ -305,7 +305,7 @@ def _table(options: argparse.Namespace) -> int:
     try:
         table = markdown(record)
     except ValueError as error:
-        print(f"{error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     if options.readme is None:
         print(table, end="")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.report import aligned, number
+from bench.report import aligned, commit_of, number
 
 Record = dict[str, Any]
 
@@ -65,9 +65,8 @@ def markdown(record: Record) -> str:
 
 def _about(record: Record) -> str:
     environment, model, corpus = record["environment"], record.get("model", {}), record.get("corpus", {})
-    commit = f"{str(environment['commit'])[:10]}{' (dirty)' if environment['dirty'] else ''}"
     return (
-        f"{environment['gpu'] or 'CPU'}, torch {environment['versions']['torch']}, commit {commit}, "
+        f"{environment['gpu'] or 'CPU'}, torch {environment['versions']['torch']}, commit {commit_of(environment)}, "
         f"{str(environment['date'])[:10]}. Model: {model.get('num_layers')} layers, "
         f"{model.get('parameters', 0) * 1e-6:.1f} M parameters, head_dim {model.get('head_dim')}, trained "
         f"{model.get('seconds')} s on {model.get('tokens', 0) * 1e-6:.1f} M bytes drawn from "

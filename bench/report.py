@@ -57,8 +57,8 @@ def _peer_column(name: str) -> Column:
 def text(record: Record) -> str:
     """Everything the run measured, aligned for a terminal."""
     environment = record["environment"]
-    commit = f"{str(environment['commit'])[:10]}{' (dirty)' if environment['dirty'] else ''}"
-    lines = [f"{environment['gpu']}, driver {environment.get('driver')}, commit {commit}, {environment['date']}"]
+    origin = f"{environment['gpu']}, driver {environment.get('driver')}, commit {commit_of(environment)}"
+    lines = [f"{origin}, {environment['date']}"]
     for suite in dict.fromkeys(row["suite"] for row in record["rows"]):
         rows = by_format(row for row in record["rows"] if row["suite"] == suite)
         columns = [*ROW_COLUMNS, *(_peer_column(name) for name in peer_names(rows))]
@@ -71,6 +71,12 @@ def text(record: Record) -> str:
         costs = ", ".join(f"{name} {us:.2f} us" for name, us in record["host_us"].items())
         lines += ["", f"host cost per call: {costs}"]
     return "\n".join([*lines, *closing(record)])
+
+
+def commit_of(environment: Record) -> str:
+    """The commit that was measured, and what is known of changes to it, as `bench.environment` says."""
+    about = {True: " (dirty)", False: "", None: " (as told)"}[environment["dirty"]]
+    return str(environment["commit"])[:10] + about
 
 
 def closing(record: Record) -> list[str]:

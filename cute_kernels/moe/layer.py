@@ -198,14 +198,14 @@ def make_moe_plan(
     # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
     between = torch.float32 if plans[1].stores_fp32 else dtype
     name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize
-    parts = plans[1].layout.parts if isinstance(plans[1], AssignedPlan) else 1
-    result_bytes = parts * num_places * down.n * between.itemsize
+    part_bits = plans[1].layout.part_bits if isinstance(plans[1], AssignedPlan) else 0
+    result_bytes = (num_places << part_bits) * down.n * between.itemsize
     common = {
         "device_index": index,
         "num_places": num_places,
         "num_experts": gate_up.num_experts,
         "topk": topk,
-        "part_bits": parts.bit_length() - 1,
+        "part_bits": part_bits,
         "new_out": blank((tokens, down.n), out_dtype),
         "combine": combine_function(DTYPE_NAMES[out_dtype], DTYPE_NAMES[between], id_bits if few else 0, index),
         "first": (gate_up.n, SWIGLU, OUT_KINDS[dtype]),

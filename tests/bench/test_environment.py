@@ -3,6 +3,7 @@
 import pytest
 
 from bench import environment as described
+from bench.report import commit_of
 
 HEAD, OTHER = "a" * 40, "b" * 40
 
@@ -30,3 +31,10 @@ def test_files_of_another_commit_than_the_history_ends_with_are_not_called_chang
     monkeypatch.setenv("CUTE_KERNELS_COMMIT", OTHER)
     found = described.environment()
     assert (found["commit"], found["dirty"]) == (OTHER, None)
+
+
+@pytest.mark.parametrize(
+    "dirty, said", [(False, "b" * 10), (True, "b" * 10 + " (dirty)"), (None, "b" * 10 + " (as told)")]
+)
+def test_reports_say_what_is_known_of_changes(dirty, said):
+    assert commit_of({"commit": OTHER, "dirty": dirty}) == said

@@ -50,6 +50,7 @@ HIDDEN, INNER = 1000, 200  # with tails of both products' K
 # Inner features whose digits have no room whole, so that the second product is in parts of K, with a tail; and few
 # hidden ones beside so many.
 LONG_INNER, LONG_HIDDEN, LONG_EXPERTS = 14320, 200, 8
+LONG_ROUTES = ((1, 2), (4, 2), (5, 3), (16, 2))  # tokens, experts that each chooses
 # Experts: few, a part of a round, a whole round, two.
 LAYERS = ((8, BF16), (60, BF16), (128, FP16), (256, BF16))
 # Tokens, experts that each chooses: a lane has one of at most 32 assignments, or two of at most 64.
@@ -154,7 +155,6 @@ def plan_in_parts() -> None:
                 assert isinstance(plan, AssignedMoePlan) and plan.part_bits
 
 
-LONG_ROUTES = ((1, 2), (4, 2), (5, 3), (16, 2))
 PRODUCTS = [(experts, SIZES[0], dtype) for experts, dtype in LAYERS]
 PRODUCTS += [(8, size, dtype) for size in SIZES[1:] for dtype in (BF16, FP16)]
 every_product = pytest.mark.parametrize(
