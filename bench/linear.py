@@ -13,7 +13,7 @@ import torch
 from bench import linear_apart
 from bench.linear_peers import PEERS, LinearPeer, Product, Weights
 from bench.peers import AGREEMENT, relative_error
-from bench.report import aligned, in_markdown, number
+from bench.report import INVARIANT, aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
 from cute_kernels.linear import PackedWeight, linear
@@ -82,7 +82,9 @@ def specs(
     for n, k in layers:
         for form in formats:
             for m in rows:
-                found |= dict.fromkeys(specs_of(chosen(form.problem(m, n, k), gpu).config))
+                problem = form.problem(m, n, k)
+                for of_mode in (problem, replace(problem, batch_invariant=True)):
+                    found |= dict.fromkeys(specs_of(chosen(of_mode, gpu).config))
     return list(found)
 
 
@@ -200,12 +202,14 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     x = torch.randn((shape.m, shape.k), device=layer.packed.device).to(layer.packed.dtype)
     out = torch.full((shape.m, shape.n), torch.nan, dtype=x.dtype, device=x.device)  # whatever is not written shows
     own = partial(linear, x, layer.packed, out=out)
-    own()
+    invariant = partial(own, batch_invariant=True)
     chosen = torch.linspace(0, shape.m - 1, min(shape.m, CHECKED_ROWS), device=x.device).long()
     some = x[chosen].float()
     want = some @ layer.dense.T
-    error = check(out, chosen, want)
-    calls: dict[str, Callable[[], object]] = {"": own}
+    check(invariant(), chosen, want)
+    out.fill_(torch.nan)
+    error = check(own(), chosen, want)
+    calls: dict[str, Callable[[], object]] = {"": own, INVARIANT: invariant}
     why_not = dict(layer.why_not)
     for name, product in layer.products.items():
         reason = _disagreement(product, x, chosen, some @ layer.dense_by_row.T if name in layer.by_row else want)
@@ -217,7 +221,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     if shape.flops > MANY_FLOPS:
         protocol = replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
     times = time_cold_in_turn(calls, bench.flush, protocol)
-    us = times.pop("")
+    us, invariant_us = times.pop(""), times.pop(INVARIANT).median_us
     floor = bench.floor(shape.weight_bytes)
     host_us = round(time_host(own, HOST_CALLS).median_us, 2) if shape.m <= HOST_ROWS else None
     return {
@@ -227,6 +231,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
         "weight_bytes": shape.weight_bytes,
         "error": error,
         "us": us.as_dict(),
+        "batch_invariant_us": invariant_us,
         "host_us": host_us,
         "tflops": shape.flops / us.median_us * 1e-6,
         "floor": {"us": floor.us, "kernel": floor.kernel},
@@ -260,7 +265,7 @@ def text(record: dict[str, Any]) -> str:
     """The run as an aligned table."""
     rows = record.get("linear", [])
     names = list(dict.fromkeys(name for row in rows for name, peer in row["peers"].items() if peer["us"] is not None))
-    cells = [["format", "N x K", "M", "us", "min", "floor", "/ floor", "host", "TFLOPS", *names]]
+    cells = [["format", "N x K", "M", "us", "min", "floor", "/ floor", INVARIANT, "host", "TFLOPS", *names]]
     cells += [_cells(row, names) for row in rows]
     reasons = {
         f"{name} ({row['format']})": peer["why_not"]
@@ -290,6 +295,7 @@ def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:
         number(row["us"]["min_us"]),
         number(row["floor"]["us"]),
         number(row["floor_ratio"], 2),
+        number(row.get("batch_invariant_us")),
         number(row.get("host_us")),
         number(row["tflops"], 0),
         *(number(row["peers"].get(name, {}).get("us")) for name in peers),

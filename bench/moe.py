@@ -12,7 +12,7 @@ import torch
 from bench.linear import FEW_SAMPLES, GPU, MANY_FLOPS
 from bench.moe_peers import PEERS, Bind, Calls, DenseExperts, MoePeer, MoeWeights, Routed
 from bench.peers import AGREEMENT, relative_error
-from bench.report import OURS, aligned, in_markdown, number
+from bench.report import INVARIANT, OURS, aligned, in_markdown, number
 from bench.suites import Bench, WrongOutput
 from bench.timing import time_cold, time_cold_in_turn, time_graph_cold, time_host
 from cute_kernels.linear import PackedWeight
@@ -91,8 +91,9 @@ def specs(models: Iterable[MoeModel] = MODELS, tokens: Iterable[int] = TOKENS, g
     for model in models:
         for count in tokens:
             problems = problems_of(MoeShape(model, count))
-            layouts = [chosen(problem, gpu) for problem in problems]
-            found |= dict.fromkeys(layer_specs(count * model.topk, problems, layouts))
+            for of_mode in (problems, [replace(problem, batch_invariant=True) for problem in problems]):
+                layouts = [chosen(problem, gpu) for problem in of_mode]
+                found |= dict.fromkeys(layer_specs(count * model.topk, of_mode, layouts))
     return list(found)
 
 
@@ -239,16 +240,19 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:
     inputs = Inputs.of(shape, weights.gate_up.device)
     out = torch.full((shape.tokens, model.hidden), torch.nan, dtype=torch.bfloat16, device=inputs.x.device)
     own = partial(fused_moe, inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights, out=out)
-    own()
+    invariant = partial(own, batch_invariant=True)
     chosen = torch.linspace(0, shape.tokens - 1, min(shape.tokens, CHECKED_TOKENS)).long()
     want = reference(weights, inputs, chosen)
-    error = check(out, chosen, want)
+    check(invariant(), chosen, want)
+    out.fill_(torch.nan)
+    error = check(own(), chosen, want)
     routed = Routed.of(inputs.x, inputs.ids, inputs.weights, model.experts)
     calls = _own_calls(weights, inputs, routed, own)
     protocol = bench.protocol
     if shape.flops(0) > MANY_FLOPS:
         protocol = replace(protocol, samples=min(protocol.samples, FEW_SAMPLES), warmup=1)
     timed = {what: {"": calls[what]} for what in COMPARED}
+    timed["layer"][INVARIANT] = invariant
     why_not = dict(layer.why_not)
     for name, bind in layer.peers.items():
         theirs, reason = _agreeing(bind, routed, chosen, want)
@@ -276,6 +280,7 @@ def measure(bench: Bench, shape: MoeShape, layer: Layer) -> dict[str, Any]:
         "second": _product(own_us[1], floors[1], shape.flops(1)),
         "layer": _product(own_us[2], floors[2], shape.flops(0) + shape.flops(1)),
         "eager_us": times["layer"].pop("").median_us,
+        "batch_invariant_us": times["layer"][INVARIANT].median_us,
         "peers": {name: {f"{what}_us": times[what][name].median_us for what in COMPARED} for name in times["first"]}
         | {name: {f"{what}_us": None for what in COMPARED} | {"why_not": reason} for name, reason in why_not.items()},
     }
@@ -356,7 +361,7 @@ def text(record: dict[str, Any]) -> str:
         "second us",
         "/ floor",
     ]
-    header += ["layer us", "/ floor", "eager", *(f"{name}: {what}" for name in names for what in COMPARED)]
+    header += ["layer us", "/ floor", "eager", INVARIANT, *(f"{name}: {what}" for name in names for what in COMPARED)]
     lines = [str(record["environment"]["gpu"]), "", *aligned([header, *(_cells(row, names) for row in rows)]), ""]
     reasons = {name: peer["why_not"] for row in rows for name, peer in row["peers"].items() if "why_not" in peer}
     lines += [f"{name}: {reason}" for name, reason in reasons.items()]
@@ -409,5 +414,6 @@ def _cells(row: dict[str, Any], peers: Iterable[str]) -> list[str]:
         number(layer["us"]),
         number(layer["floor_ratio"], 2),
         number(row["eager_us"]),
+        number(row.get("batch_invariant_us")),
         *(number(row["peers"].get(name, {}).get(f"{what}_us")) for name in peers for what in COMPARED),
     ]

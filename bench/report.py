@@ -9,6 +9,7 @@ Record = dict[str, Any]
 Column = tuple[str, Callable[[Record], str]]
 
 OURS = "cute-kernels"
+INVARIANT = "batch-invariant"  # the same with that option
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from cute_kernels.arguments import device_of
+from cute_kernels.arguments import check_flag, device_of
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
 from cute_kernels.linear.quantize import check_options
 from cute_kernels.moe.module import QuantizedMoE, is_moe_block
@@ -22,6 +22,7 @@ def quantize_model(
     zero_point: bool = False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    batch_invariant: bool = False,
     skip: Sequence[str] = ("lm_head",),
     progress: ModelProgress | None = None,
 ) -> nn.Module:
@@ -34,6 +35,8 @@ def quantize_model(
 
     Args:
         bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
+        batch_invariant: what that attribute of the new layers is: whether no row's, or token's, result of theirs may
+            depend on what others there are.
         skip: layers that stay as they are: shell patterns for the qualified name or its last part. Layers within a
             mixture of experts that stays are not skipped by its name.
         progress: called after each layer with its qualified name, the number of layers done and that of all.
@@ -56,6 +59,7 @@ def quantize_model(
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: got {type(progress).__name__}, want None or a function")
     check_options(bits, group_size, zero_point, dtype)
+    check_flag("batch_invariant", batch_invariant)
     device = device_of(device)
     places: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -71,6 +75,7 @@ def quantize_model(
             layer = make(module, bits, group_size, zero_point, dtype, device=device)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
+        layer.batch_invariant = batch_invariant
         for name in names:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer)

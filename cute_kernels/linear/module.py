@@ -42,6 +42,9 @@ class QuantizedLinear(nn.Module):
         weight: [out_features, in_features].
         bias: [out_features], or None; kept in the dtype of the weight's scales.
 
+    Attributes:
+        batch_invariant: as of `cute_kernels.linear`; False, and may be set. A state dict does not have it.
+
     Raises:
         TypeError, ValueError: weight or bias is not as above; the message names it.
     """
@@ -55,6 +58,7 @@ class QuantizedLinear(nn.Module):
     shape: tuple[int, int]
     bits: int
     group_size: int | None
+    batch_invariant: bool = False
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -116,10 +120,12 @@ class QuantizedLinear(nn.Module):
             group_size=self.group_size,
             shape=self.shape,
             bias=tensors["bias"],
+            batch_invariant=self.batch_invariant,
         )
 
     def extra_repr(self) -> str:
         has = [name for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
+        has += ["batch_invariant"] if self.batch_invariant else []
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"bits={self.bits}, group_size={self.group_size}, {self.scales.dtype}"

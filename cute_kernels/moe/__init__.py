@@ -37,6 +37,7 @@ def grouped_linear(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
@@ -53,6 +54,8 @@ def grouped_linear(
         bias: [E, N] in x's dtype.
         activation: as in `cute_kernels.linear.linear`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
+            On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
         out: contiguous, written and returned.
 
     Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
@@ -65,7 +68,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    return ops.apply_grouped(x, weight, expert_offsets, rows, bias, activation, out_dtype, out)
+    return ops.apply_grouped(x, weight, expert_offsets, rows, bias, activation, out_dtype, batch_invariant, out)
 
 
 def fused_moe(
@@ -77,6 +80,7 @@ def fused_moe(
     *,
     activation: str = "silu",
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
@@ -93,6 +97,9 @@ def fused_moe(
         topk_weights: floating [T, topk], used as fp32.
         activation: "silu", that of the gate.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
+        batch_invariant: whether a token's result may not depend, in its last bits, on what other tokens there are, nor
+            on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they
+            are few.
         out: contiguous [T, N], written and returned.
 
     Returns:
@@ -101,4 +108,5 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is wanted.
     """
-    return ops.apply_moe(x, gate_up, down, topk_ids, topk_weights, activation, out_dtype, out)
+    options = activation, out_dtype, batch_invariant, out
+    return ops.apply_moe(x, gate_up, down, topk_ids, topk_weights, *options)

@@ -123,11 +123,17 @@ class GroupedLaunch:
 
 @lru_cache(maxsize=MAX_PLANS)
 def grouped_launch_of(
-    places: int, by_rows: bool, form: ExpertsForm, activation: str | None, out_dtype: torch.dtype
+    places: int,
+    by_rows: bool,
+    form: ExpertsForm,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> GroupedLaunch:
-    """The launch of calls with at least one place; by_rows: whether rows of x are named."""
+    """The launch of calls with at least one place; by_rows: whether rows of x are named; batch_invariant: whether no
+    result may depend on what other places there are."""
     index, vector = form.device_index, VECTOR_BYTES // form.dtype.itemsize
-    plan = plan_of(places, form)
+    plan = plan_of(places, form, batch_invariant)
     return GroupedLaunch(
         device_index=index,
         places=places,

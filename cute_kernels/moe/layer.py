@@ -175,10 +175,18 @@ class AssignedMoePlan(MoePlan):
 
 @lru_cache(maxsize=MAX_PLANS)
 def moe_plan_of(
-    tokens: int, topk: int, id_bits: int, gate_up: ExpertsForm, down: ExpertsForm, out_dtype: torch.dtype
+    tokens: int,
+    topk: int,
+    id_bits: int,
+    gate_up: ExpertsForm,
+    down: ExpertsForm,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> MoePlan:
-    """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64."""
-    plans = assigned_plans(tokens, topk, id_bits, gate_up, down) or sorted_plans(tokens * topk, gate_up, down)
+    """The plan of a layer's calls with at least one assignment; id_bits: of an expert's id, 32 or 64; batch_invariant:
+    whether no token's result may depend on what other tokens there are."""
+    few = None if batch_invariant else assigned_plans(tokens, topk, id_bits, gate_up, down)
+    plans = few or sorted_plans(tokens * topk, gate_up, down, batch_invariant)
     return make_moe_plan(plans, tokens, topk, id_bits, gate_up, down, out_dtype)
 
 
@@ -243,9 +251,11 @@ def assigned_plans(
     return first, second
 
 
-def sorted_plans(places: int, gate_up: ExpertsForm, down: ExpertsForm) -> tuple[ProductPlan, ProductPlan]:
+def sorted_plans(
+    places: int, gate_up: ExpertsForm, down: ExpertsForm, batch_invariant: bool = False
+) -> tuple[ProductPlan, ProductPlan]:
     """The plans of both products of sorted assignments."""
-    first, second = plan_of(places, gate_up), plan_of(places, down)
+    first, second = (plan_of(places, form, batch_invariant) for form in (gate_up, down))
     if isinstance(first, GroupedPlan | RunPlan) and isinstance(second, GroupedPlan | RunPlan):
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)

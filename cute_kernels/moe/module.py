@@ -120,6 +120,9 @@ class QuantizedMoE(nn.Module):
         gate_up, down: as `cute_kernels.fused_moe` takes them.
         shared: by the name of the submodule, "shared_experts" or "shared_expert", and "shared_expert_gate".
 
+    Attributes:
+        batch_invariant: as of `cute_kernels.fused_moe`; False, and may be set. A state dict does not have it.
+
     Raises:
         TypeError, ValueError: the weights do not fit one another; the message names them.
     """
@@ -127,6 +130,7 @@ class QuantizedMoE(nn.Module):
     gate: nn.Module
     gate_up: QuantizedExperts
     down: QuantizedExperts
+    batch_invariant: bool = False
 
     def __init__(
         self, gate: nn.Module, gate_up: PackedExperts, down: PackedExperts, shared: dict[str, nn.Module] | None = None
@@ -186,7 +190,8 @@ class QuantizedMoE(nn.Module):
         flat = hidden_states.dim() == 2
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids = modules["gate"](x)
-        y = ops.apply_moe(x, modules["gate_up"].weight, modules["down"].weight, ids, weights, "silu", None, None)
+        experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
+        y = ops.apply_moe(x, *experts, ids, weights, "silu", *options)
         if self._shared is not None:
             y = _with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)

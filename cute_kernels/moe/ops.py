@@ -28,6 +28,7 @@ def apply_grouped(
     bias: torch.Tensor | None,
     activation: str | None,
     out_dtype: torch.dtype | None,
+    batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `cute_kernels.moe.grouped_linear`.
@@ -35,7 +36,7 @@ def apply_grouped(
     A launch is kept for calls that differ from one that has been checked in the contents of memory alone.
     """
     key = None
-    if is_direct(x, (weight,), (expert_offsets,), (rows, bias, out)):
+    if is_direct(x, (weight,), (expert_offsets,), (rows, bias, out)) and isinstance(batch_invariant, bool):
         try:
             key = (
                 x.shape,
@@ -48,6 +49,7 @@ def apply_grouped(
                 None if bias is None else identity(bias),
                 activation,
                 out_dtype,
+                batch_invariant,
                 None if out is None else identity(out),
             )
             launch = _launches.get(key)
@@ -69,6 +71,7 @@ def apply_grouped(
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype
     linear_checks.check_out_dtype(out_dtype)
+    arguments.check_flag("batch_invariant", batch_invariant)
     places = x.shape[0] if rows is None else rows.shape[0]
     if out is not None:
         columns = out_features(n, activation)
@@ -77,12 +80,13 @@ def apply_grouped(
         checks.check_routing(expert_offsets, rows, x.shape[0])
     if key is not None and places:
         with torch.cuda.device(x.device):
-            launch = keep(_launches, key, _launch_of(places, rows, weight, activation, out_dtype))
+            made = _launch_of(places, rows, weight, activation, out_dtype, batch_invariant)
+            launch = keep(_launches, key, made)
         return launch.run(x, weight, expert_offsets, rows, bias, out)
     size = weight.group_size or 0
     tensors: list[Any] = [x.detach().contiguous(), weight.codes, weight.scales, weight.zeros]
     tensors += [expert_offsets, rows, bias]
-    numbers: list[Any] = [weight.bits, size, n, k, activation, out_dtype]
+    numbers: list[Any] = [weight.bits, size, n, k, activation, out_dtype, batch_invariant]
     if not dispatch:
         work: Any = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
         return work(*tensors, *numbers, out)
@@ -98,6 +102,7 @@ def apply_moe(
     topk_weights: torch.Tensor,
     activation: str,
     out_dtype: torch.dtype | None,
+    batch_invariant: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `cute_kernels.moe.fused_moe`.
@@ -105,7 +110,7 @@ def apply_moe(
     A plan is kept for calls that differ from one that has been checked in the contents of memory alone.
     """
     key = None
-    if is_direct(x, (gate_up, down), (topk_ids, topk_weights), (out,)):
+    if is_direct(x, (gate_up, down), (topk_ids, topk_weights), (out,)) and isinstance(batch_invariant, bool):
         try:
             key = (
                 x.shape,
@@ -124,6 +129,7 @@ def apply_moe(
                 topk_weights.get_device(),
                 activation,
                 out_dtype,
+                batch_invariant,
                 None if out is None else identity(out),
             )
             plan = _plans.get(key)
@@ -143,6 +149,7 @@ def apply_moe(
     if out_dtype is None:
         out_dtype = x.dtype if out is None else out.dtype
     linear_checks.check_out_dtype(out_dtype)
+    arguments.check_flag("batch_invariant", batch_invariant)
     if out is not None:
         shape = (x.shape[0], down.out_features)
         checks.check_tensor("out", out, (out_dtype,), shape, x.device, contiguous=True)
@@ -153,13 +160,14 @@ def apply_moe(
     numbers: list[Any] = [value for w in (gate_up, down) for value in (w.bits, w.group_size or 0, *w.shape)]
     if key is not None and topk_ids.numel():
         with torch.cuda.device(x.device):
-            made = moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+            sizes = *topk_ids.shape, 8 * topk_ids.element_size()
+            made = moe_plan_of(*sizes, gate_up.form, down.form, out_dtype, batch_invariant)
             plan = keep(_plans, key, made)
         return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
     if not dispatch:
         work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
-        return work(*tensors, *numbers, out_dtype, out)
-    result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype)
+        return work(*tensors, *numbers, out_dtype, batch_invariant, out)
+    result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype, batch_invariant)
     return result if out is None else out.copy_(result)
 
 
@@ -193,8 +201,9 @@ def _launch_of(
     weight: PackedExperts | Weights,
     activation: str | None,
     out_dtype: torch.dtype,
+    batch_invariant: bool,
 ) -> GroupedLaunch:
-    return grouped_launch_of(places, rows is not None, weight.form, activation, out_dtype)
+    return grouped_launch_of(places, rows is not None, weight.form, activation, out_dtype, batch_invariant)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -202,20 +211,22 @@ def _launch_of(
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 _library.define(
     "grouped_linear(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor expert_offsets, Tensor? rows, "
-    "Tensor? bias, int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype) -> Tensor",
+    "Tensor? bias, int bits, int group_size, int n, int k, str? activation, ScalarType out_dtype, "
+    "bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "fused_moe(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor down_codes, Tensor down_scales, "
     "Tensor? down_zeros, Tensor topk_ids, Tensor topk_weights, int bits, int group_size, int n, int k, int down_bits, "
-    "int down_group_size, int down_n, int down_k, ScalarType out_dtype) -> Tensor",
+    "int down_group_size, int down_n, int down_k, ScalarType out_dtype, bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _grouped_on_cpu(
-    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
-) -> torch.Tensor:
+    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
+    batch_invariant=False, out=None,
+) -> torch.Tensor:  # fmt: skip
     weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
     result = grouped_linear_reference(x, weight, expert_offsets, **options)
@@ -223,27 +234,29 @@ def _grouped_on_cpu(
 
 
 def _grouped_on_cuda(
-    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype, out=None
-) -> torch.Tensor:
+    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
+    batch_invariant=False, out=None,
+) -> torch.Tensor:  # fmt: skip
     places = x.shape[0] if rows is None else rows.shape[0]
     if not places:
         return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out
     weights = Weights(codes, scales, zeros, bits, group_size, n, k)
     with torch.cuda.device(x.device):
-        launch = _launch_of(places, rows, weights, activation, out_dtype)
+        launch = _launch_of(places, rows, weights, activation, out_dtype, batch_invariant)
         return launch.run(x, weights, expert_offsets, rows, bias, out)
 
 
 def _grouped_on_meta(
-    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype
-) -> torch.Tensor:
+    x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
+    batch_invariant=False,
+) -> torch.Tensor:  # fmt: skip
     places = x.shape[0] if rows is None else rows.shape[0]
     return x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
 
 
 def _moe_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
+    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
     shapes = ((codes, scales, zeros, bits, group_size or None, (n, k)),
               (down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k)))  # fmt: skip
@@ -254,20 +267,21 @@ def _moe_on_cpu(
 
 def _moe_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, out=None,
+    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
     if topk_ids.numel() == 0:
         return x.new_zeros((x.shape[0], down_n), dtype=out_dtype) if out is None else out.zero_()
     gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)
     down = Weights(down_codes, down_scales, down_zeros, down_bits, down_group_size, down_n, down_k)
     with torch.cuda.device(x.device):
-        plan = moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
+        sizes = *topk_ids.shape, 8 * topk_ids.element_size()
+        plan = moe_plan_of(*sizes, gate_up.form, down.form, out_dtype, batch_invariant)
         return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
 
 
 def _moe_on_meta(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
-    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype,
+    bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], down_n), dtype=out_dtype)
 

@@ -166,13 +166,13 @@ ProductPlan = GroupedPlan | RunPlan | TilesPlan | DigitsPlan
 
 
 @lru_cache(maxsize=4096)
-def layout_of(places: int, form: ExpertsForm) -> GroupedLayout:
+def layout_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedLayout:
     """How a grouped product on a CUDA device is laid out."""
-    return chosen(problem_of(places, form), torch.cuda.get_device_name(form.device_index))
+    return chosen(problem_of(places, form, batch_invariant), torch.cuda.get_device_name(form.device_index))
 
 
 @lru_cache(maxsize=4096)
-def problem_of(places: int, form: ExpertsForm) -> GroupedProblem:
+def problem_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> GroupedProblem:
     """A grouped product on a CUDA device, as layouts are chosen for it."""
     return GroupedProblem(
         places=places,
@@ -185,13 +185,14 @@ def problem_of(places: int, form: ExpertsForm) -> GroupedProblem:
         group_size=form.group_size,
         zero_point=form.has_zeros,
         num_sms=torch.cuda.get_device_properties(form.device_index).multi_processor_count,
+        batch_invariant=batch_invariant,
     )
 
 
 @lru_cache(maxsize=4096)
-def plan_of(places: int, form: ExpertsForm) -> ProductPlan:
+def plan_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> ProductPlan:
     """The plan of a grouped product on a CUDA device."""
-    return make_product_plan(layout_of(places, form), places, form.num_experts, form.device_index)
+    return make_product_plan(layout_of(places, form, batch_invariant), places, form.num_experts, form.device_index)
 
 
 def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> ProductPlan:

@@ -36,7 +36,7 @@ class GroupedProblem:
     Attributes:
         places: rows of the result, at least 1.
         num_experts: 1 to MAX_EXPERTS.
-        n, k, k_pad, bits, dtype, group_size, zero_point, use_pdl, num_sms: as in
+        n, k, k_pad, bits, dtype, group_size, zero_point, use_pdl, num_sms, batch_invariant: as in
             `cute_kernels.linear.schedule.Problem`, n and k of one expert.
     """
 
@@ -51,6 +51,7 @@ class GroupedProblem:
     zero_point: bool = False
     use_pdl: bool = True
     num_sms: int = NUM_SMS
+    batch_invariant: bool = False
 
     def dense(self, m: int) -> Problem:
         """One expert's product with ``m`` rows."""

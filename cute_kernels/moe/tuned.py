@@ -75,6 +75,8 @@ def few_rows_us(problem: GroupedProblem, schedule: GroupedSchedule) -> float:
 
 def modelled(problem: GroupedProblem) -> GroupedLayout:
     """What is taken if no table says otherwise."""
+    if problem.batch_invariant:
+        return many.make_tiles(problem)
     if runs.has_few_rows(problem):
         return runs.make_runs(problem)
     return many.make_tiles(problem) if many.has_many_rows(problem) else few.make_schedule(problem)
@@ -92,6 +94,8 @@ def chosen(problem: GroupedProblem, gpu: str) -> GroupedLayout:
 
 def tuned(problem: GroupedProblem, gpu: str) -> GroupedLayout | None:
     """What a table says is fastest, if it says so and is possible."""
+    if problem.batch_invariant:
+        return None  # tables hold what is fastest without
     choice = choice_of(key_of(problem), gpu)
     return None if choice is None else find(problem, choice)
 

@@ -13,6 +13,7 @@ from bench.bars import judge
 from bench.floor import Floor
 from bench.linear import Layer, LinearShape
 from bench.linear_peers import LinearPeer, cublas_name
+from bench.report import INVARIANT
 from bench.suites import WrongOutput
 from bench.timing import Protocol, Timing
 from cute_kernels.linear import linear as product
@@ -154,6 +155,7 @@ def test_a_row_holds_what_was_measured(monkeypatch):
     shape = LinearShape(64, 256, 33, Format(8))
     found = linear.measure(bench, shape, layer)  # pyright: ignore[reportArgumentType]
     assert found["us"]["median_us"] == 10.0 and found["floor_ratio"] == 2.0
+    assert found["batch_invariant_us"] == 10.0 + len(INVARIANT) and INVARIANT not in found["peers"]
     assert found["peers"][CUBLAS] == {"us": 10.0 + len(CUBLAS)}
     assert "disagrees" in found["peers"]["wrong"]["why_not"] and found["error"] < linear.TOLERANCE
     assert found["host_us"] is None  # measured for few rows only

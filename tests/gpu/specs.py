@@ -131,7 +131,7 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
     Plans are made as for it; what they would load is noted and not loaded.
     """
     found: dict[KernelSpec, None] = {}
-    multiply, multiply_grouped, mix = linear_ops._on_cpu, moe_ops.grouped_linear_reference, moe_ops.fused_moe_reference
+    multiply, multiply_grouped, mix = linear_ops._on_cpu, moe_ops._grouped_on_cpu, moe_ops._moe_on_cpu
 
     def linear_here(x, codes, scales, zeros, bias, residual, bits, group_size, n, k, activation, out_dtype, *others):
         if x.shape[0]:
@@ -141,17 +141,21 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         options = bits, group_size, n, k, activation, out_dtype, *others
         return multiply(x, codes, scales, zeros, bias, residual, *options)
 
-    def grouped_here(x, weight, expert_offsets, *, rows, activation, out_dtype, **options):
+    def grouped_here(*given):
+        x, codes, scales, zeros, _, rows, _, bits, group_size, n, k, activation, out_dtype, invariant, _ = given
         places = x.shape[0] if rows is None else rows.shape[0]
         if places:
-            moe_launch.grouped_launch_of(places, rows is not None, weight.form, activation, out_dtype)
-        options = {"rows": rows, "activation": activation, "out_dtype": out_dtype, **options}
-        return multiply_grouped(x, weight, expert_offsets, **options)
+            form = moe_launch.Weights(codes, scales, zeros, bits, group_size, n, k).form
+            moe_launch.grouped_launch_of(places, rows is not None, form, activation, out_dtype, invariant)
+        return multiply_grouped(*given)
 
-    def mix_here(x, gate_up, down, topk_ids, topk_weights, *, out_dtype):
-        if topk_ids.numel():
-            moe_layer.moe_plan_of(*topk_ids.shape, 8 * topk_ids.element_size(), gate_up.form, down.form, out_dtype)
-        return mix(x, gate_up, down, topk_ids, topk_weights, out_dtype=out_dtype)
+    def mix_here(*given):
+        ids, _weights, *sizes, out_dtype, invariant, _out = given[7:]
+        if ids.numel():
+            products = zip((given[1:4], given[4:7]), (sizes[:4], sizes[4:]), strict=True)
+            forms = [moe_launch.Weights(*tensors, *size).form for tensors, size in products]
+            moe_layer.moe_plan_of(*ids.shape, 8 * ids.element_size(), *forms, out_dtype, invariant)
+        return mix(*given)
 
     def note(spec: KernelSpec, arch: str) -> None:
         found[spec] = None
@@ -166,8 +170,8 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         properties = SimpleNamespace(multi_processor_count=NUM_SMS)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         patch.setattr(linear_ops, "_on_cpu", linear_here)
-        patch.setattr(moe_ops, "grouped_linear_reference", grouped_here)
-        patch.setattr(moe_ops, "fused_moe_reference", mix_here)
+        patch.setattr(moe_ops, "_grouped_on_cpu", grouped_here)
+        patch.setattr(moe_ops, "_moe_on_cpu", mix_here)
         forget_plans()
         try:
             work()

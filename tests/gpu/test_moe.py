@@ -430,7 +430,7 @@ def weights_of(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedEx
 
 
 def run_product(
-    layout: RunLayout,
+    layout: RunLayout | GroupedTiles,
     weight: PackedExperts,
     x: torch.Tensor,
     offsets: torch.Tensor,

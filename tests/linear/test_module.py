@@ -131,6 +131,18 @@ def test_it_says_what_it_is():
     assert "in_features=100, out_features=70, bias=True, bits=4, group_size=None, torch.bfloat16, with zeros" in text
 
 
+def test_whether_rows_may_depend_on_each_other_is_passed_on(monkeypatch):
+    layer = QuantizedLinear.from_linear(dense_layer())
+    assert not layer.batch_invariant and "batch_invariant" not in repr(layer)
+    layer.batch_invariant = True
+    assert copy.deepcopy(layer).batch_invariant and "with batch_invariant" in repr(layer)
+    assert not any("invariant" in name for name in layer.state_dict())
+    seen: list[object] = []
+    monkeypatch.setattr("cute_kernels.linear.ops.apply", lambda *_, batch_invariant, **__: seen.append(batch_invariant))
+    layer(numbers(2, 100))
+    assert seen == [True]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_results_never_require_a_gradient(compiled):
     torch.compiler.reset()
@@ -177,6 +189,13 @@ def test_linear_layers_are_swapped_in_place_and_progress_is_told():
     assert isinstance(model.shared, QuantizedLinear) and (model.shared.bits, model.shared.group_size) == (8, 64)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_all_new_layers_are_batch_invariant_or_none_is(batch_invariant):
+    model = quantize_model(Model(), batch_invariant=batch_invariant)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    assert [layer.batch_invariant for layer in layers] == [batch_invariant] * 2
+
+
 @pytest.mark.parametrize(
     ("skip", "swapped"),
     [((), {"layers.0.0", "layers.1.0", "lm_head"}), (("layers.*",), {"lm_head"}), (("0", "lm_*"), set())],
@@ -200,6 +219,7 @@ def test_a_layer_that_cannot_be_quantised_is_named():
     [
         (lambda: quantize_model(dense_layer()), "model: got an nn.Linear itself"),
         (lambda: quantize_model(Model(), skip="lm_head"), "skip: got 'lm_head', want a sequence of names"),
+        (lambda: quantize_model(Model(), batch_invariant=1), "batch_invariant: got 1, want True or False"),  # type: ignore
         (lambda: QuantizedLinear(torch.zeros(4, 4)), "weight: got Tensor, want a PackedWeight"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear.from_linear(nn.ReLU()), "linear: got ReLU, want an nn.Linear"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear(known(70, 64).pack(), torch.zeros(64)), r"bias: got torch.float32 \[64\], want a"),

@@ -99,6 +99,8 @@ CALLS: dict[str, Any] = {
     "out of fp32": lambda: but(out=torch.empty(3, HIDDEN)),
     "out with gaps": lambda: but(out=torch.empty(3, 2 * HIDDEN, dtype=BF16)[:, ::2]),
     "out of other tokens": lambda: but(out=torch.empty(2, HIDDEN, dtype=BF16)),
+    "batch-invariant": lambda: but(batch_invariant=True),
+    "batch-invariant by a number": lambda: but(batch_invariant=1),
     "an activation there is not": lambda: but(activation="gelu"),
     "a list of activations": lambda: but(activation=["silu"]),
 }
@@ -107,6 +109,7 @@ REFUSED = {
     "ids of 16 bits": "topk_ids", "ids, sparse": "topk_ids", "ids of other tokens": "topk_ids",
     "weights, sparse": "topk_weights", "weights of fp64": "topk_weights", "int8 results": "out_dtype",
     "results in a list": "out_dtype", "out with gaps": "out", "out of other tokens": "out",
+    "batch-invariant by a number": "batch_invariant",
     "an activation there is not": "activation", "a list of activations": "activation",
 }  # fmt: skip
 WAITS = -3  # among a product's arguments
@@ -225,6 +228,19 @@ def test_one_launch_a_step(products, kernels, launches):
     fused_moe(**call(40))
     assert len(launches) == len(kernels)
     assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
+@pytest.mark.parametrize("tokens", [1, 16, 700])
+def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct, launches, monkeypatch):
+    """However few the tokens: sorted, with rows in order, neither in digits nor by runs."""
+    if not direct:
+        monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
+    fused_moe(**call(tokens), batch_invariant=True)
+    kernels = [launch.symbol for launch in launches]
+    assert [kernel.split("_w4")[0] for kernel in kernels[2:4]] == ["grouped_linear_wgmma"] * 2
+    assert not any("digits" in kernel or "sync" in kernel for kernel in kernels)
+    assert kernels[0].startswith(ROUTING) and kernels[1].startswith(GATHER) and "_of_bf16" in kernels[4]
 
 
 @pytest.mark.parametrize("products", KINDS, indirect=True)
@@ -492,13 +508,15 @@ PRODUCTS: dict[str, Any] = {
     "out": lambda: product(out=torch.empty(3, 2 * INNER, dtype=BF16)),
     "out of fp32": lambda: product(out=torch.empty(3, 2 * INNER)),
     "out of swiglu's columns": lambda: product(out=torch.empty(3, INNER, dtype=BF16)),
+    "batch-invariant": lambda: product(batch_invariant=True),
+    "batch-invariant by a number": lambda: product(batch_invariant=1),
 }
 REFUSED_PRODUCTS = {
     "x, sparse": "x", "another weight": "x", "a layer's weight": "weight", "offsets of fewer experts": "expert_offsets",
     "offsets of 64 bits": "expert_offsets", "offsets with gaps": "expert_offsets", "offsets, sparse": "expert_offsets",
     "rows of 64 bits": "rows", "rows with gaps": "rows", "bias of fp32": "bias", "bias in a list": "bias",
     "a list of activations": "activation", "an activation there is not": "activation", "int8 results": "out_dtype",
-    "out of swiglu's columns": "out",
+    "out of swiglu's columns": "out", "batch-invariant by a number": "batch_invariant",
 }  # fmt: skip
 
 product_made = functools.cache(lambda name: PRODUCTS[name]())

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_kernels import PackedExperts, QuantizedLinear, QuantizedMoE, quantize_model
+from cute_kernels.moe import ops
 from tests.moe import blocks
 
 BF16 = torch.bfloat16
@@ -161,6 +162,20 @@ def test_quantize_model_swaps_blocks_with_progress(make):
     with torch.no_grad():
         got, dense = model(ids).logits.float(), want(ids).logits.float()
     assert (got - dense).norm() <= 0.1 * dense.norm()
+
+
+def test_whether_tokens_may_depend_on_each_other_is_passed_on(monkeypatch):
+    model = quantize_model(blocks.mixtral_model(), bits=8, group_size=32, batch_invariant=True)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedMoE)]
+    assert len(layers) == 2 and all(layer.batch_invariant for layer in layers)
+    assert not any("invariant" in name for name in model.state_dict())
+    seen: list[object] = []
+    mix = ops.apply_moe
+    monkeypatch.setattr(ops, "apply_moe", lambda *given: seen.append(given[-2]) or mix(*given))
+    model(torch.arange(6).view(1, 6))
+    layers[0].batch_invariant = False
+    model(torch.arange(6).view(1, 6))
+    assert seen == [True, True, False, True]
 
 
 def test_blocks_that_are_skipped_stay():

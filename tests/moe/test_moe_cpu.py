@@ -144,6 +144,7 @@ BAD_GROUPED: dict[str, tuple[dict[str, Any], str]] = {
     "rows a list": ({"rows": [0]}, "rows: got list, want a torch.Tensor"),
     "bias of one expert": ({"bias": numbers(70)}, r"bias: got shape \[70\], want \[2, 70\]"),
     "activation": ({"activation": "relu"}, "activation: got 'relu', want None"),
+    "batch-invariant by a number": ({"batch_invariant": 1}, "batch_invariant: got 1, want True or False"),
     "out of another shape": ({"out": numbers(5, 71)}, r"out: got shape \[5, 71\], want \[5, 70\]"),
 }
 
@@ -163,6 +164,7 @@ BAD_MOE: dict[str, tuple[dict[str, Any], str]] = {
     "ids in fp32": ({"topk_ids": IDS.float()}, "topk_ids: got dtype torch.float32, want torch.int32 or torch.int64"),
     "weights of another topk": ({"topk_weights": torch.ones(5, 3)}, r"topk_weights: got shape \[5, 3\], want \[5, 2\]"),
     "activation": ({"activation": "gelu"}, "activation: got 'gelu', want 'silu'"),
+    "batch-invariant by a number": ({"batch_invariant": None}, "batch_invariant: got None, want True or False"),
     "out with gaps": ({"out": numbers(5, 128)[:, ::2]}, "out: got strides .* want a contiguous tensor"),
 }
 

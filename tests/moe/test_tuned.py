@@ -23,6 +23,7 @@ from cute_kernels.moe.runs.schedule import RunLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import (
     candidates,
+    chosen,
     find,
     key_of,
     modelled,
@@ -71,6 +72,16 @@ def test_every_candidate_is_found_by_its_name(problem: GroupedProblem):
         assert find(problem, choice(candidate)) == candidate.schedule
         assert candidate.schedule.config.can_implement() is None
     assert worth_measuring(problem)[0].schedule == modelled(problem)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
+def test_batch_invariant_products_add_up_in_one_way_whatever_a_table_says(problem: GroupedProblem):
+    wanted = replace(problem, batch_invariant=True)
+    table({key_of(problem): choice(worth_measuring(problem)[-1])}).write(own_path(GPU))
+    for places in (1, 3, 100, 20000):
+        found = chosen(replace(wanted, places=places), GPU)
+        assert isinstance(found, GroupedTiles) and not found.config.splits_k
+        assert not (found.config.digits or found.config.synchronous)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)

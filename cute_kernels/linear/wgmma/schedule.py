@@ -430,7 +430,8 @@ def digit_configs(problem: Problem) -> list[WgmmaConfig]:
 
 
 def shipped_configs() -> list[WgmmaConfig]:
-    """Configurations that ship: every tile in the most common formats, one for few and one for many rows in others.
+    """Configurations that ship: every tile in the most common formats, those of batch-invariant products among them,
+    one for few and one for many rows in others.
 
     8-bit codes come without zero points, digits with groups of 128.
     """
@@ -438,9 +439,12 @@ def shipped_configs() -> list[WgmmaConfig]:
     formats = [("bf16", group_size) for group_size in (0, 32, 64, 128)] + [("fp16", 0), ("fp16", 128)]
     codes = ((4, False), (4, True), (8, False))
     for (bits, zero_point), (dtype, group_size) in product(codes, formats):
-        found = candidate_configs(Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point))
+        problem = Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
+        found = candidate_configs(problem)
         every = (dtype, group_size, zero_point) == ("bf16", 128, False)
         configs |= dict.fromkeys(found if every else (found[0], found[-1]))
+        if every:
+            configs |= dict.fromkeys(candidate_configs(replace(problem, batch_invariant=True)))
     for form in PUSH_FORMS:
         for shape in PUSH_SHAPES[form[0]]:
             configs |= dict.fromkeys(push_configs(Problem(shape.tokens, 8192, 8192, 8192, *form)))

@@ -125,8 +125,13 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
-    """Configurations that are possible."""
-    configs = (tile_config(problem, shape) for shape in SHAPES)
+    """Configurations that are possible.
+
+    Batch-invariant ones add up each result in the same k16 steps of decoded weights: neither sums of digits, nor those
+    that scales meet group by group.
+    """
+    shapes = (shape for shape in SHAPES if not (problem.batch_invariant and (shape.digits or shape.synchronous)))
+    configs = (tile_config(problem, shape) for shape in shapes)
     return [config for config in configs if config is not None]
 
 
