@@ -12,7 +12,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
 from cute_kernels.linear.wgmma.config import STORE_TOKENS, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.schedule import PUSH_FORMS, push_configs
+from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, PUSH_FORMS, candidate_configs, push_configs
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
 from tests import golden
@@ -77,6 +77,13 @@ WGMMA_CONFIGS = [
 ]
 EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
 WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
+BETWEEN = {shape[0] for shape in BETWEEN_SHAPES}
+WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more and of less decoding
+    config
+    for form in ((4, "bf16", 128, False), (4, "bf16", 32, True), (8, "fp16", 64, True))
+    for config in candidate_configs(Problem(8192, 8192, 8192, 8192, *form))
+    if config.tokens in BETWEEN and config.can_implement() is None and not config.digits
+]
 SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=4, splits_k=True)
 IN_TURN = {  # tiles whose warpgroups take turns: what ships, and other formats
     config: None

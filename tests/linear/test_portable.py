@@ -148,7 +148,7 @@ class Launch:
         for tile in range(config.m_tiles):
             for warp, sums in enumerate(registers):
                 store = epilogue.Store(0, 0, warp * 32 + machine.LANES, warp, machine.LANES)
-                self.subject.epilogue.stage_sums(store, sums, tile * config.tokens // 2)
+                self.subject.epilogue.stage_sums(store, sums, tile * config.tokens // 2, config.tokens)
             part = self.shared[: config.tokens * config.staging_pitch].view(np.float32)
             found[:, tile * 64 : (tile + 1) * 64] = part.reshape(config.tokens, -1)[:, :64]
         return found

@@ -103,7 +103,7 @@ class Machine:
                 for warp, sums in warps:
                     store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                     stage = self.subject.epilogue.stage_packed if packed else self.subject.epilogue.stage_sums
-                    stage(store, sums, tile * config.tokens // 2)
+                    stage(store, sums, tile * config.tokens // 2, config.tokens)
                 rows = slice(64 * (group * config.m_tiles + tile), 64 * (group * config.m_tiles + tile + 1))
                 found[:, rows] = self.staged(packed)
         return found[: self.tokens]

@@ -34,6 +34,8 @@ CONFIGS = [
     WgmmaConfig(4, "bf16", 128, tokens=64, m_tiles=2, group_steps=2, num_stages=2),
     WgmmaConfig(4, "bf16", 128, tokens=48, row_parts=6, m_tiles=2, unit_k=128, num_stages=2),
     WgmmaConfig(4, "bf16", 32, True, tokens=16, m_tiles=2, unit_k=128, group_steps=4, num_stages=2),
+    WgmmaConfig(4, "bf16", 128, tokens=144, warpgroups=1, num_stages=2),
+    WgmmaConfig(8, "fp16", 128, tokens=80, in_flight=2, unit_k=128, num_stages=2),
     WgmmaConfig(8, "fp16", 64, True, tokens=32, warpgroups=3, unit_k=128, group_steps=2, num_stages=2),
     WgmmaConfig(4, "bf16", 128, tokens=256, num_stages=2),
 ]
@@ -128,14 +130,14 @@ class Machine:
         for group in range(config.warpgroups):
             warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
             for tile in range(config.m_tiles):
-                for start in range(0, config.tokens, config.chunk_tokens):
+                for start, tokens in config.chunks:
                     first = (tile * config.tokens + start) // 2
                     for warp, sums in warps:
                         store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
                         stage = self.subject.epilogue.stage_packed if packed else self.subject.epilogue.stage_sums
-                        stage(store, sums, first)
+                        stage(store, sums, first, tokens)
                     rows = slice(64 * (group * config.m_tiles + tile), 64 * (group * config.m_tiles + tile + 1))
-                    found[start : start + config.chunk_tokens, rows] = self.staged(packed)
+                    found[start : start + tokens, rows] = self.staged(packed, tokens)
         return found
 
     def stage_gated(self) -> np.ndarray:
@@ -145,16 +147,14 @@ class Machine:
         for group in range(config.warpgroups):
             warps = [(warp, self.sums(4 * group + warp)) for warp in range(4)]
             for tile in range(config.m_tiles):
-                for start in range(0, config.tokens, config.chunk_tokens):
+                for start, tokens in config.chunks:
                     for warp, sums in warps:
                         store = epilogue.Store(STAGING, 1, warp * 32 + machine.LANES, warp, machine.LANES)
-                        self.subject.epilogue.stage_gated(store, sums, (tile * config.tokens + start) // 2)
-                    bits = self.shared[STAGING : STAGING + config.chunk_tokens * pitch].view(np.int16)
-                    part = torch.from_numpy(bits.reshape(config.chunk_tokens, -1)[:, :32].copy())
+                        self.subject.epilogue.stage_gated(store, sums, (tile * config.tokens + start) // 2, tokens)
+                    bits = self.shared[STAGING : STAGING + tokens * pitch].view(np.int16)
+                    part = torch.from_numpy(bits.reshape(tokens, -1)[:, :32].copy())
                     first = 32 * (group * config.m_tiles + tile)
-                    found[start : start + config.chunk_tokens, first : first + 32] = part.view(
-                        DTYPES[config.dtype]
-                    ).double()
+                    found[start : start + tokens, first : first + 32] = part.view(DTYPES[config.dtype]).double()
         return found
 
     def boxes(self) -> np.ndarray:
@@ -174,8 +174,7 @@ class Machine:
                 found[number * STORE_TOKENS : (number + 1) * STORE_TOKENS, rows] = box
         return found
 
-    def staged(self, packed: bool) -> np.ndarray:
-        tokens = self.config.chunk_tokens
+    def staged(self, packed: bool, tokens: int) -> np.ndarray:
         if not packed:
             pitch = self.config.staging_pitch
             return self.shared[STAGING : STAGING + tokens * pitch].view(np.float32).reshape(tokens, -1)[:, :64]
@@ -201,7 +200,7 @@ def test_a_unit_is_multiplied(config: WgmmaConfig, monkeypatch):
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("config", CONFIGS[-5:], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS[-7:], ids=lambda config: config.name)
 def test_units_add_up(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     x = torch.randn(config.tokens, config.unit_k, generator=torch.Generator().manual_seed(3)).to(weight.dtype)
@@ -211,7 +210,7 @@ def test_units_add_up(config: WgmmaConfig, monkeypatch):
     np.testing.assert_allclose(three, 3 * one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-5:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-7:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
     scale = 0.1 if config.bits == 4 else 0.003  # within the range of fp16
@@ -228,7 +227,7 @@ def test_gate_and_up_in_turn_are_made_one(config: WgmmaConfig, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config", [*CONFIGS[:40:5], *CONFIGS[2:40:5], *CONFIGS[-5:], *SYNCHRONOUS], ids=lambda config: config.name
+    "config", [*CONFIGS[:40:5], *CONFIGS[2:40:5], *CONFIGS[-7:], *SYNCHRONOUS], ids=lambda config: config.name
 )
 def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monkeypatch):
     weight = make_weight(config)
@@ -239,7 +238,7 @@ def test_one_hot_rows_return_the_weights_rounded_once(config: WgmmaConfig, monke
     assert np.array_equal(Machine(config, weight, x, monkeypatch).stage(packed=True), wanted)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-5:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [CONFIGS[7], *CONFIGS[-7:], *SYNCHRONOUS[:2]], ids=lambda config: config.name)
 @pytest.mark.parametrize("packed", [False, True])
 def test_shared_memory_is_read_and_written_without_conflicts(config: WgmmaConfig, packed: bool, monkeypatch):
     weight = make_weight(config)

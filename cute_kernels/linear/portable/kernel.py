@@ -47,7 +47,7 @@ class PortableEpilogue(TileEpilogue):
 
     @cute.jit
     def run(self, operands, shape, store: Store, corner, sums, first: int):
-        for chunk in cutlass.range_constexpr(self.config.tokens // self.config.chunk_tokens):
+        for chunk in cutlass.range_constexpr(len(self.config.chunks)):
             self.store_any(operands, shape, store, corner, sums, first, chunk)
 
 

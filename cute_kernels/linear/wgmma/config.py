@@ -14,7 +14,7 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 BOX_K = 64  # inputs of a box of activations: rows of 128 bytes, what swizzling permutes
 BOX_ALIGNMENT = 1024
-TOKENS = (8, 16, 32, 48, 64, 128, 256)
+TOKENS = (8, *range(16, 257, 16))  # an MMA has whole eights, and stmatrix turns two of them around
 DTYPES = ("bf16", "fp16")
 CLUSTERS = (1, 2)
 PUSH_CLUSTERS = (2, 3)  # of those that push their sums; clusters of more do not all run at once, one for each SM
@@ -298,8 +298,14 @@ class WgmmaConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens that a warpgroup stores at a time."""
+        """Tokens that a warpgroup stores at a time, at most."""
         return min(self.chunk, self.own_tokens)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """(first token, tokens) of what a warpgroup stores at a time, of a tile's."""
+        starts = range(0, self.own_tokens, self.chunk_tokens)
+        return [(start, min(self.chunk_tokens, self.own_tokens - start)) for start in starts]
 
     @property
     def staging_pitch(self) -> int:

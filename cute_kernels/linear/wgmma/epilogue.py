@@ -68,14 +68,14 @@ class TileEpilogue:
             if const_expr(self.config.bulk_stores):
                 self.boxes.store(operands, store, corner, sums, first)
             else:
-                for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
+                for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                     self.store_packed(operands, shape, store, corner, sums, first, chunk)
         elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
             self.add_bias(operands, shape, store, corner, sums, first)
-            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
+            for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                 self.store_gated(operands, shape, store, corner, sums, first, chunk)
         else:
-            for chunk in cutlass.range_constexpr(self.config.own_tokens // self.config.chunk_tokens):
+            for chunk in cutlass.range_constexpr(len(self.config.chunks)):
                 self.store_any(operands, shape, store, corner, sums, first, chunk)
 
     def wait(self, store: Store):
@@ -197,12 +197,12 @@ class TileEpilogue:
     @cute.jit
     def store_packed(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
         """Rounds a chunk's sums and stores them, 8 neighbouring features at a time."""
-        tokens = self.config.chunk_tokens
+        done, tokens = self.config.chunks[chunk]
         self.wait(store)
-        self.stage_packed(store, sums, first + chunk * tokens // 2)
+        self.stage_packed(store, sums, first + done // 2, tokens)
         self.wait(store)
         vectors = TILE_N // PACKED_VECTOR
-        start = corner.token + chunk * tokens
+        start = corner.token + done
         for i in cutlass.range_constexpr(-(-tokens * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
@@ -211,16 +211,16 @@ class TileEpilogue:
                 words = ptx.load_shared_vector(store.staging + token * PACKED_PITCH + vector * 16, 0, 4)
                 ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
 
-    def stage_packed(self, store: Store, sums, first: int):
+    def stage_packed(self, store: Store, sums, first: int, tokens: int):
         """Puts a chunk's sums into the staging buffer, [token][feature] in 16 bits: stmatrix turns them around."""
         pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
         lane = store.lane
         # Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
         # tile has no more than eight, both are stored twice.
-        few = self.config.chunk_tokens == 8
+        few = tokens == 8
         token, half = lane % 8 if few else lane // 16 * 8 + lane % 8, lane // 8 % 2
         address = store.staging + token * PACKED_PITCH + store.row_warp * 32 + half * 16
-        for pair in range(-(-self.config.chunk_tokens // 16)):
+        for pair in range(-(-tokens // 16)):
             place = first + 8 * pair
             words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in ((0, 1, 0, 1) if few else range(4))]
             ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
@@ -230,12 +230,12 @@ class TileEpilogue:
     @cute.jit
     def store_gated(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
         """silu(gate) * up of a chunk, rounded; rows of W are gate and up in turn. Stores 8 neighbouring results."""
-        tokens = self.config.chunk_tokens
+        done, tokens = self.config.chunks[chunk]
         self.wait(store)
-        self.stage_gated(store, sums, first + chunk * tokens // 2)
+        self.stage_gated(store, sums, first + done // 2, tokens)
         self.wait(store)
         vectors = TILE_N // 2 // PACKED_VECTOR
-        start, columns = corner.token + chunk * tokens, shape.n // 2
+        start, columns = corner.token + done, shape.n // 2
         for i in cutlass.range_constexpr(-(-tokens * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
@@ -244,7 +244,7 @@ class TileEpilogue:
                 words = ptx.load_shared_vector(store.staging + token * GATED_PITCH + vector * 16, 0, 4)
                 ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
 
-    def stage_gated(self, store: Store, sums, first: int):
+    def stage_gated(self, store: Store, sums, first: int, tokens: int):
         """Puts a chunk's results into the staging buffer, [token][feature] in 16 bits.
 
         Gate and up of two tokens are in lanes four apart. Each takes one of the tokens: they swap what they do not use.
@@ -254,7 +254,7 @@ class TileEpilogue:
         odd = g % 2 == 1
         token = 2 * t + g % 2
         address = store.staging + token * GATED_PITCH + (store.row_warp * 8 + g // 2) * 2
-        for block in range(self.config.chunk_tokens // 8):
+        for block in range(tokens // 8):
             for half in range(2):
                 place = first + 4 * block + 2 * half
                 low, high = sums[place], sums[place + 1]
@@ -268,11 +268,11 @@ class TileEpilogue:
     @cute.jit
     def store_any(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
         """Bias, activation and residual of a chunk in fp32, four neighbouring features at a time."""
-        tokens, row_vectors = self.config.chunk_tokens, TILE_N // VECTOR
+        (done, tokens), row_vectors = self.config.chunks[chunk], TILE_N // VECTOR
         self.wait(store)
-        self.stage_sums(store, sums, first + chunk * tokens // 2)
+        self.stage_sums(store, sums, first + done // 2, tokens)
         self.wait(store)
-        start = corner.token + chunk * tokens
+        start = corner.token + done
         results = cute.make_rmem_tensor(VECTOR, Float32)
         extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
         end = cutlass.min(corner.end - start, tokens) * row_vectors
@@ -293,12 +293,12 @@ class TileEpilogue:
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return epilogue.Target(row, place, count, corner.bias + offset)
 
-    def stage_sums(self, store: Store, sums, first: int):
+    def stage_sums(self, store: Store, sums, first: int, tokens: int):
         """Puts a chunk's sums into the staging buffer, [token][feature] in fp32."""
         pitch = self.config.staging_pitch
         g, t = store.lane // 4, store.lane % 4
         address = store.staging + t * (2 * pitch) + (store.row_warp * 16 + g) * 4
-        for block in range(self.config.chunk_tokens // 8):
+        for block in range(tokens // 8):
             for i in range(4):
                 offset = (8 * block + i % 2) * pitch + 32 * (i // 2)
                 ptx.store_shared(address, offset, [sums[first + 4 * block + i]])

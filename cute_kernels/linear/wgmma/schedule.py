@@ -30,6 +30,9 @@ SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
 DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
+# Of a unit's time: what a warpgroup waits whose products no other one's decoding hides; what is gained where two groups
+# of MMAs run while the next one is decoded, which is little if it is scaled at once.
+ALONE_COST, IN_FLIGHT_GAIN = 1.1, 0.05
 MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
 # The same three where codes are scaled as they are decoded.
 SCALED_CLOCKS, SCALED_TOKEN_CLOCKS, SCALED_MMA_CLOCKS = 20, 0.25, 10
@@ -72,6 +75,23 @@ SHAPES = (
     (16, 1, 2, 128, 1),
     (16, 2, 3, 128, 1),
     (16, 2, 2, 128, 1),
+)
+# The same for the numbers of rows in between: those that a tile lacks cost as much as others and more, see FILL_CLOCKS,
+# and whole rounds of all CTAs want tiles of many sizes.
+BETWEEN_SHAPES = (
+    (240, 1, 2, 64, 1),
+    (224, 1, 2, 64, 1),
+    (208, 1, 2, 64, 1),
+    (192, 1, 2, 64, 1),
+    (176, 1, 2, 64, 1),
+    (160, 1, 2, 64, 1),
+    (144, 1, 2, 128, 1),
+    (112, 1, 2, 128, 1),
+    (96, 1, 2, 128, 1),
+    (80, 1, 2, 128, 1),
+    (48, 1, 2, 128, 1),
+    (144, 1, 1, 128, 1),
+    (80, 1, 1, 128, 1),
 )
 LARGE_TOKENS = 256  # of tiles whose results may leave by TMA, and whose last round may be cut along rows of x
 ROW_CUTS = 2
@@ -316,6 +336,10 @@ def unit_clocks(problem: Problem, schedule: TileSchedule) -> float:
     sharing = min(schedule.token_tiles, TOKEN_BAND)
     memory = config.weight_stage_bytes * schedule.num_ctas / MEMORY_BYTES_PER_CLOCK / sharing
     unit = max(tensor, decoding, memory)
+    if config.warpgroups == 1:
+        unit *= ALONE_COST
+    elif config.in_flight > 1 and config.scales_codes:
+        unit *= 1 - IN_FLIGHT_GAIN
     missing = tokens * schedule.token_tiles - problem.m  # rows of the last token tile
     filling = missing * (PUSH_FILL_CLOCKS if config.pushes else FILL_CLOCKS) * (config.unit_k // BOX_K)
     return unit + max(filling - unit, 0) / schedule.token_tiles
@@ -337,11 +361,16 @@ def decode_clocks(config: WgmmaConfig) -> tuple[float, float]:
 
 def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
     """Configurations worth considering."""
+    shapes = SHAPES + BETWEEN_SHAPES
+    if problem.batch_invariant:  # which a cluster is not, as it cuts K
+        shapes = [shape for shape in shapes + NARROW_SHAPES if shape[-1] == 1]
+    return tile_configs(problem, shapes) + push_configs(problem) + digit_configs(problem) + resident_configs(problem)
+
+
+def tile_configs(problem: Problem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
+    """Those tiles of some shapes, as `SHAPES` has them, that are possible and not too large."""
     configs = []
-    shapes = SHAPES + NARROW_SHAPES if problem.batch_invariant else SHAPES
     for tokens, m_tiles, warpgroups, unit_k, cluster in shapes:
-        if cluster > 1 and problem.batch_invariant:
-            continue  # which cuts K
         config = of_format(
             problem,
             tokens=tokens,
@@ -359,7 +388,7 @@ def candidate_configs(problem: Problem) -> list[WgmmaConfig]:
             configs.append(config)
             if tokens == LARGE_TOKENS and cluster == 1:
                 configs += large_configs(config)
-    return configs + push_configs(problem) + digit_configs(problem) + resident_configs(problem)
+    return configs
 
 
 def large_configs(config: WgmmaConfig) -> list[WgmmaConfig]:
@@ -401,9 +430,9 @@ def turns_of(problem: Problem, shape: PushShape) -> int:
 
 def groups_in_flight(problem: Problem, tokens: int, unit_k: int) -> int:
     """How many groups of MMAs of a tile without a cluster run while the next one is decoded, as measured."""
-    if tokens not in (64, 128) or problem.k_pad % unit_k:
+    if not 64 <= tokens <= 128 or problem.k_pad % unit_k:
         return 1
-    return 1 if (tokens, problem.bits, problem.dtype) == (128, 8, "bf16") else 2
+    return 1 if tokens > 64 and (problem.bits, problem.dtype) == (8, "bf16") else 2
 
 
 def digit_configs(problem: Problem) -> list[WgmmaConfig]:
@@ -440,11 +469,11 @@ def shipped_configs() -> list[WgmmaConfig]:
     codes = ((4, False), (4, True), (8, False))
     for (bits, zero_point), (dtype, group_size) in product(codes, formats):
         problem = Problem(8192, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
-        found = candidate_configs(problem)
-        every = (dtype, group_size, zero_point) == ("bf16", 128, False)
-        configs |= dict.fromkeys(found if every else (found[0], found[-1]))
-        if every:
-            configs |= dict.fromkeys(candidate_configs(replace(problem, batch_invariant=True)))
+        found = tile_configs(problem, SHAPES)
+        if (dtype, group_size, zero_point) == ("bf16", 128, False):
+            configs |= dict.fromkeys([*found, *tile_configs(problem, BETWEEN_SHAPES + NARROW_SHAPES)])
+        else:
+            configs |= dict.fromkeys((found[0], found[-1]))
     for form in PUSH_FORMS:
         for shape in PUSH_SHAPES[form[0]]:
             configs |= dict.fromkeys(push_configs(Problem(shape.tokens, 8192, 8192, 8192, *form)))
