@@ -47,13 +47,15 @@ def from_awq(
         "qweight", qweight, (k, n // _PER_WORD), f"{_PER_WORD} codes a word for the {n} columns of scales"
     )
     fields.check_shape("qzeros", qzeros, (groups, n // _PER_WORD), f"{_PER_WORD} codes a word for each group of scales")
+    scales = fields.to_scales("scales", scales, dtype)
     if input_scale is not None:
         fields.check_tensor("input_scale", input_scale, (torch.float16, torch.bfloat16, torch.float32), 1, f"[{k}]")
         fields.check_shape("input_scale", input_scale, (k,), "one for each input")
+        input_scale = fields.to_scales("input_scale", input_scale, scales.dtype)
 
     return pack_codes(
         lambda start, stop: _columns(qweight[:, start // _PER_WORD : stop // _PER_WORD]).T,
-        fields.to_scales("scales", scales.T, dtype),
+        scales.T,
         _columns(qzeros).T,
         bits=4,
         group_size=fields.group_size_of(k, groups, group_size),

@@ -62,7 +62,7 @@ def from_compressed_tensors(
 def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, bits: int | None) -> tuple[int, int]:
     n, words = weight_packed.shape
     if weight_shape is None:
-        bits = bits or 4
+        bits = 4 if bits is None else bits
         return bits, words * fields.check_bits(bits)
     fields.check_tensor("weight_shape", weight_shape, (torch.int64, torch.int32), 1, "[2]")
     fields.check_shape("weight_shape", weight_shape, (2,), "(N, K)")

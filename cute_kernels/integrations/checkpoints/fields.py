@@ -65,6 +65,11 @@ def group_size_of(k: int, groups: int, given: int | None) -> int | None:
         )
     if len(fitting) > 1:
         raise ValueError(f"group_size: got None, want one of {fitting}, which all fit {groups} groups of K = {k}")
+    if k % groups == 0 and k // groups != fitting[0]:
+        raise ValueError(
+            f"group_size: got None, want it said: {groups} groups of K = {k} are of {k // groups}, or of {fitting[0]} "
+            "with a shorter last one"
+        )
     return fitting[0]
 
 

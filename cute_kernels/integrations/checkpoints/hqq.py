@@ -84,6 +84,8 @@ def _codes(
         fields.check_tensor(name, tensor, dtypes, getattr(tensor, "ndim", 0), "any")
     if W_q.numel() * 8 != n * k * bits:
         raise ValueError(f"W_q: got {W_q.numel()} bytes, want {n * k * bits // 8}: {bits}-bit codes of {[n, k]}")
+    if n > 1 and scale.dim() == 2 and scale.shape[0] == 1:
+        raise ValueError(f"scale: got shape {list(scale.shape)}, that of axis 0, want [N * G, 1]: groups along K")
     if scale.numel() % n or scale.numel() == 0:
         raise ValueError(f"scale: got {scale.numel()} numbers, want a multiple of the {n} rows")
     if zero.numel() != scale.numel():

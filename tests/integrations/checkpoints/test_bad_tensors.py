@@ -45,6 +45,11 @@ AWQ: dict[str, tuple[Changes, str]] = {
         {"input_scale": torch.ones(72)},
         r"input_scale: got shape \[72\], want \[128\]: one for each input",
     ),
+    "input_scale NaN": ({"input_scale": torch.full((128,), torch.nan)}, "input_scale: got values that are not finite"),
+    "input_scale beyond fp16": (
+        {"input_scale": torch.full((128,), 1e6)},
+        "input_scale: got values that are not finite in torch.float16",
+    ),
 }
 
 
@@ -56,6 +61,15 @@ def test_awq(changes, message):
 def test_groups_that_are_none_of_the_kernels():
     tensors = goldens.awq(goldens.layer(72, 128, 16))
     refused(PackedWeight.from_awq, tensors, {}, "scales: got 8 groups of K = 128, want groups of 32, 64, 128, 256 or 1")
+
+
+def test_groups_of_one_size_that_kernels_have_not_are_not_taken_for_longer_ones():
+    """Two groups of 192 are of 96, which 128 and a shorter last one would fit, too."""
+    tensors = goldens.awq(goldens.layer(72, 192, 96))
+    message = "group_size: got None, want it said: 2 groups of K = 192 are of 96, or of 128 with a shorter last one"
+    refused(PackedWeight.from_awq, tensors, {}, message)
+    refused(PackedWeight.from_awq, tensors, {"group_size": 96}, "group_size: got 96, want one of 32, 64, 128, 256")
+    assert PackedWeight.from_awq(**tensors, group_size=128).group_size == 128
 
 
 def g_idx(**changes: int) -> torch.Tensor:
@@ -108,6 +122,7 @@ COMPRESSED: dict[str, tuple[Changes, str]] = {
         {"weight_shape": torch.tensor([64, 128])},
         r"weight_packed: got shape \[72, 16\], want 8 or 4 codes a word for weight_shape \[64, 128\]",
     ),
+    "no bits": ({"bits": 0, "weight_shape": None}, "bits: got 0, want 4 or 8"),
     "other bits": ({"bits": 8}, r"weight_packed: got shape \[72, 16\], want 4 codes a word for weight_shape"),
     "scales by column": ({"weight_scale": torch.ones(4, 72)}, r"weight_scale: got shape \[4, 72\], want \[72, 72\]"),
     "zero points": (
@@ -130,6 +145,7 @@ def test_compressed_tensors(changes, message):
 HQQ: dict[str, tuple[Changes, str]] = {
     "no zero": ({"zero": None}, "zero: got NoneType, want a torch.Tensor"),
     "axis 0": ({"axis": 0}, "axis: got 0, want 1: groups along K"),
+    "scales of axis 0": ({"scale": torch.ones(1, 288)}, r"scale: got shape \[1, 288\], that of axis 0, want \[N"),
     "another shape": ({"shape": (72, 64)}, r"W_q: got 4608 bytes, want 2304: 4-bit codes of \[72, 64\]"),
     "8 bits": ({"bits": 8}, "W_q: got 4608 bytes, want 9216: 8-bit codes"),
     "3-bit words": ({"W_q": torch.zeros(9, dtype=torch.int32)}, "W_q: got dtype torch.int32, want torch.uint8"),
