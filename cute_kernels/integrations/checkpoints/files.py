@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers, read_json
 from cute_kernels.integrations.checkpoints.hqq import from_hqq
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
-from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight
+from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 
 Tensors = dict[str, torch.Tensor]
 Config = Mapping[str, Any]
@@ -45,27 +46,84 @@ class LayerFormat:
 def _awq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
     if config.get("bits", config.get("w_bit", 4)) != 4:
         raise ValueError(f"bits: got {config.get('bits', config.get('w_bit'))}, want 4 for AWQ")
-    version = config.get("version", "gemm")
-    if version != "gemm":
+    version = config.get("version") or config.get("format") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":  # AutoAWQ's first versions wrote "GEMM"
         raise ValueError(f"version: got {version!r}, want 'gemm', how AutoAWQ packs by default")
-    return from_awq(**tensors, group_size=config.get("group_size", config.get("q_group_size")), **options)
+    weight = from_awq(**tensors, group_size=config.get("group_size", config.get("q_group_size")), **options)
+    if config.get("zero_point") is False:
+        _check_symmetric("qzeros", weight, "zero_point is false")
+    return weight
 
 
 def _gptq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
-    stored_as = config.get("checkpoint_format") or FORMATS[0]
+    stored_as = config.get("checkpoint_format") or config.get("format") or FORMATS[0]
     bits, group_size = config.get("bits", 4), config.get("group_size")
-    return from_gptq(**tensors, bits=bits, group_size=group_size, checkpoint_format=stored_as, **options)
+    weight = from_gptq(**tensors, bits=bits, group_size=group_size, checkpoint_format=stored_as, **options)
+    if config.get("sym") is True:
+        _check_symmetric("qzeros", weight, "sym is true")
+    desc_act = config.get("desc_act")
+    if desc_act is True:
+        _check_order_is_there("g_idx", tensors, weight, "desc_act is true")
+    if desc_act is False and weight.perm is not None:
+        raise ValueError(
+            "g_idx: got inputs of a group that are not neighbours, want neighbours: the configuration says that "
+            "desc_act is false"
+        )
+    return weight
 
 
-def _compressed_tensors(tensors: Tensors, _: Config, **options: Any) -> PackedWeight:
-    return from_compressed_tensors(**tensors, **options)
+def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    said = _said_of_weights(config)
+    bits, group_size = said.get("num_bits"), said.get("group_size")
+    weight = from_compressed_tensors(**tensors, bits=bits, group_size=group_size, **options)
+    symmetric = said.get("symmetric")
+    if symmetric is True:
+        _check_symmetric("weight_zero_point", weight, "symmetric is true")
+    if symmetric is False and "weight_zero_point" not in tensors:
+        raise ValueError(
+            "weight_zero_point: got no such tensor, want it: the configuration says that symmetric is false"
+        )
+    if said.get("actorder") in ("group", "dynamic"):  # two names of one order; others keep the inputs' own
+        _check_order_is_there("weight_g_idx", tensors, weight, f"actorder is {said['actorder']!r}")
+    return weight
+
+
+def _said_of_weights(config: Config) -> Config:
+    """What a compressed-tensors configuration says of all quantised weights: that in which its groups agree."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise TypeError(f"config_groups: got {groups!r}, want groups of layers by name, each a mapping")
+    said = [group["weights"] for group in groups.values() if isinstance(group.get("weights"), Mapping)]
+    first = said[0] if said else {}
+    return {key: value for key, value in first.items() if all(value == each.get(key) for each in said)}
+
+
+def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
+    """Raises ValueError if a weight has zero points of its own, against the configuration."""
+    if weight.zeros is not None:
+        middle = symmetric_zero(weight.bits)
+        raise ValueError(
+            f"{name}: got zero points other than {middle}, want {middle} everywhere: the configuration says that {said}"
+        )
+
+
+def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, said: str) -> None:
+    """Raises ValueError if the groups of inputs are missing that the configuration promises."""
+    if name not in tensors and weight.group_size is not None:
+        raise ValueError(f"{name}: got no such tensor, want it: the configuration says that {said}")
 
 
 def _hqq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
     shape = tensors.pop("shape").tolist()
     found = {"nbits": 4, "axis": 1} | dict(config)
-    found |= {name: int(tensors.pop(name)) for name in ("nbits", "axis") if name in tensors}
+    found |= {name: _integer(name, tensors.pop(name)) for name in ("nbits", "axis") if name in tensors}
     return from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], **options)
+
+
+def _integer(name: str, tensor: torch.Tensor) -> int:
+    if tensor.numel() != 1 or tensor.is_floating_point():
+        raise ValueError(f"{name}: got {tensor.dtype} {list(tensor.shape)}, want one integer")
+    return int(tensor)
 
 
 def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: Any) -> PackedWeight:
@@ -105,8 +163,9 @@ def load_safetensors(
     Args:
         path: a safetensors file, or a directory of them with the model's config.json or quantize_config.json.
         config: the quantisation configuration (`quantization_config`), default that of the directory. Of it are used
-            quant_method, bits, group_size, checkpoint_format and version; quant_method tells AWQ from GPTQ, which
-            without it the shapes do.
+            quant_method, bits, group_size, checkpoint_format, version and GPTQModel's dynamic, and of
+            compressed-tensors what all config_groups say of weights; quant_method tells AWQ from GPTQ, which without
+            it the shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with the tensors.
         dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
         device: where the layers are put; packing is done on the CPU.
 
@@ -115,7 +174,8 @@ def load_safetensors(
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError, ValueError: a file is cut off, or a tensor is missing or does not fit; the message names the tensor.
+        TypeError, ValueError: a file is cut off, or a tensor is missing, does not fit or is not as the configuration
+            says; the message names the tensor.
     """
     path = _path_of(path)
     entries = read_headers(path)
@@ -135,7 +195,8 @@ def load_quantized_linears(
 ) -> nn.Module:
     """Swaps the Linear layers that a checkpoint has quantised for `QuantizedLinear`, in place, all or none of them.
 
-    The model's Linear layers may be on the meta device. What the checkpoint does not quantise is not loaded.
+    The model's Linear layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer
+    that stands in several places of the model is swapped in all of them, whichever the checkpoint names.
 
     Args:
         model: has an nn.Linear under each name and of each shape that `load_safetensors` yields.
@@ -146,8 +207,8 @@ def load_quantized_linears(
         ``model``.
 
     Raises:
-        As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape. The model is
-        then as it was.
+        As `load_safetensors`, and ValueError for a layer that the model has not, or in another shape, or with a bias
+        that the checkpoint lacks. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
@@ -155,10 +216,15 @@ def load_quantized_linears(
     entries = read_headers(path)
     config = _read_config(path) if config is None else _checked_config("config", config)
     found = _find_layers(entries, config)
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in found:
-        if not isinstance(modules.get(name), nn.Linear):
-            raise ValueError(f"{name}: got {type(modules.get(name)).__name__} in the model, want an nn.Linear")
+        dense = modules.get(name)
+        if dense is model:
+            raise TypeError(f"model: got the layer itself, {type(model).__name__}, want a module around it")
+        if not isinstance(dense, nn.Linear):
+            raise ValueError(f"{name}: got {type(dense).__name__} in the model, want an nn.Linear")
+        if dense.bias is not None and _join(name, "bias") not in entries:
+            raise ValueError(f"{_join(name, 'bias')}: got no such tensor, want it: the model's layer has a bias")
     layers: dict[str, QuantizedLinear] = {}
     for name, layer in _read_layers(entries, found, config, {"dtype": dtype, "device": device}):
         dense = modules[name]
@@ -168,9 +234,12 @@ def load_quantized_linears(
         layers[name] = layer
         if progress is not None:
             progress(name, len(layers), len(found))
-    for name, layer in layers.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer)
+    swapped = {modules[name]: layer for name, layer in layers.items()}
+    for place, module in modules.items():
+        layer = layers.get(place, swapped.get(module))
+        if layer is not None:
+            parent, _, own = place.rpartition(".")
+            setattr(model.get_submodule(parent), own, layer)
     return model
 
 
@@ -202,19 +271,48 @@ def _find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Laye
     """The quantised layers by name; ValueError for one that lacks a tensor, and if there is none at all."""
     marks = {form.mark for form in LAYER_FORMATS}
     layers: dict[str, LayerFormat] = {}
+    owned: dict[str, set[str]] = {}
     for key in sorted(entries):
         name, _, own = key.rpartition(".")
+        owned.setdefault(name, set()).add(own)
         if own in marks:
             form = _format_of(entries, name, own, config)
             for wanted in form.required:
                 if _join(name, wanted) not in entries:
                     raise ValueError(f"{_join(name, wanted)}: got no such tensor, want it beside {own} ({form.name})")
             layers[name] = form
+    for name in sorted(owned.keys() - layers.keys()):
+        _check_not_a_rest(name, owned[name])
     if not layers:
         raise ValueError(
             f"path: got no tensor named {', '.join(sorted(marks))}, want a checkpoint that has such layers"
         )
     return layers
+
+
+def _check_not_a_rest(name: str, owned: set[str]) -> None:
+    """Raises ValueError if a layer has lost the one tensor that it is known by, rather than pass it over."""
+    if "weight" in owned:  # a whole layer, of formats that have scales beside it
+        return
+    for form in LAYER_FORMATS:
+        rest = [each for each in form.required if each != form.mark]
+        if owned.issuperset(rest):
+            raise ValueError(f"{_join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
+
+
+def _config_of(config: Config, name: str) -> Config:
+    """The configuration of a layer: GPTQModel's "dynamic" has other values for layers whose names match a pattern."""
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(isinstance(own, Mapping) for own in dynamic.values()):
+        raise TypeError(f"dynamic: got {dynamic!r}, want values for each pattern of names")
+    for pattern, own in dynamic.items():
+        try:
+            matches = re.match(pattern.removeprefix("+:"), name)  # "-:" is for layers that are not quantised
+        except re.error as error:
+            raise ValueError(f"dynamic: got {pattern!r} ({error}), want a regular expression") from error
+        if matches:
+            return {**config, **own}
+    return config
 
 
 def _format_of(entries: Mapping[str, Entry], name: str, mark: str, config: Config) -> LayerFormat:
@@ -259,7 +357,7 @@ def _read_layers(
             tensors = {each: read(_join(name, each)) for each in own if _join(name, each) in entries}
             bias = read(_join(name, "bias")) if _join(name, "bias") in entries else None
             try:
-                layer = QuantizedLinear(form.convert(tensors, config, **options), bias)
+                layer = QuantizedLinear(form.convert(tensors, _config_of(config, name), **options), bias)
             except (TypeError, ValueError) as error:
                 raise type(error)(_join(name, str(error))) from error
             del tensors, bias  # what was read is not kept while the caller works

@@ -67,6 +67,49 @@ def test_every_format_is_recognised_with_and_without_a_configuration(tmp_path, n
         assert torch.equal(found[key].weight.dequantize(FP64), layer.dense) and found[key].bias is None
 
 
+@pytest.mark.parametrize("version", ["GEMM", None])
+def test_awq_as_its_first_versions_configured_it(tmp_path, version):
+    layers = golden_layers()
+    config = {"quant_method": "awq", "zero_point": True, "q_group_size": 64, "w_bit": 4, "version": version}
+    path = write(tmp_path, prefixed({key: goldens.awq(layer) for key, layer in layers.items()}))
+    for key, layer in load_safetensors(path, config=config):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+def test_gptq_v2_that_says_so_as_its_format(tmp_path):
+    """GPTQModel writes "format" beside "checkpoint_format", and reads either."""
+    layers = golden_layers()
+    config = {"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}
+    path = write(tmp_path, prefixed({key: goldens.gptq(layer, 2) for key, layer in layers.items()}), config)
+    for key, layer in load_safetensors(path):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+def test_gptq_layers_with_bits_of_their_own(tmp_path):
+    layers = golden_layers()
+    layers[NAMES[1]] = goldens.layer(72, 128, 32, 8, lowest_zero=1, act_order=True)
+    dynamic = {"-:.*attn.*": {}, r"+:model\..*up_proj": {"bits": 8, "group_size": 32, "desc_act": True}}
+    config = WRITERS["gptq"][1] | {"desc_act": False, "dynamic": dynamic}
+    path = write(tmp_path, prefixed({key: goldens.gptq(layer) for key, layer in layers.items()}), config)
+    for key, layer in load_safetensors(path):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+def test_compressed_tensors_have_the_bits_and_groups_that_their_configuration_says(tmp_path):
+    layers = {NAMES[0]: goldens.layer(72, 192, 128, 8, dtype=torch.bfloat16)}
+    tensors = {name: goldens.compressed_tensors(layer) for name, layer in layers.items()}
+    del tensors[NAMES[0]]["weight_shape"]
+    path = write(tmp_path, prefixed(tensors), groups({"num_bits": 8, "group_size": 128}))
+    ((name, layer),) = load_safetensors(path)
+    assert torch.equal(layer.weight.dequantize(FP64), layers[name].dense)
+
+
+def groups(*weights: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of compressed-tensors with a group of layers for each of these."""
+    found = {f"group_{i}": {"targets": ["Linear"], "weights": each} for i, each in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": found}
+
+
 def test_a_saved_quantised_model_is_a_checkpoint_too(tmp_path):
     torch.manual_seed(0)
     model = quantize_model(nn.Sequential(nn.Linear(128, 72), nn.ReLU(), nn.Linear(72, 64, bias=False)), group_size=64)
@@ -152,6 +195,31 @@ def test_linear_layers_of_a_model_are_swapped_and_progress_is_told(tmp_path):
     assert told == [(NAMES[0], 1, 2), (NAMES[1], 2, 2)]
 
 
+def test_a_layer_that_stands_in_several_places_is_swapped_in_all_of_them(tmp_path):
+    layers = golden_layers()
+    path = write(tmp_path, prefixed({name: goldens.awq(layer) for name, layer in layers.items()}))
+    target = model()
+    target.add_module("again", target.get_submodule(NAMES[0]))
+    load_quantized_linears(target, path)
+    again = target.get_submodule("again")
+    assert isinstance(again, QuantizedLinear) and again is target.get_submodule(NAMES[0])
+
+
+def test_a_bias_that_the_checkpoint_lacks_is_named(tmp_path):
+    target = model()
+    target.get_submodule(NAMES[1]).register_parameter("bias", nn.Parameter(torch.empty(72, device="meta")))
+    before = dict(target.named_modules())
+    with pytest.raises(ValueError, match=f"^{NAMES[1]}.bias: got no such tensor, want it: the model's layer has a"):
+        load_quantized_linears(target, broken(tmp_path))
+    assert dict(target.named_modules()) == before
+
+
+def test_a_model_that_is_the_layer_itself_is_refused(tmp_path):
+    path = write(tmp_path, goldens.awq(golden_layers()[NAMES[0]]))
+    with pytest.raises(TypeError, match="^model: got the layer itself, Linear, want a module around it"):
+        load_quantized_linears(nn.Linear(128, 72, bias=False), path)
+
+
 def broken(tmp_path: Path, **changes: torch.Tensor | None) -> Path:
     """A checkpoint whose second layer is bad."""
     layers = golden_layers(act_order=True)
@@ -178,6 +246,105 @@ def test_a_bad_layer_is_named_and_leaves_the_model_as_it_was(tmp_path, changes, 
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         load_quantized_linears(target, broken(tmp_path, **changes))
     assert dict(target.named_modules()) == before
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "gptq_v2"])
+def test_no_layer_that_has_lost_a_tensor_is_passed_over(tmp_path, name):
+    store, _ = WRITERS[name]
+    tensors = prefixed({key: store(layer) for key, layer in golden_layers().items()})
+    form = next(form for form in files.LAYER_FORMATS if form.name == name)
+    for lost in form.required:
+        write(tmp_path, {key: tensor for key, tensor in tensors.items() if key != f"{NAMES[1]}.{lost}"})
+        with pytest.raises(ValueError, match=f"^{NAMES[1]}.{lost}: got no such tensor, want it beside"):
+            load_safetensors(tmp_path)
+
+
+def test_scales_beside_a_whole_weight_are_no_layer_that_has_lost_one(tmp_path):
+    layers = golden_layers()
+    tensors = prefixed({name: goldens.compressed_tensors(layer) for name, layer in layers.items()})
+    write(tmp_path, tensors | {"fp8.weight": torch.zeros(4, 4), "fp8.weight_scale": torch.ones(4, 1)})
+    assert [name for name, _ in load_safetensors(tmp_path)] == sorted(NAMES)
+
+
+SYMMETRIC, ASYMMETRIC = {"symmetric": True, "num_bits": 4}, {"symmetric": False, "num_bits": 4}
+GPTQ = {"quant_method": "gptq", "bits": 4}
+MISMATCHES = {
+    "sym": ("gptq", GPTQ | {"sym": True}, (), "qzeros: got zero points other than 8, want 8 everywhere.* sym is true"),
+    "no desc_act": ("gptq", GPTQ | {"desc_act": False}, (), "g_idx: got inputs of a group that are not neighbours"),
+    "desc_act": ("gptq", GPTQ | {"desc_act": True}, ("g_idx",), "g_idx: got no such tensor, .* desc_act is true"),
+    "a list for dynamic": ("gptq", GPTQ | {"dynamic": [3]}, (), r"dynamic: got \[3\], want values for each pattern"),
+    "no pattern": ("gptq", GPTQ | {"dynamic": {"+:(": {}}}, (), r"dynamic: got '\+:\(' .*, want a regular expression"),
+    "awq": (
+        "awq",
+        {"quant_method": "awq", "zero_point": False},
+        (),
+        "qzeros: got zero points other than 8, want 8 everywhere.* zero_point is false",
+    ),
+    "symmetric": (
+        "compressed-tensors",
+        groups(SYMMETRIC),
+        (),
+        "weight_zero_point: got zero points other than 8, .* symmetric is true",
+    ),
+    "asymmetric": (
+        "compressed-tensors",
+        groups(ASYMMETRIC, ASYMMETRIC | {"group_size": 32}),
+        ("weight_zero_point",),
+        "weight_zero_point: got no such tensor, .* symmetric is false",
+    ),
+    "actorder": (
+        "compressed-tensors",
+        groups(ASYMMETRIC | {"actorder": "group"}),
+        ("weight_g_idx",),
+        "weight_g_idx: got no such tensor, .* actorder is 'group'",
+    ),
+    "num_bits": (
+        "compressed-tensors",
+        groups({"num_bits": 8}),
+        (),
+        r"weight_packed: got shape \[72, 16\], want 4 codes a word",
+    ),
+    "no groups": (
+        "compressed-tensors",
+        {"config_groups": {"group_0": ["Linear"]}},
+        (),
+        r"config_groups: got {'group_0': \['Linear'\]}, want groups of layers by name",
+    ),
+    "group_size": (
+        "compressed-tensors",
+        groups({"group_size": 32}),
+        (),
+        "group_size: got 32, want one of .*, 2 groups of K = 128",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "config", "lost", "message"), MISMATCHES.values(), ids=list(MISMATCHES))
+def test_tensors_that_are_not_as_the_configuration_says_are_refused(tmp_path, name, config, lost, message):
+    store, _ = WRITERS[name]
+    layers = golden_layers(act_order=name != "awq")
+    tensors = {key: store(layer) for key, layer in layers.items()}
+    for own in tensors.values():
+        for each in lost:
+            del own[each]
+    with pytest.raises((TypeError, ValueError), match=f"^{NAMES[0]}.{message}"):
+        list(load_safetensors(write(tmp_path, prefixed(tensors), config)))
+
+
+def test_configurations_that_fit_symmetric_layers_are_taken(tmp_path):
+    layers = golden_layers(symmetric=True, act_order=True)
+    configs = {"gptq": GPTQ | {"sym": True, "desc_act": True}, "compressed-tensors": groups(SYMMETRIC, ASYMMETRIC)}
+    for name, config in configs.items():
+        tensors = {key: WRITERS[name][0](layer) for key, layer in layers.items()}
+        for key, layer in load_safetensors(write(tmp_path, prefixed(tensors), config)):
+            assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+@pytest.mark.parametrize("number", [torch.tensor([4, 4]), torch.tensor(4.5)])
+def test_numbers_of_hqq_that_are_none_are_refused_by_name(tmp_path, number):
+    tensors = prefixed({NAMES[0]: hqq_tensors(golden_layers()[NAMES[0]]) | {"nbits": number}})
+    with pytest.raises(ValueError, match=f"^{NAMES[0]}.nbits: got torch.* want one integer"):
+        list(load_safetensors(write(tmp_path, tensors)))
 
 
 def test_a_model_of_another_shape_or_without_the_layer_is_refused(tmp_path):
