@@ -157,6 +157,14 @@ class PackedWeight:
         parts += [f"with {name}" for name in ("zeros", "perm", "input_scale") if getattr(self, name) is not None]
         return f"PackedWeight({', '.join(parts)}, {self.nbytes / 1e6:.1f} MB on {self.device})"
 
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        """No function of torch takes a packed weight.
+
+        nn.TransformerEncoder looks for this on each `weight` before it hands them all to one fused function.
+        """
+        return NotImplemented
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name in TENSOR_NAMES if (value := getattr(self, name)) is not None}
 

@@ -165,6 +165,19 @@ def test_it_compiles_without_graph_breaks():
 # -- quantize_model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_encoder_layers_of_torch_go_without_their_fused_kernel(nested):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dtype=BF16)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+    x = numbers(2, 5, 64)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        exact = model(x, src_key_padding_mask=mask)
+        result = quantize_model(model, bits=8)(x, src_key_padding_mask=mask)
+    assert isinstance(model.layers[0].linear1, QuantizedLinear)
+    assert (result - exact)[~mask].norm() < 0.02 * exact[~mask].norm()
+
+
 class Special(nn.Linear):
     pass
 
