@@ -26,8 +26,8 @@ def from_compressed_tensors(
     Args:
         weight_packed: int32 [N, K * bits / 32], the last word of a row filled up.
         weight_scale: floating [N, G], or [1] for one scale of the whole weight.
-        weight_zero_point: int32 [N * bits / 32, G], packed along N, or int8 [N, G] as it is; None for a symmetric
-            weight.
+        weight_zero_point: int32 [N * bits / 32, G], packed along N, or int8 [N, G] as it is, or [1] with one
+            scale; None for a symmetric weight.
         weight_shape: int64 [2]: (N, K).
         weight_g_idx: int [K], the group of each input, or None for groups in order.
         bits: 4 or 8; default what weight_shape says, 4 without one.
@@ -41,12 +41,12 @@ def from_compressed_tensors(
     one = isinstance(weight_scale, torch.Tensor) and weight_scale.numel() == 1
     fields.check_tensor("weight_scale", weight_scale, floating, weight_scale.dim() if one else 2, "[N, groups]")
     n = weight_packed.shape[0]
-    scales = weight_scale.reshape(1, 1).expand(n, 1) if weight_scale.numel() == 1 else weight_scale
+    scales = weight_scale.reshape(1, 1).expand(n, 1) if one else weight_scale
     bits, k = _bits_and_k(weight_packed, weight_shape, bits)
     groups = scales.shape[1]
     fields.check_shape("weight_scale", scales, (n, groups), "a row for each row of weight_packed")
     size = fields.group_size_of(k, groups, group_size)
-    zeros = None if weight_zero_point is None else _zeros(weight_zero_point, n, groups, bits)
+    zeros = None if weight_zero_point is None else _zeros(weight_zero_point, n, groups, bits, one)
     return pack_codes(
         lambda start, stop: fields.unpack_words(weight_packed[start:stop], bits)[:, :k],
         fields.to_scales("weight_scale", scales, dtype),
@@ -76,16 +76,20 @@ def _bits_and_k(weight_packed: torch.Tensor, weight_shape: torch.Tensor | None, 
     return fitting[0], k
 
 
-def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int) -> torch.Tensor:
+def _zeros(weight_zero_point: torch.Tensor, n: int, groups: int, bits: int, one_scale: bool) -> torch.Tensor:
     """uint8 zero points [N, G] as codes."""
     dtypes = (torch.int32, torch.int8)
-    fields.check_tensor("weight_zero_point", weight_zero_point, dtypes, 2, "[N * bits / 32, groups] or [N, groups]")
+    one = one_scale and isinstance(weight_zero_point, torch.Tensor) and weight_zero_point.numel() == 1
+    wanted = "[N * bits / 32, groups] or [N, groups]"
+    fields.check_tensor("weight_zero_point", weight_zero_point, dtypes, weight_zero_point.dim() if one else 2, wanted)
     if weight_zero_point.dtype == torch.int32:
         per_word = fields.check_bits(bits)
         fields.check_shape(
             "weight_zero_point", weight_zero_point, (-(-n // per_word), groups), f"{per_word} codes a word"
         )
         return fields.unpack_words(weight_zero_point.T, bits)[:, :n].T
+    if one:
+        weight_zero_point = weight_zero_point.reshape(1, 1).expand(n, 1)
     fields.check_shape("weight_zero_point", weight_zero_point, (n, groups), "one for each scale")
     codes = weight_zero_point.int() + symmetric_zero(bits)
     if bool(((codes < 0) | (codes >= 1 << bits)).any()):

@@ -59,7 +59,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(promised, dict) or not all(isinstance(where, str) for where in promised.values()):
         raise ValueError(f"{index.name}: got no 'weight_map' of names and files, want the index of a checkpoint")
     for name, where in promised.items():
-        if not (index.parent / where).exists():
+        if not (index.parent / where).is_file():
             raise FileNotFoundError(f"{name}: got no file {where}, want it beside {INDEX}, which says so")
     return promised
 

@@ -129,6 +129,10 @@ COMPRESSED: dict[str, tuple[Changes, str]] = {
         {"weight_zero_point": torch.zeros(8, 4, dtype=torch.int32)},
         r"weight_zero_point: got shape \[8, 4\], want \[9, 4\]: 8 codes a word",
     ),
+    "one zero point of many groups": (
+        {"weight_zero_point": torch.zeros(1, dtype=torch.int8)},
+        r"weight_zero_point: got shape \[1\], want \[N \* bits / 32, groups\] or \[N, groups\]",
+    ),
     "zero points beyond 4 bits": (
         {"weight_zero_point": torch.full((72, 4), 8, dtype=torch.int8)},
         "weight_zero_point: got values outside -8 to 7, want 4-bit ones",

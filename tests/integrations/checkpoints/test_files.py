@@ -143,6 +143,9 @@ def test_shards_are_read_through_their_index(tmp_path):
     index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "model-1.safetensors"}}))
     with pytest.raises(ValueError, match="^norm.weight: got no such tensor, want it in model-1.safetensors, as model"):
         load_safetensors(tmp_path)
+    index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "."}}))
+    with pytest.raises(FileNotFoundError, match="^norm.weight: got no file ., want it beside model"):
+        load_safetensors(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map | {"norm.weight": "model-7.safetensors"}}))
     with pytest.raises(FileNotFoundError, match="^norm.weight: got no file model-7.safetensors, want it beside model"):
         load_safetensors(tmp_path)

@@ -110,6 +110,11 @@ def test_compressed_tensors_symmetric_per_channel_and_whole():
     assert_exact(packed, golden)
     whole = PackedWeight.from_compressed_tensors(tensors["weight_packed"], torch.tensor([0.25]).half())
     assert torch.equal(whole.dequantize(FP64), (torch.tensor(golden.codes).double() - 8) / 4)
+    for zero in (0, -3):  # compressed-tensors keeps a symmetric weight's, too
+        tensors["weight_zero_point"] = torch.tensor([zero], dtype=torch.int8)
+        tensors |= {"weight_scale": torch.tensor([0.25]).half(), "weight_g_idx": torch.full((128,), -1)}
+        whole = PackedWeight.from_compressed_tensors(**tensors)
+        assert torch.equal(whole.dequantize(FP64), (torch.tensor(golden.codes).double() - 8 - zero) / 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
