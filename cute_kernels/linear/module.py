@@ -11,7 +11,7 @@ from torch import nn
 from cute_kernels.arguments import check_tensors
 from cute_kernels.linear import ops
 from cute_kernels.linear.quantize import quantize_weight
-from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight
+from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, has_values
 
 ModelProgress = Callable[[str, int, int], None]
 """Called with a layer's name, how many layers are done and how many there are."""
@@ -146,7 +146,14 @@ class QuantizedLinear(nn.Module):
             raise ValueError(f"bias: got {bias.dtype} {list(bias.shape)}, want a floating [{self.out_features}]")
         if bias.is_meta and weight.device.type != "meta":
             raise ValueError(f"bias: got a tensor without data (meta), want one on a CPU or on {weight.device}")
-        return bias.to(weight.device, weight.dtype).contiguous()
+        kept = bias.to(weight.device, weight.dtype).contiguous()
+        if (
+            kept.dtype != bias.dtype
+            and has_values(kept)
+            and bool((kept.isinf() & bias.to(kept.device).isfinite()).any())
+        ):
+            raise ValueError(f"bias: got values beyond {kept.dtype}, that of the weight's scales, want smaller ones")
+        return kept
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 

@@ -236,6 +236,10 @@ def test_a_layer_that_cannot_be_quantised_is_named():
         (lambda: QuantizedLinear(torch.zeros(4, 4)), "weight: got Tensor, want a PackedWeight"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear.from_linear(nn.ReLU()), "linear: got ReLU, want an nn.Linear"),  # type: ignore[arg-type]
         (lambda: QuantizedLinear(known(70, 64).pack(), torch.zeros(64)), r"bias: got torch.float32 \[64\], want a"),
+        (
+            lambda: QuantizedLinear(known(64, 64, dtype=FP16).pack(), torch.full((64,), 1e6)),
+            "bias: got values beyond torch.float16, that of the weight's scales",
+        ),
         (lambda: QuantizedLinear.from_linear(dense_layer().to("meta")), "w: got a tensor without data"),
     ],
 )
