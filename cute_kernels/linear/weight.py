@@ -357,6 +357,8 @@ class PackedWeight:
         found = tensors["format"]
         if found.dtype != torch.int64 or tuple(found.shape) != (len(_FORMAT_FIELDS),):
             raise ValueError(f"format: got {found.dtype} {list(found.shape)}, want torch.int64 [{len(_FORMAT_FIELDS)}]")
+        if found.is_meta:
+            raise ValueError("format: got a tensor without data (meta), want one on a CPU or CUDA device")
         version, n, k, bits, group_size = found.tolist()
         if version != FORMAT_VERSION:
             raise ValueError(f"format: got version {version}, want {FORMAT_VERSION}")

@@ -169,6 +169,10 @@ BAD_STATES = {
     "no format": ({"format": None}, "format: got no such tensor"),
     "another tensor": ({"qweight": torch.zeros(1)}, "qweight: got a tensor of that name, want none but codes"),
     "fp32 format": ({"format": torch.zeros(5)}, r"format: got torch.float32 \[5\], want torch.int64 \[5\]"),
+    "format without data": (
+        {"format": torch.zeros(5, dtype=torch.int64, device="meta")},
+        "format: got a tensor without data",
+    ),
     "a newer version": ({"format": torch.tensor([2, 70, 100, 4, 32])}, "format: got version 2, want 1"),
     "another K": (
         {"format": torch.tensor([1, 70, 200, 4, 32])},

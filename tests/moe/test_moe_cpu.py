@@ -127,6 +127,9 @@ def test_state_dicts_and_shards():
     assert torch.equal(torch.cat(parts, dim=2), packed.dequantize())
     with pytest.raises(ValueError, match="^format: got no such tensor"):
         PackedExperts.from_state_dict({"codes": packed.codes})
+    with pytest.raises(ValueError, match=r"^format: got a tensor without data \(meta\)"):
+        state = packed.state_dict()
+        PackedExperts.from_state_dict(state | {"format": state["format"].to("meta")})
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
