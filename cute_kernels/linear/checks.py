@@ -40,9 +40,17 @@ def check_bias(bias: torch.Tensor, x: torch.Tensor, n: int) -> None:
         raise ValueError(f"bias: got strides {bias.stride()}, want a contiguous tensor")
 
 
-def check_out_dtype(out_dtype: Any) -> None:
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {', '.join(map(str, OUT_DTYPES))}")
+def result_dtype(out_dtype: Any, x: torch.Tensor, out: Any) -> torch.dtype:
+    """What the result is in: ``out_dtype``, or else what ``out`` is in, or else what x is in."""
+    wanted = ", ".join(map(str, OUT_DTYPES))
+    if out_dtype is None and out is not None:
+        check_tensors(out=out)
+        if out.dtype not in OUT_DTYPES:
+            raise TypeError(f"out: got dtype {out.dtype}, want one of {wanted}")
+        return out.dtype
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype: got {out_dtype!r}, want None or one of {wanted}")
+    return x.dtype if out_dtype is None else out_dtype
 
 
 def check_result(

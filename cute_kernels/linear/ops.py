@@ -71,9 +71,7 @@ def apply(
     checks.check_input(x, k, scales.dtype, codes.device)
     dispatch = needs_dispatch(x=x, codes=codes)
     checks.check_activation(activation, n)
-    if out_dtype is None:
-        out_dtype = x.dtype if out is None else out.dtype
-    checks.check_out_dtype(out_dtype)
+    out_dtype = checks.result_dtype(out_dtype, x, out)
     check_flag("batch_invariant", batch_invariant)
     if bias is not None:
         checks.check_bias(bias, x, n)

@@ -68,9 +68,7 @@ def apply_grouped(
     if bias is not None:
         checks.check_tensor("bias", bias, (x.dtype,), (len(weight), n), x.device, contiguous=True)
     linear_checks.check_activation(activation, n)
-    if out_dtype is None:
-        out_dtype = x.dtype if out is None else out.dtype
-    linear_checks.check_out_dtype(out_dtype)
+    out_dtype = linear_checks.result_dtype(out_dtype, x, out)
     arguments.check_flag("batch_invariant", batch_invariant)
     places = x.shape[0] if rows is None else rows.shape[0]
     if out is not None:
@@ -146,9 +144,7 @@ def apply_moe(
     checks.check_tensor("topk_weights", topk_weights, checks.WEIGHT_DTYPES, tuple(topk_ids.shape), x.device)
     if activation != "silu":
         raise ValueError(f"activation: got {activation!r}, want 'silu': silu(gate) * up")
-    if out_dtype is None:
-        out_dtype = x.dtype if out is None else out.dtype
-    linear_checks.check_out_dtype(out_dtype)
+    out_dtype = linear_checks.result_dtype(out_dtype, x, out)
     arguments.check_flag("batch_invariant", batch_invariant)
     if out is not None:
         shape = (x.shape[0], down.out_features)

@@ -139,6 +139,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "out_dtype": ({"out_dtype": torch.int8}, "out_dtype: got torch.int8, want None or one of"),
     "out of another shape": ({"out": numbers(5, 71)}, r"out: got shape \[5, 71\], want \[5, 70\]"),
     "out of another dtype": ({"out": numbers(5, 70), "out_dtype": FP32}, "out: got dtype torch.bfloat16, want"),
+    "out a list": ({"out": [0.0]}, "out: got list, want a torch.Tensor"),
+    "out in fp64": ({"out": numbers(5, 70).double()}, "out: got dtype torch.float64, want one of torch.bfloat16"),
     "out with gaps": ({"out": numbers(5, 140)[:, ::2]}, "out: got strides .* want a contiguous tensor"),
 }
 

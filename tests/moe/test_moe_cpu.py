@@ -149,6 +149,8 @@ BAD_GROUPED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"activation": "relu"}, "activation: got 'relu', want None"),
     "batch-invariant by a number": ({"batch_invariant": 1}, "batch_invariant: got 1, want True or False"),
     "out of another shape": ({"out": numbers(5, 71)}, r"out: got shape \[5, 71\], want \[5, 70\]"),
+    "out a list": ({"out": [0.0]}, "out: got list, want a torch.Tensor"),
+    "out in fp64": ({"out": numbers(5, 70).double()}, "out: got dtype torch.float64, want one of torch.bfloat16"),
 }
 
 
@@ -169,6 +171,8 @@ BAD_MOE: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"activation": "gelu"}, "activation: got 'gelu', want 'silu'"),
     "batch-invariant by a number": ({"batch_invariant": None}, "batch_invariant: got None, want True or False"),
     "out with gaps": ({"out": numbers(5, 128)[:, ::2]}, "out: got strides .* want a contiguous tensor"),
+    "out a list": ({"out": [0.0]}, "out: got list, want a torch.Tensor"),
+    "out in fp64": ({"out": numbers(5, 64).double()}, "out: got dtype torch.float64, want one of torch.bfloat16"),
 }
 
 
