@@ -57,7 +57,8 @@ def linear_reference(
     y = torch.empty(*x.shape[:-1], weight.out_features, dtype=compute_dtype, device=x.device)
     for first, last in row_blocks(weight.codes.shape[0], weight.in_features):
         w = weight.dequantize_tiles(first, last).to(x.dtype).to(compute_dtype)
-        y[..., first * TILE_N : first * TILE_N + w.shape[0]] = inputs @ w.T
+        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # which would round what goes in and out
+            y[..., first * TILE_N : first * TILE_N + w.shape[0]] = inputs @ w.T
     if bias is not None:
         y += bias
     y = activate(y, activation)

@@ -97,6 +97,13 @@ def test_inputs_are_scaled_then_permuted():
     assert relative_error(linear_reference(x, packed, compute_dtype=torch.float64), want) < TOLERANCE[BF16]
 
 
+def test_products_are_in_fp32_under_autocast_too():
+    packed, x = known(70, 64).pack(), numbers(5, 64)
+    want = linear(x, packed, out_dtype=FP32)
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(linear(x, packed, out_dtype=FP32), want)
+
+
 def test_out_is_written_and_returned_and_may_be_the_residual():
     packed, x = known(70, 64).pack(), numbers(2, 3, 64)
     room = torch.full((2, 3, 70), float("nan"), dtype=FP16)
