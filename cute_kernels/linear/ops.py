@@ -87,15 +87,14 @@ def apply(
             return keep(_kept, key, kept).run(x, codes, scales, zeros, bias, residual, out)
     if residual is not None:
         residual = _rows(residual, columns)
-    if torch.is_grad_enabled():  # there is no way back, so nothing may look as if there were
-        x = x.detach() if x.requires_grad else x
-        bias, residual = (t.detach() if t is not None and t.requires_grad else t for t in (bias, residual))
     rows = _rows(x if perm is input_scale is None else prepare_input(x, perm, input_scale), k)
+    rows = rows.detach() if rows.requires_grad else rows
     size = group_size or 0
     if dispatch:
-        result = torch.ops.cute_kernels.weight_only_linear(
-            rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, batch_invariant
-        )
+        with torch.no_grad():  # there is no way back, so nothing may look as if there were
+            result = torch.ops.cute_kernels.weight_only_linear(
+                rows, codes, scales, zeros, bias, residual, bits, size, n, k, activation, out_dtype, batch_invariant
+            )
     else:
         work = _on_cuda if rows.is_cuda else _on_cpu
         target = out if out is None or out.dim() == 2 else out.view(-1, columns)
@@ -133,6 +132,7 @@ _library.define(
 )
 
 
+@torch.no_grad()
 def _on_cpu(
     x,
     codes,

@@ -88,7 +88,8 @@ def apply_grouped(
     if not dispatch:
         work: Any = _grouped_on_cuda if x.is_cuda else _grouped_on_cpu
         return work(*tensors, *numbers, out)
-    result = torch.ops.cute_kernels.grouped_linear(*tensors, *numbers)
+    with torch.no_grad():  # there is no way back, so nothing may look as if there were
+        result = torch.ops.cute_kernels.grouped_linear(*tensors, *numbers)
     return result if out is None else out.copy_(result)
 
 
@@ -163,7 +164,8 @@ def apply_moe(
     if not dispatch:
         work: Any = _moe_on_cuda if x.is_cuda else _moe_on_cpu
         return work(*tensors, *numbers, out_dtype, batch_invariant, out)
-    result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype, batch_invariant)
+    with torch.no_grad():
+        result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype, batch_invariant)
     return result if out is None else out.copy_(result)
 
 
@@ -219,6 +221,7 @@ _library.define(
 )
 
 
+@torch.no_grad()
 def _grouped_on_cpu(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
     batch_invariant=False, out=None,
@@ -250,6 +253,7 @@ def _grouped_on_meta(
     return x.new_empty((places, out_features(n, activation)), dtype=out_dtype)
 
 
+@torch.no_grad()
 def _moe_on_cpu(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False, out=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -152,6 +153,20 @@ def test_results_never_require_a_gradient(compiled):
     assert not call(x).requires_grad and torch.equal(call(x), layer(x.detach()))
     bias, residual = (numbers(*shape).requires_grad_() for shape in ((70,), (2, 70)))
     assert not linear(x, layer.weight, bias, residual=residual).requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["scales", "input_scale"])
+def test_a_weights_tensors_give_results_no_gradient(name, compiled):
+    torch.compiler.reset()
+    weight = replace(known(70, 64).pack(), input_scale=torch.ones(64, dtype=BF16))
+    weight = replace(weight, **{name: getattr(weight, name).clone().requires_grad_()})
+
+    def layer(x):
+        return linear(x, weight)
+
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    assert not call(numbers(2, 64)).requires_grad
 
 
 def test_it_compiles_without_graph_breaks():

@@ -89,6 +89,22 @@ def test_out_is_written_and_returned():
     assert torch.equal(out, fused_moe(x, gate_up, down, ids, weights, out_dtype=torch.float16))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_never_require_a_gradient(compiled):
+    torch.compiler.reset()
+    gate_up, down = experts(2, 64, 64)[0], experts(2, 64, 32)[0]
+    x, bias, weights = numbers(5, 64), numbers(2, 64, seed=2), torch.rand(5, 2)
+    for tensor in (x, bias, weights, gate_up.scales, down.scales):
+        tensor.requires_grad_()
+
+    def layers(x):
+        return grouped_linear(x, gate_up, OFFSETS, bias=bias), fused_moe(x, gate_up, down, IDS, weights)
+
+    call = torch.compile(layers, fullgraph=True, backend="aot_eager") if compiled else layers
+    for found in call(x):
+        assert not found.requires_grad
+
+
 def test_routing_keeps_the_order_of_assignments():
     ids = torch.tensor([[2, 0], [2, -1], [0, 2], [7, 1]])
     offsets, rows, places = route_reference(ids, 3)
