@@ -61,7 +61,8 @@ def check_routing(expert_offsets: torch.Tensor, rows: torch.Tensor | None, x_row
     if ends[0] != 0 or ends[-1] > places or any(a > b for a, b in itertools.pairwise(ends)):
         raise ValueError(f"expert_offsets: got {ends}, want them to rise from 0 to at most {places}")
     if rows is not None and rows.numel() and not (0 <= int(rows.min()) and int(rows.max()) < x_rows):
-        raise ValueError(f"rows: got {int(rows.min())} to {int(rows.max())}, want 0 to {x_rows - 1}")
+        wanted = f"0 to {x_rows - 1}" if x_rows else "none, as x has no rows"
+        raise ValueError(f"rows: got {int(rows.min())} to {int(rows.max())}, want {wanted}")
 
 
 def check_pair(gate_up: PackedExperts, down: PackedExperts) -> None:

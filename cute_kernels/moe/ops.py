@@ -74,9 +74,9 @@ def apply_grouped(
     if out is not None:
         columns = out_features(n, activation)
         checks.check_tensor("out", out, (out_dtype,), (places, columns), x.device, contiguous=True)
-    if (key is not None or not dispatch) and (x.is_cpu or arguments.DEBUG):
-        checks.check_routing(expert_offsets, rows, x.shape[0])
     if key is not None and places:
+        if arguments.DEBUG:
+            checks.check_routing(expert_offsets, rows, x.shape[0])
         with torch.cuda.device(x.device):
             made = _launch_of(places, rows, weight, activation, out_dtype, batch_invariant)
             launch = keep(_launches, key, made)
@@ -226,6 +226,7 @@ def _grouped_on_cpu(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
     batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
+    checks.check_routing(expert_offsets, rows, x.shape[0])
     weight = PackedExperts(codes, scales, zeros, bits, group_size or None, (n, k), check_values=False)
     options = {"rows": rows, "bias": bias, "activation": activation, "out_dtype": out_dtype}
     result = grouped_linear_reference(x, weight, expert_offsets, **options)
@@ -236,6 +237,8 @@ def _grouped_on_cuda(
     x, codes, scales, zeros, expert_offsets, rows, bias, bits, group_size, n, k, activation, out_dtype,
     batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
+    if arguments.DEBUG:
+        checks.check_routing(expert_offsets, rows, x.shape[0])
     places = x.shape[0] if rows is None else rows.shape[0]
     if not places:
         return x.new_empty((0, out_features(n, activation)), dtype=out_dtype) if out is None else out

@@ -591,8 +591,11 @@ def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, la
         assert address + 4 * EXPERTS in before.arguments[1:]
 
 
-def test_values_are_looked_at_in_every_call_where_that_is_asked_for(launches, monkeypatch):
+@pytest.mark.parametrize("direct", [True, False])
+def test_values_are_looked_at_in_every_call_where_that_is_asked_for(direct, launches, monkeypatch):
     monkeypatch.setattr(ops.arguments, "DEBUG", True)
+    if not direct:
+        monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
     grouped_linear(**product())
     with pytest.raises(ValueError, match="^expert_offsets: got .*, want them to rise from 0 to at most 3"):
         grouped_linear(**product(expert_offsets=OFFSETS.flip(0).contiguous()))

@@ -160,6 +160,10 @@ BAD_GROUPED: dict[str, tuple[dict[str, Any], str]] = {
     "offsets that fall": ({"expert_offsets": OFFSETS.flip(0)}, r"expert_offsets: got \[5, 2, 0\], want them to rise"),
     "offsets beyond the places": ({"expert_offsets": OFFSETS + OFFSETS}, "expert_offsets: got .* to at most 5"),
     "rows beyond x": ({"rows": torch.full((5,), 5, dtype=torch.int32)}, "rows: got 5 to 5, want 0 to 4"),
+    "rows of no x": (
+        {"x": numbers(0, 64), "rows": torch.zeros(5, dtype=torch.int32)},
+        "rows: got 0 to 0, want none, as x has no rows",
+    ),
     "rows a list": ({"rows": [0]}, "rows: got list, want a torch.Tensor"),
     "bias of one expert": ({"bias": numbers(70)}, r"bias: got shape \[70\], want \[2, 70\]"),
     "activation": ({"activation": "relu"}, "activation: got 'relu', want None"),
@@ -175,6 +179,21 @@ def test_grouped_arguments_that_do_not_fit_are_refused_by_name(changes, message)
     given = {"x": numbers(5, 64), "weight": experts(2, 70, 64)[0], "expert_offsets": OFFSETS}
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         grouped_linear(**(given | changes))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["offsets beyond the places", "offsets that fall", "rows beyond x"])
+def test_routing_is_checked_however_a_call_comes(name, compiled):
+    torch.compiler.reset()
+    changes, message = BAD_GROUPED[name]
+    given = {"weight": experts(2, 70, 64)[0], "expert_offsets": OFFSETS, **changes}
+
+    def product(x):
+        return grouped_linear(x, **given)
+
+    call = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(numbers(5, 64) if compiled else torch.nn.Parameter(numbers(5, 64)))
 
 
 IDS = torch.tensor([[0, 1]] * 5)
