@@ -90,7 +90,7 @@ def fused_moe(
     as the operator ``cute_kernels::fused_moe``. It has no gradient.
 
     Args:
-        x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T may be 0.
+        x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
         gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so.
         down: [E, N, I].
         topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.

@@ -12,6 +12,7 @@ from cute_kernels.moe.schedule import MAX_EXPERTS
 
 ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_TOKENS = 65535  # of a layer: the second dimension of the grid that adds up
 
 
 def check_experts(name: str, weight: object) -> None:
@@ -30,6 +31,11 @@ def check_rows_of(x: torch.Tensor, k: int, dtype: torch.dtype, device: torch.dev
         raise ValueError(f"x: got shape {list(x.shape)}, want [rows, {k}]")
     if x.device != device:
         raise ValueError(f"x: got a tensor on {x.device}, want it on {device}, where the weight is")
+
+
+def check_tokens(x: torch.Tensor) -> None:
+    if x.shape[0] > MAX_TOKENS:
+        raise ValueError(f"x: got {x.shape[0]} rows, want at most {MAX_TOKENS}")
 
 
 def check_tensor(

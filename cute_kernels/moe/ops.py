@@ -140,6 +140,7 @@ def apply_moe(
     checks.check_experts("down", down)
     checks.check_pair(gate_up, down)
     checks.check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
+    checks.check_tokens(x)
     dispatch = needs_dispatch(x=x, codes=gate_up.codes)
     checks.check_tensor("topk_ids", topk_ids, checks.ID_DTYPES, (x.shape[0], None), x.device)
     checks.check_tensor("topk_weights", topk_weights, checks.WEIGHT_DTYPES, tuple(topk_ids.shape), x.device)
