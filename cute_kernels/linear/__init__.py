@@ -54,7 +54,7 @@ def linear(
         batch_invariant: whether a row's result may not depend, in its last bits, on how many rows are computed with it.
             On CUDA, K is then summed in one part whatever the number of rows, which costs time where they are few. A
             result never depends on timing, with or without it.
-        out: contiguous, written and returned.
+        out: contiguous, written and returned; not x's memory.
 
     Returns:
         [..., N], or [..., N / 2] for "swiglu", in ``out_dtype``.

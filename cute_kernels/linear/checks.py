@@ -66,6 +66,12 @@ def check_out(out: torch.Tensor) -> None:
         raise ValueError(f"out: got strides {out.stride()} for shape {list(out.shape)}, want a contiguous tensor")
 
 
+def check_apart(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises ValueError if ``out`` begins where x does: kernels read x while they write results."""
+    if x.numel() and out.data_ptr() == x.data_ptr():
+        raise ValueError("out: got the memory of x, want other memory: x is read while out is written")
+
+
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")

@@ -60,7 +60,7 @@ def apply(
                 batch_invariant,
                 None if bias is None else identity(bias),
                 None if residual is None else identity(residual),
-                None if out is None else identity(out),
+                None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
             )
             kept = _kept.get(key)
         except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say
@@ -81,6 +81,8 @@ def apply(
     if out is not None:
         checks.check_result("out", out, x, n, activation, out_dtype)
         checks.check_out(out)
+        if not dispatch:
+            checks.check_apart(out, x)
     if key is not None and x.is_contiguous() and (residual is None or residual.is_contiguous()):
         kept = keep_launch(x, zeros is not None, bits, group_size, shape, activation, out_dtype, batch_invariant)
         if kept is not None:

@@ -56,7 +56,7 @@ def grouped_linear(
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
             On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
-        out: contiguous, written and returned.
+        out: contiguous, written and returned; not x's memory.
 
     Values of expert_offsets and rows are checked on the CPU, and on a GPU if CUTE_KERNELS_DEBUG is set: there, others
     than said above are undefined behaviour.

@@ -50,7 +50,7 @@ def apply_grouped(
                 activation,
                 out_dtype,
                 batch_invariant,
-                None if out is None else identity(out),
+                None if out is None else (*identity(out), out.data_ptr() == x.data_ptr()),
             )
             launch = _launches.get(key)
         except (TypeError, RuntimeError):  # an option that is not hashable, a tensor without strides: the checks say so
@@ -74,6 +74,8 @@ def apply_grouped(
     if out is not None:
         columns = out_features(n, activation)
         checks.check_tensor("out", out, (out_dtype,), (places, columns), x.device, contiguous=True)
+        if not dispatch:
+            linear_checks.check_apart(out, x)
     if key is not None and places:
         if arguments.DEBUG:
             checks.check_routing(expert_offsets, rows, x.shape[0])

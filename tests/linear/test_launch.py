@@ -89,6 +89,8 @@ CALLS: dict[str, Any] = {
     "out of fp32 for bf16": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(3, N), "out_dtype": BF16},
     "out with gaps": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(3, 2 * N, dtype=BF16)[:, ::2]},
     "out of other rows": lambda: {"x": rows(3), "weight": weight(), "out": torch.empty(2, N, dtype=BF16)},
+    "out of square": lambda: {"x": ones(3, N), "weight": weight(k=N), "out": ones(3, N)},
+    "out where x is": lambda: {"weight": weight(k=N)} | dict.fromkeys(("x", "out"), ones(3, N)),
     "batch-invariant": lambda: {"x": rows(3), "weight": weight(), "batch_invariant": True},
     "batch-invariant by a number": lambda: {"x": rows(3), "weight": weight(), "batch_invariant": 1},
 }
@@ -96,7 +98,7 @@ REFUSED = {
     "sparse rows", "nested rows", "sparse bias",
     "fp16 with the weight of bf16", "too wide", "bias with gaps", "bias of fp16", "short bias", "a list for a bias",
     "residual of other rows", "an activation there is not", "a list of activations", "int8 results",
-    "out of fp32 for bf16", "out with gaps", "out of other rows", "batch-invariant by a number",
+    "out of fp32 for bf16", "out with gaps", "out of other rows", "out where x is", "batch-invariant by a number",
 }  # fmt: skip
 NOT_KEPT = {"no rows", "rows with gaps", "rows off 16 bytes", "short rows", "a parameter", "act-order"}
 NOT_KEPT |= {"residual with gaps"}

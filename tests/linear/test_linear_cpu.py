@@ -119,6 +119,14 @@ def test_the_package_exports_what_does_not_have_its_own_name():
     assert package.linear is linear and isinstance(package, ModuleType)
 
 
+def test_out_is_not_x_which_kernels_read_while_they_write():
+    packed, x = known(64, 64).pack(), numbers(5, 64)
+    with pytest.raises(ValueError, match="^out: got the memory of x, want other memory"):
+        linear(x, packed, out=x)
+    nothing = x[:0]
+    assert linear(nothing, packed, out=nothing) is nothing
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -476,6 +476,12 @@ def product(**others: Any) -> dict[str, Any]:
     return {"x": x, "weight": experts(2 * INNER, HIDDEN), "expert_offsets": OFFSETS} | others
 
 
+def square(out: torch.Tensor | None) -> dict[str, Any]:
+    """A product whose results are as x, written to ``out`` or over x."""
+    given = product(weight=experts(HIDDEN, HIDDEN))
+    return given | {"out": given["x"] if out is None else out}
+
+
 PRODUCTS: dict[str, Any] = {
     "plain": product,
     "rows by index": lambda: product(rows=ROWS),
@@ -510,13 +516,15 @@ PRODUCTS: dict[str, Any] = {
     "out of swiglu's columns": lambda: product(out=torch.empty(3, INNER, dtype=BF16)),
     "batch-invariant": lambda: product(batch_invariant=True),
     "batch-invariant by a number": lambda: product(batch_invariant=1),
+    "out of square": lambda: square(torch.empty(3, HIDDEN, dtype=BF16)),
+    "out where x is": lambda: square(None),
 }
 REFUSED_PRODUCTS = {
     "x, sparse": "x", "another weight": "x", "a layer's weight": "weight", "offsets of fewer experts": "expert_offsets",
     "offsets of 64 bits": "expert_offsets", "offsets with gaps": "expert_offsets", "offsets, sparse": "expert_offsets",
     "rows of 64 bits": "rows", "rows with gaps": "rows", "bias of fp32": "bias", "bias in a list": "bias",
     "a list of activations": "activation", "an activation there is not": "activation", "int8 results": "out_dtype",
-    "out of swiglu's columns": "out", "batch-invariant by a number": "batch_invariant",
+    "out of swiglu's columns": "out", "out where x is": "out", "batch-invariant by a number": "batch_invariant",
 }  # fmt: skip
 
 product_made = functools.cache(lambda name: PRODUCTS[name]())
