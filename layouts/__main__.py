@@ -12,6 +12,8 @@ from layouts.draw import Figure, figures, save
 from layouts.proofs import ProofError
 from layouts.registry import Entry, entries
 
+MOST_ELEMENTS = 1 << 16  # of a layout that is drawn: 16 MB of picture
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m layouts", description="List, verify and draw layouts.")
@@ -74,7 +76,13 @@ def verify_entries(selected: Sequence[Entry]) -> int:
 
 def _figure(name: str, known: dict[str, Entry]) -> Figure:
     if name not in known and ":" in name:
-        return figures.value_grid(algebra.parse(name))
+        layout = algebra.parse(name)
+        if algebra.size(layout) > MOST_ELEMENTS:
+            raise ValueError(f"layout is {name!r}; want one of at most {MOST_ELEMENTS} elements")
+        try:
+            return figures.value_grid(layout)
+        except OverflowError as error:
+            raise ValueError(f"layout is {name!r}; want one whose offsets fit 64 bits") from error
     return _select([name], known)[0].figure()
 
 
