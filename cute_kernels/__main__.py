@@ -94,6 +94,13 @@ def run_tune(arguments: argparse.Namespace) -> int:
     return tuning.run(arguments, show_progress)
 
 
+def job_count(text: str) -> int:
+    """A number of at least 1 as an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m cute_kernels", description=__doc__)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
@@ -110,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="kernels whose family:symbol matches, such as 'attention:*d128*' (may be repeated; default: all)",
     )
-    build.add_argument("--jobs", type=int, help="worker processes (default: by cores and free memory)")
+    build.add_argument("--jobs", type=job_count, help="worker processes (default: by cores and free memory)")
     build.set_defaults(run=run_aot_build)
     info = bundles.add_parser("info", help="what a bundle holds, and whether it fits here")
     info.add_argument("directory", type=Path, metavar="DIR")
@@ -137,6 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         CompileError,
         CompilerMissingError,
         LinkerMissingError,
+        OSError,
         UnsupportedGPUError,
         ValueError,
     ) as error:

@@ -29,14 +29,14 @@ def build(
     """Compiles `specs` for `arch` through `cache` and writes a bundle into `out_dir`, replacing one that is there.
 
     Needs the DSL and a linker, no GPU. Returns the manifest. Raises ValueError for an empty list or two specs with
-    one symbol, native.LinkerMissingError, workers.CompileError.
+    one symbol, native.LinkerMissingError, workers.CompileError, OSError if out_dir cannot be written.
     """
     specs = list(dict.fromkeys(specs))
     _check_symbols(specs)
     if native.find_linker() is None:
         raise native.LinkerMissingError("building a bundle needs a linker: install cc or ld")
+    out_dir.mkdir(parents=True, exist_ok=True)  # fails before anything is compiled, if it does
     artifacts = cache.artifacts(specs, arch, jobs, progress)
-    out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bundle-", dir=out_dir) as scratch:
         objects = [Path(scratch) / f"{artifact.symbol}.o" for artifact in artifacts]
         for path, artifact in zip(objects, artifacts, strict=True):

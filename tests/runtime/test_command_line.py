@@ -54,6 +54,24 @@ def test_an_unsupported_architecture_is_refused(tiny_family: None, tmp_path: Pat
     assert "invalid choice: 'sm_80'" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_compiled(
+    tiny_family: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(KernelCache, "artifacts", lambda *arguments: pytest.fail("compiled"))
+    place = tmp_path / "file"
+    place.touch()
+    assert command_line.main(["aot", "build", "--arch", ARCH, "-o", str(place)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and str(place) in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("jobs", ["0", "-3", "many"])
+def test_no_number_of_workers_is_refused(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["aot", "build", "--arch", ARCH, "-o", str(tmp_path), f"--jobs={jobs}"])
+    assert f"argument --jobs: got {jobs}, want a number of at least 1" in capsys.readouterr().err
+
+
 def test_errors_are_one_line(tiny_family: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert command_line.main(["aot", "info", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"error: {tmp_path} holds no bundle: manifest.json is missing\n"
