@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
 
     decode = commands.add_parser("decode", help="decode attention beside its peers and the streaming floor")
     decode.add_argument("--suite", choices=(*SUITES, "all"), default="main")
-    decode.add_argument("--formats", nargs="+", default=list(workloads.FORMATS), metavar="FORMAT")
+    decode.add_argument(
+        "--formats", nargs="+", choices=list(kv_formats.FORMATS), default=list(workloads.FORMATS), metavar="FORMAT"
+    )
     decode.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of the main table")
     decode.add_argument("--quick", action="store_true", help="fewer batches, shapes and floor kernels")
     decode.add_argument("--no-peers", action="store_true")
@@ -43,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
     append = commands.add_parser("append", help="append to a cache beside an empty launch and a copy of its bytes")
     append.add_argument("--suite", choices=("decode", "prefill", "all"), default="all")
-    append.add_argument("--formats", nargs="+", metavar="FORMAT")
+    append.add_argument("--formats", nargs="+", choices=list(kv_formats.FORMATS), metavar="FORMAT")
     append.add_argument("--batches", nargs="+", type=_count, metavar="B", help="batches of decode")
     append.add_argument("--no-peers", action="store_true")
     append.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
@@ -90,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     mla.set_defaults(run=_mla)
 
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
-    accuracy.add_argument("--minutes", type=float, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU")
+    accuracy.add_argument(
+        "--minutes", type=_minutes, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU"
+    )
     accuracy.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     accuracy.add_argument("--quick", action="store_true", help="everything once, nothing learnt: for tests")
     accuracy.add_argument("--no-decode", action="store_true", help="leave out decoding through the operators")
@@ -121,6 +126,17 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, want a number of at least 1")
     return int(text)
+
+
+def _minutes(text: str) -> float:
+    """A time as an argument."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, want a number of minutes, such as 2.5")
+    return minutes
 
 
 def _text_file(name: str) -> Path:
@@ -199,11 +215,16 @@ def _linear(options: argparse.Namespace) -> int:
 
 
 def _moe(options: argparse.Namespace) -> int:
+    from bench import moe, moe_peers
+
+    known = [peer.name for peer in moe_peers.PEERS]
+    for name in options.without:
+        if name not in known:
+            print(f"--without: got {name!r}, want one of {', '.join(known)}", file=sys.stderr)
+            return 2
     bench = _gpu_bench("moe", options, options.quick)
     if bench is None:
         return 2
-    from bench import moe, moe_peers
-
     tokens = options.tokens or (moe.QUICK_TOKENS if options.quick else moe.TOKENS)
     peers = () if options.no_peers else [peer for peer in moe_peers.PEERS if peer.name not in options.without]
     moe.run(bench, tokens=tokens, peers=peers)
@@ -222,7 +243,7 @@ def _mla(options: argparse.Namespace) -> int:
 
 
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:
-    """What times kernels and records it; None, with a word to the user, where there is no GPU."""
+    """What times kernels and records it; None, with a word to the user, where there is no GPU or no place for it."""
     import torch
 
     from bench.suites import Bench
@@ -232,8 +253,21 @@ def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> B
         print(f"python -m bench {kind} times GPU kernels; torch sees no CUDA GPU here.", file=sys.stderr)
         return None
     path = options.json or _default_path(kind, torch.cuda.get_device_name())
-    recorder = records.Recorder(path, kind=kind, command=sys.argv[1:], samples=options.samples)
+    recorder = _recorder(path, kind=kind, command=sys.argv[1:], samples=options.samples)
+    if recorder is None:
+        return None
     return Bench(recorder, Protocol(samples=options.samples), quick=quick, say=_teller(recorder))
+
+
+def _recorder(path: Path, **about: object) -> records.Recorder | None:
+    """A run's record, begun; None, with a word to the user, where it cannot be written."""
+    recorder = records.Recorder(path, **about)
+    try:
+        recorder.save()
+    except OSError as error:
+        print(f"--json {path}: {error}", file=sys.stderr)
+        return None
+    return recorder
 
 
 def _teller(recorder: records.Recorder) -> Callable[[str], None]:
@@ -265,7 +299,9 @@ def _accuracy(options: argparse.Namespace) -> int:
         return 2
     device = torch.device(name)
     path = options.json or _default_path("accuracy", torch.cuda.get_device_name() if name == "cuda" else "cpu")
-    recorder = records.Recorder(path, kind="accuracy", command=sys.argv[1:], device=name)
+    recorder = _recorder(path, kind="accuracy", command=sys.argv[1:], device=name)
+    if recorder is None:
+        return 2
     accuracy.run(
         recorder,
         accuracy.plan_for(device, options.quick, options.minutes),
@@ -285,8 +321,12 @@ def _demo(options: argparse.Namespace) -> int:
 def _plot(options: argparse.Namespace) -> int:
     from bench import plots
 
-    for path in plots.plot(options.result, options.folder):
-        print(path)
+    try:
+        for path in plots.plot(options.result, options.folder):
+            print(path)
+    except OSError as error:
+        print(f"--folder {options.folder}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -59,9 +59,33 @@ def test_what_is_no_recorded_run_is_refused_in_words(command, text, words, tmp_p
         ("decode --batches 1 x", "argument --batches: got x, want a number of at least 1"),
         ("linear --rows 8 --samples 0", "argument --samples: got 0, want"),
         ("moe --tokens 1.5", "argument --tokens: got 1.5, want"),
+        ("decode --formats int4", "argument --formats: invalid choice: 'int4'"),
+        ("append --formats int4", "argument --formats: invalid choice: 'int4'"),
+        ("accuracy --minutes=-1", "argument --minutes: got -1, want a number of minutes, such as 2.5"),
+        ("accuracy --minutes nan", "argument --minutes: got nan, want"),
+        ("accuracy --minutes inf", "argument --minutes: got inf, want"),
+        ("accuracy --minutes few", "argument --minutes: got few, want"),
     ],
 )
 def test_arguments_that_make_no_run_are_refused_by_name(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
     assert said in capsys.readouterr().err
+
+
+def test_a_peer_that_there_is_not_cannot_be_left_out(capsys):
+    assert main(["moe", "--without", "Marlin"]) == 2
+    assert capsys.readouterr().err == "--without: got 'Marlin', want one of torch grouped bf16, Marlin MoE\n"
+
+
+def test_places_that_cannot_be_written_are_said_before_anything_is_measured(record, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("bench.accuracy.run", lambda *arguments, **options: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "run.json"
+    assert main(["accuracy", "--quick", "--device", "cpu", "--json", str(place)]) == 2
+    assert f"--json {place}: " in capsys.readouterr().err
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(record))
+    assert main(["plot", str(path), "--folder", str(tmp_path / "file")]) == 2
+    assert f"--folder {tmp_path / 'file'}: " in capsys.readouterr().err
