@@ -124,7 +124,7 @@ class QuantizedMoE(nn.Module):
         batch_invariant: as of `cute_kernels.fused_moe`; False, and may be set. A state dict does not have it.
 
     Raises:
-        TypeError, ValueError: the weights do not fit one another; the message names them.
+        TypeError, ValueError: an argument is not as above, or the weights do not fit one another; the message names it.
     """
 
     gate: nn.Module
@@ -136,13 +136,15 @@ class QuantizedMoE(nn.Module):
         self, gate: nn.Module, gate_up: PackedExperts, down: PackedExperts, shared: dict[str, nn.Module] | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(gate, nn.Module):
+            raise TypeError(f"gate: got {type(gate).__name__}, want an nn.Module")
+        check_experts("gate_up", gate_up)
+        check_experts("down", down)
+        check_pair(gate_up, down)
         self.gate = gate
         self.gate_up, self.down = QuantizedExperts(gate_up), QuantizedExperts(down)
-        check_pair(gate_up, down)
         self._shared: str | None = None
-        for name, module in (shared or {}).items():
-            if name not in (*SHARED_NAMES, SHARED_GATE):
-                raise ValueError(f"shared: got {name!r}, want {', '.join((*SHARED_NAMES, SHARED_GATE))}")
+        for name, module in _checked_shared(shared).items():
             self.add_module(name, module)
             if name in SHARED_NAMES:
                 self._shared = name
@@ -217,6 +219,21 @@ def is_moe_block(module: Any) -> bool:
 def _is_silu(function: Any) -> bool:
     values = torch.linspace(-4, 4, 9)
     return callable(function) and torch.allclose(torch.as_tensor(function(values)), functional.silu(values))
+
+
+def _checked_shared(shared: Any) -> dict[str, nn.Module]:
+    """Raises TypeError or ValueError unless ``shared`` is None or modules by names, at most one of them an expert's."""
+    if shared is not None and not isinstance(shared, dict):
+        raise TypeError(f"shared: got {type(shared).__name__}, want None or a dict of modules")
+    found = shared or {}
+    for name, module in found.items():
+        if name not in (*SHARED_NAMES, SHARED_GATE):
+            raise ValueError(f"shared: got {name!r}, want {', '.join((*SHARED_NAMES, SHARED_GATE))}")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"shared: got {type(module).__name__} as {name}, want an nn.Module")
+    if all(name in found for name in SHARED_NAMES):
+        raise ValueError(f"shared: got both {' and '.join(SHARED_NAMES)}, want one of them")
+    return found
 
 
 def _shared_of(block: nn.Module) -> dict[str, nn.Module]:

@@ -144,6 +144,28 @@ def test_a_block_of_another_meaning_is_refused():
             QuantizedMoE.from_block(other)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": None}, "gate: got NoneType, want an nn.Module"),
+        ({"gate_up": "w"}, "gate_up: got str, want PackedExperts"),
+        ({"down": None}, "down: got NoneType, want PackedExperts"),
+        ({"shared": [nn.SiLU()]}, "shared: got list, want None or a dict of modules"),
+        ({"shared": {"expert": nn.SiLU()}}, "shared: got 'expert', want shared_experts, shared_expert"),
+        ({"shared": {"shared_expert": 3}}, "shared: got int as shared_expert, want an nn.Module"),
+        (
+            {"shared": {"shared_expert": nn.SiLU(), "shared_experts": nn.SiLU()}},
+            "shared: got both shared_experts and shared_expert, want one of them",
+        ),
+    ],
+)
+def test_parts_that_make_no_layer_are_refused_by_name(changes, message):
+    layer = QuantizedMoE.from_block(blocks.mixtral())
+    parts = {"gate": layer.gate, "gate_up": layer.gate_up.weight, "down": layer.down.weight}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        QuantizedMoE(**(parts | changes))
+
+
 @pytest.mark.parametrize("make", blocks.MODELS, ids=lambda make: make.__name__)
 def test_quantize_model_swaps_blocks_with_progress(make):
     model = make()
