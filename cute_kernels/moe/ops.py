@@ -142,7 +142,8 @@ def apply_moe(
     checks.check_experts("down", down)
     checks.check_pair(gate_up, down)
     checks.check_rows_of(x, gate_up.in_features, gate_up.dtype, gate_up.device)
-    checks.check_tokens(x)
+    if not is_compiling():  # or an exported program would be for no more tokens, wherever it runs
+        checks.check_tokens(x)
     dispatch = needs_dispatch(x=x, codes=gate_up.codes)
     checks.check_tensor("topk_ids", topk_ids, checks.ID_DTYPES, (x.shape[0], None), x.device)
     checks.check_tensor("topk_weights", topk_weights, checks.WEIGHT_DTYPES, tuple(topk_ids.shape), x.device)
@@ -275,6 +276,7 @@ def _moe_on_cuda(
     x, codes, scales, zeros, down_codes, down_scales, down_zeros, topk_ids, topk_weights,
     bits, group_size, n, k, down_bits, down_group_size, down_n, down_k, out_dtype, batch_invariant=False, out=None,
 ) -> torch.Tensor:  # fmt: skip
+    checks.check_tokens(x)
     if topk_ids.numel() == 0:
         return x.new_zeros((x.shape[0], down_n), dtype=out_dtype) if out is None else out.zero_()
     gate_up = Weights(codes, scales, zeros, bits, group_size, n, k)

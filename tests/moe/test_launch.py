@@ -253,6 +253,16 @@ def test_the_operator_launches_what_the_call_does(name, products, launches, monk
     assert run(launches, made(name)) == want and len(want) == NUM_LAUNCHES[products]
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_more_tokens_than_the_grid_has_room_for_are_launched_nowhere(direct, launches, monkeypatch):
+    if not direct:  # as the operator is called by a compiled program, whose call was not looked at
+        monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
+        monkeypatch.setattr(ops, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="^x: got 65536 rows, want at most 65535"):
+        fused_moe(**call(65536))
+    assert not launches
+
+
 @pytest.mark.parametrize("products", KINDS[:4], indirect=True)
 def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
     given = call(40)

@@ -287,3 +287,15 @@ def test_the_layer_compiles_without_graph_breaks_and_passes_opcheck():
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_layer_is_exported_for_any_number_of_tokens():
+    class Layer(torch.nn.Module):
+        def forward(self, x, ids, weights):
+            return fused_moe(x, gate_up, down, ids, weights)
+
+    gate_up, down, tokens = experts(2, 64, 64)[0], experts(2, 64, 32)[0], torch.export.Dim("tokens")
+    given = numbers(5, 64), IDS, torch.rand(5, 2)
+    program = torch.export.export(Layer(), given, dynamic_shapes=({0: tokens},) * 3).module()
+    fewer = [tensor[:3] for tensor in given]
+    assert torch.equal(program(*fewer), fused_moe(fewer[0], gate_up, down, *fewer[1:]))
