@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FORMAT",
         help="of weights, such as w4g128z-fp16, instead of --bits in groups of 128 and bf16; may be given again",
     )
-    linear.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x")
+    rows = linear.add_mutually_exclusive_group()
+    rows.add_argument("--rows", nargs="+", type=_count, metavar="M", help="rows of x; default: powers of two")
+    rows.add_argument("--between", action="store_true", help="numbers of rows in between the powers of two")
     linear.add_argument("--quick", action="store_true", help="fewer rows and floor kernels")
     linear.add_argument("--no-peers", action="store_true", help="cuBLAS only")
     linear.add_argument(
@@ -204,6 +206,8 @@ def _linear(options: argparse.Namespace) -> int:
     from bench import linear, linear_peers
 
     rows = options.rows or (linear.QUICK_ROWS if options.quick else linear.ROWS)
+    if options.between:
+        rows = linear.BETWEEN_ROWS
     peers = linear_peers.DENSE if options.no_peers else linear_peers.PEERS
     formats = options.format or [Format(bits) for bits in options.bits]
     try:

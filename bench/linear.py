@@ -26,6 +26,10 @@ from cute_kernels.tuning.linear import TORCH_DTYPES, Format
 LAYERS = ((8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096))  # N, K
 ROWS = tuple(1 << i for i in range(14))
 QUICK_ROWS = (1, 16, 128, 1024)
+BETWEEN_ROWS = (
+    *(3, 5, 6, 7, 12, 20, 24, 28, 40, 48, 56, 72, 80, 96, 112, 136, 144, 160, 176, 192, 208, 224, 240),
+    *(272, 320, 384, 448, 520, 600, 700, 768, 900, 1100, 1300, 1536, 1800, 2200, 3000),
+)  # some numbers of rows that are no powers of two
 FORMATS = (Format(4), Format(8))
 OTHER_FORMATS = (Format(4, zero_point=True, dtype="fp16"),)  # of which there are records, too
 GPU = os.environ.get("CUTE_KERNELS_AHEAD_GPU", "NVIDIA H200")  # whose kernels are compiled ahead, as torch names it

@@ -245,10 +245,13 @@ def with_ring(base: LinearConfig, x_bytes: int) -> LinearConfig:
 
 
 def shipped_configs() -> list[LinearConfig]:
-    """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x."""
+    """Configurations that ship: every format in bf16, the most common ones in fp16, for 1 and 8 rows of x; the most
+    common one of all for layers of more features, too."""
     configs: dict[LinearConfig, None] = {}
     formats = [("bf16", group_size) for group_size in GROUP_SIZES] + [("fp16", 0), ("fp16", 128)]
     for bits, (dtype, group_size), zero_point, m in product((4, 8), formats, (False, True), (1, 8)):
         problem = Problem(m, 8192, 8192, 8192, bits, dtype, group_size, zero_point)
         configs[make_schedule(problem).config] = None
+        if (dtype, group_size, zero_point) == ("bf16", 128, False):
+            configs[make_schedule(replace(problem, n=57344)).config] = None
     return list(configs)

@@ -134,7 +134,8 @@ def test_peers_that_are_absent_or_fail_say_why():
 @pytest.mark.parametrize("gpu", [table.gpu for table in shipped_tables()])
 def test_many_rows_need_only_kernels_that_ship(gpu: str):
     shipped = set(shipped_specs())
-    assert [spec for spec in linear.specs(rows=[16, 64, 512, 8192], gpu=gpu) if spec not in shipped] == []
+    rows = [16, 64, 512, 8192, *linear.BETWEEN_ROWS]
+    assert [spec for spec in linear.specs(rows=rows, gpu=gpu) if spec not in shipped] == []
 
 
 def test_a_row_holds_what_was_measured(monkeypatch):

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from cute_kernels.linear.compile import spec_of
-from cute_kernels.linear.plan import OUT_KINDS, make_tile_plan
+from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
+from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
 from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
 from cute_kernels.linear.wgmma.config import DigitBlocksConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.schedule import TileSchedule, make_tile_schedule, tile_schedules
+from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
 from tests.gpu.test_linear import (
@@ -53,12 +54,13 @@ TURN_FORMATS = {  # bits, dtype, group, zero points
     "w4 fp16 channel zero": (4, torch.float16, None, True),
     "w8 fp16 g64 zero": (8, torch.float16, 64, True),
 }
-ROWS = (33, 64, 65, 129, 257, 1000, 2048)
+ROWS = (33, 64, 65, 90, 129, 168, 200, 232, 257, 272, 1000, 2048)
 INVARIANT_ROWS = (1, 7, 16, 33, 100, 257, 700)
 SHAPES = ((1000, 2048), (200, 520), (1001, 640))
 LARGE_BLOCKS = ((28_672, 4096), (24_576, 4096), (14_336, 4096))  # of four to seven tiles of 64 features
 LONG = (20_000, 512)  # many tiles, with several for each CTA
 MARGIN = 512  # elements before and behind an output that nobody may touch
+BETWEEN = (300, 976, 640)  # (m, n, k): of every tile in between a last one that is not full
 LARGE = ((700, 20_000, 512), (257, 1000, 2048), (1000, 33_800, 256))  # (m, n, k)
 
 
@@ -72,6 +74,7 @@ def specs() -> list[KernelSpec]:
     for m in (40, 300):
         configs += [schedule.config for schedule in tile_schedules(problem_of(m, 1000, 2048))]
     configs += [schedule.config for m, n, k in LARGE for schedule in in_large_tiles(problem_of(m, n, k))]
+    configs += [schedule.config for schedule in between(problem_of(*BETWEEN))]
     for m in INVARIANT_ROWS:
         configs += [make_tile_schedule(replace(problem_of(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
     for (dtype, group), m, shape in product(DIGIT_FORMATS, DIGIT_ROWS, DIGIT_SHAPES):
@@ -141,15 +144,51 @@ def in_large_tiles(case: Problem) -> list[TileSchedule]:
     return [schedule for schedule in tile_schedules(case) if schedule.config.bulk_stores]
 
 
-def launch(schedule: TileSchedule, weight, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def between(case: Problem) -> list[TileSchedule]:
+    """Schedules of tiles for the numbers of rows in between the powers of two."""
+    sizes = {shape[0] for shape in BETWEEN_SHAPES}
+    return [schedule for schedule in tile_schedules(case) if schedule.config.tokens in sizes]
+
+
+def launch(
+    schedule: TileSchedule, weight, x: torch.Tensor, out: torch.Tensor | None = None, activation: str | None = None
+) -> torch.Tensor:
     if out is None:
         out = torch.full((x.shape[0], weight.shape[0]), math.nan, device=CUDA, dtype=torch.float32)
     zeros = 0 if weight.zeros is None else weight.zeros.data_ptr()
     addresses = (weight.codes.data_ptr(), weight.scales.data_ptr(), zeros, 0, 0, out.data_ptr())
     make_tile_plan(schedule, x.shape[0], torch.cuda.current_device()).run(
-        x, addresses, weight.shape[0], 0, OUT_KINDS[out.dtype]
+        x, addresses, weight.shape[0], ACTIVATIONS[activation], OUT_KINDS[out.dtype]
     )
     return out
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
+def test_tiles_in_between_store_their_rows_and_nothing_beside_them(activation):
+    """In 16 bits, gate and up as one, and by way of fp32: chunks of a tile's rows, of which the last may be shorter."""
+    m, n, k = BETWEEN
+    reference = known(n, k, group_size=128)
+    weight, x = reference.pack().to(CUDA), activations(m, k, torch.bfloat16)
+    exact = linear_reference(x, weight, activation=activation, compute_dtype=torch.float64, out_dtype=torch.float64)
+    schedules = between(problem_of(m, n, k))
+    assert {schedule.config.tokens for schedule in schedules} == {shape[0] for shape in BETWEEN_SHAPES}
+    for schedule in schedules:
+        memory = torch.full((exact.numel() + 2 * MARGIN,), math.nan, device=CUDA, dtype=torch.bfloat16)
+        out = memory[MARGIN:-MARGIN].view(exact.shape)
+        launch(schedule, weight, x.to(CUDA), out, activation)
+        assert_near(out, exact, TOLERANCE[torch.bfloat16])
+        assert memory[:MARGIN].isnan().all() and memory[-MARGIN:].isnan().all()
+
+
+def test_tiles_in_between_return_the_weights_of_rows_with_a_single_one():
+    m, n, k = BETWEEN
+    packed = known(n, k, group_size=128).pack()
+    inputs = (torch.arange(m) * 61 + 7) % k
+    one_hot = torch.zeros(m, k, dtype=torch.bfloat16)
+    one_hot[torch.arange(m), inputs] = 1
+    columns = packed.dequantize(torch.bfloat16)[:, inputs].T.to(CUDA, torch.float32)
+    for schedule in between(problem_of(m, n, k)):
+        assert torch.equal(launch(schedule, packed.to(CUDA), one_hot.to(CUDA)), columns)
 
 
 @pytest.mark.parametrize("m, n, k", LARGE)
