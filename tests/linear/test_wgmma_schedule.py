@@ -221,9 +221,9 @@ def test_rows_in_between_are_served_by_about_the_fastest(n, k, bits, m):
 
 
 def test_rows_in_between_are_seldom_slower_than_cublas():
-    """By 14 % at most, by more than 3 % in one of ten, and a sixth faster on average."""
+    """By 7 % at most, by more than 3 % in one of ten, and a sixth faster on average."""
     ratios = [between_us(*key) / cublas for key, (cublas, _) in BETWEEN.items()]
-    assert max(ratios) <= 1.14
+    assert max(ratios) <= 1.07
     assert sum(ratio > 1.03 for ratio in ratios) <= len(ratios) / 10
     assert geometric_mean(ratios) <= 0.84
 
