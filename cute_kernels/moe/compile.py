@@ -15,7 +15,7 @@ from cute_kernels.moe import tuned
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
 from cute_kernels.moe.runs.config import RunConfig
 from cute_kernels.moe.schedule import GroupedProblem
-from cute_kernels.moe.wgmma.schedule import TABLE_WARPS
+from cute_kernels.moe.wgmma.schedule import TABLE_WARPS, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
@@ -142,7 +142,10 @@ class CombineSpec(KernelSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """What bundles hold and the gates compile: 4 bits in groups of 128, bf16; others compile on demand."""
+    """What bundles hold and the gates compile: 4 bits in groups of 128, bf16; others compile on demand.
+
+    Of these all tiles, whatever numbers of tokens the model takes them for.
+    """
     specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:
         for tokens in TOKENS:
@@ -150,6 +153,7 @@ def shipped_specs() -> list[KernelSpec]:
             problems = [GroupedProblem(count, experts, n, k, k, 4, "bf16", 128) for n, k in products]
             layouts = [tuned.modelled(problem) for problem in problems]
             specs |= dict.fromkeys(layer_specs(count, problems, layouts))
+        specs |= {GroupedWgmmaSpec(config): None for config in candidate_configs(problems[0])}
     specs |= {spec: None for config in tuned.shipped_configs() for spec in specs_of(config)}
     small: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     small += [CombineSpec(CombineConfig(dtype)) for dtype in ("bf16", "fp16")]

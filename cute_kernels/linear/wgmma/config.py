@@ -376,7 +376,7 @@ class WgmmaConfig:
             "dtype": DTYPES,
             "group_size": GROUP_SIZES,
             "tokens": TOKENS,
-            "row_parts": (1, 2, 4, 6),
+            "row_parts": tuple(range(1, 9)),
             "m_tiles": (1, 2),
             "warpgroups": tuple(SYNCHRONOUS_REGISTERS if self.synchronous else MATH_REGISTERS),
             "unit_k": (64, 128),

@@ -46,7 +46,8 @@ SHORT_RING, SHORT_RING_COST = 5, 1.05  # the memory's time with so few stages
 MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
 ITEM_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
 TENSOR_ITEM_CLOCKS = 1500  # and where tensor cores are
-WIDE_TOKENS, WIDE_COST = 256, 1.08  # tiles of so many rows take that much longer than a dense product's, as measured
+# Tiles of so many rows take that much longer than a dense product's, as measured.
+WIDE_COST = {192: 1.04, 224: 1.06, 256: 1.08}
 
 
 class Shape(NamedTuple):
@@ -67,6 +68,9 @@ SHAPES = (
     Shape(32, 2, 128, 4, digits=True),
     Shape(64, 2, 128, 4, digits=True),
     Shape(256, 1, 64, 2),
+    Shape(224, 1, 64, 7),
+    Shape(192, 1, 64, 6),
+    Shape(160, 1, 128, 5),
     Shape(128, 1, 128, 4),
     Shape(64, 2, 128, 4),
     Shape(48, 2, 128, 6),
@@ -188,7 +192,7 @@ def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
         tensor = 0.0
         decoding = UNIT_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_TOKEN_CLOCKS * tokens)
     else:
-        tensor = fragments * (tokens / 2 + MMA_CLOCKS) * (WIDE_COST if config.tokens == WIDE_TOKENS else 1.0)
+        tensor = fragments * (tokens / 2 + MMA_CLOCKS) * WIDE_COST.get(config.tokens, 1.0)
         clocks, token_clocks = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS
         if scaled_as_decoded(config):
             clocks, token_clocks = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS
