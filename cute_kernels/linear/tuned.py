@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from cute_kernels.linear import schedule as few
@@ -18,6 +18,7 @@ from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.tuned import Choice, choice_of, shipped_tables
 
 FEW, MANY = "few_rows", "many_rows"
+MOST_ALIKE = 16  # rows that are in one tile whichever kernel serves them
 MOST = 6  # schedules of a kernel that are measured,
 MOST_CUTS = 2  # of one configuration, as models compare cuts better than configurations,
 TWO_LAUNCHES = 0.03  # of the time, by which these must be faster than one
@@ -164,8 +165,12 @@ def tuned(problem: Problem, gpu: str) -> Schedule | TileSchedule | None:
     """What a table says is fastest, if it says so and is possible."""
     if problem.batch_invariant:
         return None  # tables hold what is fastest without
-    choice = choice_of(key_of(problem), gpu)
-    return None if choice is None else find(problem, choice)
+    # Of so few rows, all in one tile, more take as long: what serves the next number that a table has serves them, too.
+    for m in range(problem.m, MOST_ALIKE + 1) if problem.m < MOST_ALIKE else [problem.m]:
+        choice = choice_of(key_of(replace(problem, m=m)), gpu)
+        if choice is not None:
+            return find(problem, choice)
+    return None
 
 
 def find(problem: Problem, choice: Choice) -> Schedule | TileSchedule | None:

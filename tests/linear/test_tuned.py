@@ -13,7 +13,7 @@ import pytest
 from cute_kernels.linear import tuned
 from cute_kernels.linear.compile import shipped_specs, spec_of
 from cute_kernels.linear.schedule import Problem
-from cute_kernels.linear.tuned import candidates, find, key_of, modelled, problem_of, worth_measuring
+from cute_kernels.linear.tuned import candidates, chosen, find, key_of, modelled, problem_of, worth_measuring
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.moe import tuned as of_experts
@@ -105,6 +105,18 @@ def test_a_table_decides_for_its_problem_only():
     assert tuned.tuned(first, GPU) == slow.schedule
     assert tuned.tuned(other, GPU) is None
     assert tuned.tuned(Problem(**{**vars(first), "batch_invariant": True}), GPU) is None
+
+
+def test_few_rows_are_served_as_the_next_number_that_a_table_has():
+    """All are in one tile, and more take as long; of more rows than such a tile's a table decides for those it has."""
+    eight, many = (replace(PROBLEMS[0], m=m) for m in (8, 64))
+    entries = {key_of(one): choice(worth_measuring(one)[-1]) for one in (eight, many)}
+    table(entries).write(own_path(GPU))
+    for m in (1, 3, 5, 8):
+        assert chosen(replace(eight, m=m), GPU) == find(replace(eight, m=m), entries[key_of(eight)])
+    for m in (9, 16, 63):
+        assert chosen(replace(eight, m=m), GPU) == modelled(replace(eight, m=m))
+    assert chosen(many, GPU) == find(many, entries[key_of(many)])
 
 
 @pytest.mark.parametrize("changes", [{"config": "gone"}, {"cut": 1000}, {"kernel": "other"}])
