@@ -152,7 +152,7 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
         synchronous=shape.synchronous,
         digits=shape.digits,
     )
-    if shape.row_parts > MOST_LOOPS and not scaled_as_decoded(config):
+    if shape.row_parts > MOST_LOOPS and shape.m_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
     room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
