@@ -130,6 +130,23 @@ def test_batch_invariant_rows_are_not_in_digits():
     assert not any(one.config.digits for one in tile_schedules(replace(case, m=25)))
 
 
+@pytest.mark.parametrize(
+    "tokens, row_parts, possible", [(160, 5, True), (224, 7, True), (80, 2, False), (96, 5, False)]
+)
+def test_parts_of_rows_are_equal_powers_of_two(tokens, row_parts, possible):
+    """By which the device counts how many of them have rows."""
+    reason = WgmmaConfig(4, "bf16", 128, tokens=tokens, row_parts=row_parts).can_implement() or ""
+    assert ("parts of" in reason) != possible
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_is_stored_at_a_time_are_all_rows_of_a_tile_once(tokens):
+    config = WgmmaConfig(4, "bf16", 128, tokens=tokens)
+    stored = [start + i for start, count in config.chunks for i in range(count)]
+    assert stored == list(range(tokens))
+    assert all(count <= config.chunk_tokens and (count % 16 == 0 or tokens == 8) for _, count in config.chunks)
+
+
 @pytest.mark.parametrize("m_tiles", [1, 2])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tokens, m_tiles):

@@ -399,6 +399,8 @@ class WgmmaConfig:
         if self.in_flight * self.group_steps >= self.unit_steps:
             # The stage before is given back when no group of its unit runs any more, within this one.
             return f"{self.in_flight} groups of {self.group_steps} steps are not less than unit_k {self.unit_k}"
+        if self.tokens % self.row_parts or (self.row_parts > 1 and self.part_tokens.bit_count() > 1):
+            return f"{self.row_parts} parts of {self.tokens} tokens are not a power of two each"
         if self.part_tokens < MMA_TOKENS:
             return f"{self.row_parts} parts of {self.tokens} tokens have less than the {MMA_TOKENS} of an MMA"
         if self.tokens * self.m_tiles > 256:

@@ -30,8 +30,8 @@ SM_BYTES_PER_CLOCK = 26  # that an SM takes in at most
 DECODE_CLOCKS = {4: 29.5, 8: 32}  # per k16 step of a tile, however few tokens,
 DECODE_TOKEN_CLOCKS = 0.1  # and for each of them,
 UNIT_CLOCKS = 90  # and for each unit
-# Of a unit's time: what a warpgroup waits whose products no other one's decoding hides; what is gained where two groups
-# of MMAs run while the next one is decoded, which is little if it is scaled at once.
+# Of a unit's time: what a warpgroup waits whose products no other one's decoding hides; what is gained, of codes that
+# are scaled as they are decoded, where two groups of MMAs run while the next one is decoded.
 ALONE_COST, IN_FLIGHT_GAIN = 1.1, 0.05
 MMA_CLOCKS = 14  # per k16 step of a tile, beside those of its products
 # The same three where codes are scaled as they are decoded.
