@@ -231,13 +231,14 @@ def decode_losses(
     """As `losses`, but decoded token by token through a `KVCache`; and the cache's memory report at the end."""
     count, context = windows.shape[0], windows.shape[1] - 1
     config = model.config
+    kv_format: Any = variant.k_format if variant.k_format == variant.v_format else (variant.k_format, variant.v_format)
     cache = KVCache(
         config.num_hidden_layers,
         count * -(-context // PAGE_SIZE),
         PAGE_SIZE,
         config.num_key_value_heads,
         config.head_dim,
-        kv_format=variant.k_format if variant.k_format == variant.v_format else (variant.k_format, variant.v_format),
+        kv_format=kv_format,
         dtype=model.dtype,
         device=windows.device,
     )

@@ -103,7 +103,7 @@ def bind(call: AppendCall) -> Callable[[], object]:
     """The public call, with nothing left to pass."""
     given = call._asdict()
     given["kv_format"] = (given.pop("k_format"), given.pop("v_format"))
-    given["bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+    given["qkv_bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
     return lambda: append_kv(**given)
 
 

@@ -72,7 +72,7 @@ def make_call(shape: MlaAppendShape, device: torch.device | str = "cuda") -> App
         latent=x[:, :-ROPE_DIM],
         k_rope=x[:, -ROPE_DIM:],
         cache=torch.zeros(size, dtype=form.cache_dtypes[0], device=device),
-        slots=torch.randperm(pages * PAGE_SIZE, generator=generator, device=device)[:tokens],
+        slot_mapping=torch.randperm(pages * PAGE_SIZE, generator=generator, device=device)[:tokens],
         kv_format=shape.kv_format,
         rope=ROPE,
         position_ids=torch.randint(0, 1 << 15, (tokens,), generator=generator, device=device),
@@ -89,7 +89,8 @@ def check(call: AppendCall) -> float:
     """Relative error of the rotated columns; WrongOutput if it is large or a latent column is not the quantiser's."""
     call.cache.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
     bind(call)()
-    rows = torch.linspace(0, call.num_tokens - 1, min(call.num_tokens, CHECKED_TOKENS), device=call.slots.device).long()
+    steps, device = min(call.num_tokens, CHECKED_TOKENS), call.slot_mapping.device
+    rows = torch.linspace(0, call.num_tokens - 1, steps, device=device).long()
     assert call.position_ids is not None
     few = call._replace(latent=call.latent[rows], k_rope=call.k_rope[rows], position_ids=call.position_ids[rows])
     want = torch.zeros((len(rows), 1, call.cache.shape[2]), dtype=call.cache.dtype, device=call.cache.device)
@@ -97,7 +98,7 @@ def check(call: AppendCall) -> float:
     call.form.scatter(want, places, call.form.quantize(tokens_of(few)))
     got, wanted = (
         call.form.fetch(cache, slots, call.head_dim, torch.float64)
-        for cache, slots in ((call.cache, call.slots[rows]), (want, places))
+        for cache, slots in ((call.cache, call.slot_mapping[rows]), (want, places))
     )
     latent, turned = slice(0, -ROPE_DIM), slice(-ROPE_DIM, None)
     wrong = int((got[:, latent] != wanted[:, latent]).sum())

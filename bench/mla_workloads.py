@@ -150,7 +150,7 @@ class MlaInputs:
         """The public call; options: out, return_lse."""
         given: dict[str, Any] = {"kv_format": self.shape.kv_format, "softmax_scale": SOFTMAX_SCALE} | options
         if self.indices is None:
-            return mla_decode(self.q, self.cache, self.block_table, self.seq_lens, **given)
+            return mla_decode(self.q, self.cache, self.seq_lens, block_table=self.block_table, **given)
         return sparse_mla_decode(self.q, self.cache, self.indices, **given)
 
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,7 +65,7 @@ class DecodeInputs:
     """
 
     shape: DecodeShape
-    kv_format: str
+    kv_format: Any  # a KvFormatName; tables of the suites have strings
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor

@@ -14,11 +14,25 @@ from cute_kernels.kv_cache import (
     dequantize_kv,
     quantize_kv,
 )
-from cute_kernels.linear import PackedWeight, QuantizedLinear, interleave_weights, quantize_weight
+from cute_kernels.linear import (
+    PackedWeight,
+    QuantizedLinear,
+    interleave_weights,
+    quantize_weight,
+    quantized_linear,
+)
 from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.mla_cache import append_mla, quantize_mla_kv
 from cute_kernels.models import quantize_model
-from cute_kernels.moe import PackedExperts, QuantizedMoE, fused_moe, grouped_linear
+from cute_kernels.moe import (
+    PackedExperts,
+    QuantizedMoE,
+    fused_moe,
+    grouped_linear,
+    interleave_experts,
+    quantize_experts,
+    stack_experts,
+)
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -41,12 +55,16 @@ __all__ = [
     "dequantize_kv",
     "fused_moe",
     "grouped_linear",
+    "interleave_experts",
     "interleave_weights",
     "merge_states",
     "mla_decode",
+    "quantize_experts",
     "quantize_kv",
     "quantize_mla_kv",
     "quantize_model",
     "quantize_weight",
+    "quantized_linear",
     "sparse_mla_decode",
+    "stack_experts",
 ]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cute_kernels.names import KvFormatName
 from layouts.kv.e5m2 import Fp8E5M2
 from layouts.kv.int4 import Int4Row
 from layouts.kv.scaled import IN_ROW, Fp8E4M3, Int8, ScaledRow
@@ -201,20 +202,24 @@ FORMATS: dict[str, KvFormat] = {
 }
 
 
+ALIASES = {"int4": "int4_g4", "int8": "int8_token_head", "fp8": "e4m3_token_head"}
+"""What is recommended of a kind, by the kind's name."""
+
+
 def format_of(name: str) -> KvFormat:
     """The format called ``name``; ValueError lists the known names, TypeError says that it is no name."""
     try:
-        return FORMATS[name]
+        return FORMATS[ALIASES.get(name, name)]
     except KeyError:
-        raise ValueError(f"kv_format: got {name!r}, want one of {', '.join(FORMATS)}") from None
+        raise ValueError(f"kv_format: got {name!r}, want one of {', '.join((*FORMATS, *ALIASES))}") from None
     except TypeError:  # not hashable
         raise TypeError(f"kv_format: got {name!r}, want the name of a format") from None
 
 
-def format_pair(kv_format: Any) -> tuple[str, str]:
+def format_pair(kv_format: Any) -> tuple[KvFormatName, KvFormatName]:
     """The names of K's and V's format; TypeError unless ``kv_format`` is a name or a pair of names."""
     if isinstance(kv_format, str):
-        return kv_format, kv_format
+        return kv_format, kv_format  # pyright: ignore[reportReturnType]  # `format_of` says whether there is such a one
     if isinstance(kv_format, Sequence) and len(kv_format) == 2 and all(isinstance(name, str) for name in kv_format):
-        return kv_format[0], kv_format[1]
+        return kv_format[0], kv_format[1]  # pyright: ignore[reportReturnType]
     raise TypeError(f"kv_format: got {kv_format!r}, want the name of a format or a pair of names (K's, V's)")

@@ -16,10 +16,12 @@ from cute_kernels.attention.call import CallOptions, options_of
 from cute_kernels.attention.checks import MAX_SPLITS
 from cute_kernels.attention.merge_states import merge_states
 from cute_kernels.attention.reference import decode_attention_splits_reference
+from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.kv_formats import format_pair
+from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, WindowSize
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 __all__ = ["decode_attention", "decode_attention_splits", "merge_states"]
 
@@ -31,7 +33,7 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     softmax_scale: float | None = ...,
     num_splits: int | None = ...,
     return_lse: Literal[False] = ...,
@@ -47,7 +49,7 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     softmax_scale: float | None = ...,
     num_splits: int | None = ...,
     return_lse: Literal[True],
@@ -63,7 +65,7 @@ def decode_attention(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     softmax_scale: float | None = ...,
     num_splits: int | None = ...,
     return_lse: bool = ...,
@@ -72,33 +74,35 @@ def decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@takes_old_names
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     block_table: torch.Tensor | None = None,
-    cache_layout: str = "NHD",
+    cache_layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    window_size: WindowSize | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    **old: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(q K^T * softmax_scale) V for the newest tokens of each request, over its cached tokens.
 
     Query i of request b stands at position p = seq_lens[b] - q_len + i: the queries are the last tokens, and their K
     and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k), then capped, then
-    biased by position and by ``bias``, then masked, in this order.
+    biased by position and by ``attn_bias``, then masked, in this order.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256.
@@ -108,8 +112,8 @@ def decode_attention(
             head h // (num_q_heads // num_kv_heads).
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. It is
             read on the device: one captured CUDA graph serves changing lengths.
-        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's. A "bf16" or "fp16" cache
-            wants q in its dtype.
+        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's; "int4", "int8" and "fp8"
+            stand for the recommended ones. A "bf16" or "fp16" cache wants q in its dtype.
         block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
             block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
@@ -118,11 +122,13 @@ def decode_attention(
             or [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel").
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position; matters for q_len > 1 alone.
-        window: sliding window: only keys with p - window < j <= p are seen, the query's own among them.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap).
+        window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them, as
+            transformers counts its sliding_window. Or FlashAttention's (left, 0): left keys before the query's own, so
+            window_size = left + 1; (-1, 0) and (-1, -1) are no window.
+        softcap: scores become softcap * tanh(score / softcap).
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
-        bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
+        attn_bias: fp32 or bf16, broadcastable to [batch, q_len, num_q_heads, max_seq_len] (max_pages * page_size with a
             block table), added to the scores; -inf masks.
         num_splits: into how many parts each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.schedule`). If given, a request's result does not depend on the rest of the
@@ -145,10 +151,18 @@ def decode_attention(
 
     CPU tensors are served by the reference implementation.
     """
+    if old:
+        window_size, softcap, attn_bias = current_values(
+            "decode_attention",
+            old,
+            window_size=("window", window_size),
+            softcap=("soft_cap", softcap),
+            attn_bias=("bias", attn_bias),
+        )
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
     options = options_of(
-        block_table, cache_layout, k_scale, v_scale, causal, window, soft_cap, sinks, alibi_slopes, bias
+        block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias
     )  # fmt: skip
     path = ops.path_of(q, k_cache, v_cache, seq_lens, options)
     result, lse = path(q, k_cache, v_cache, seq_lens, kv_format, softmax_scale, num_splits, return_lse, out, options)
@@ -161,7 +175,7 @@ def decode_attention_splits(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: KvFormatName,
     num_splits: int,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,23 +9,25 @@ import torch
 
 from cute_kernels.arguments import check_tensors, shape_of
 from cute_kernels.attention import checks
+from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.features import Features
 from cute_kernels.kv_formats import KvFormat
+from cute_kernels.names import CacheLayout, WindowSize
 
 
 class CallOptions(TypedDict, total=False):
     """What a plain call leaves alone; :func:`cute_kernels.attention.decode_attention` says what each means."""
 
     block_table: torch.Tensor | None
-    cache_layout: str
+    cache_layout: CacheLayout
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     causal: bool
-    window: int | None
-    soft_cap: float | None
+    window_size: WindowSize | None
+    softcap: float | None
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
-    bias: torch.Tensor | None
+    attn_bias: torch.Tensor | None
 
 
 NO_OPTIONS: CallOptions = {
@@ -34,29 +36,29 @@ NO_OPTIONS: CallOptions = {
     "k_scale": None,
     "v_scale": None,
     "causal": True,
-    "window": None,
-    "soft_cap": None,
+    "window_size": None,
+    "softcap": None,
     "sinks": None,
     "alibi_slopes": None,
-    "bias": None,
+    "attn_bias": None,
 }
 """The defaults, complete and in the order that every complete set of options has."""
 
 
 def options_of(
     block_table: torch.Tensor | None,
-    cache_layout: str,
+    cache_layout: CacheLayout,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     causal: bool,
-    window: int | None,
-    soft_cap: float | None,
+    window_size: WindowSize | None,
+    softcap: float | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
 ) -> CallOptions | None:
     """Complete options, or None where all of them are the defaults, which is what most calls ask for."""
-    plain = block_table is k_scale is v_scale is window is soft_cap is sinks is alibi_slopes is bias is None
+    plain = block_table is k_scale is v_scale is window_size is softcap is sinks is alibi_slopes is attn_bias is None
     if plain and causal is True and cache_layout == "NHD":
         return None
     return {
@@ -65,12 +67,28 @@ def options_of(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "causal": causal,
-        "window": window,
-        "soft_cap": soft_cap,
+        "window_size": keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size,
+        "softcap": softcap,
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
-        "bias": bias,
+        "attn_bias": attn_bias,
     }
+
+
+def keys_seen(pair: Any) -> int | None:
+    """FlashAttention's (left, right) as the number of keys that a query sees, its own among them; None for all.
+
+    -1 stands for no bound. Keys after the query's own are never seen through a window, so right is 0.
+    """
+    numbers = len(pair) == 2 and all(isinstance(side, int) and not isinstance(side, bool) for side in pair)
+    if not numbers or pair[0] < -1 or pair[1] != (-1 if pair[0] == -1 == pair[1] else 0):
+        raise ValueError(
+            f"window_size: got {pair!r}, want the number of keys that a query sees, or (left, 0): so many "
+            "before its own, -1 for all of them"
+        )
+    if pair[1] == -1:
+        return None
+    return MAX_TOKENS if pair[0] == -1 else pair[0] + 1
 
 
 def complete_options(options: dict[str, Any]) -> CallOptions | None:
@@ -226,15 +244,15 @@ def make_call(
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    cache_layout: str = "NHD",
+    cache_layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    window_size: WindowSize | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
 ) -> AttentionCall:
     """Checks everything that can be said without waiting for a device; arguments as `decode_attention` has them.
 
@@ -251,7 +269,7 @@ def make_call(
         "v_scale": v_scale,
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
-        "bias": bias,
+        "attn_bias": attn_bias,
     }
     tensors = needed | {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(**tensors)
@@ -268,9 +286,10 @@ def make_call(
     if alibi_slopes is not None:
         checks.check_vector("alibi_slopes", alibi_slopes, torch.float32, num_q_heads, "one for each query head")
     checks.check_positive("softmax_scale", softmax_scale)
-    checks.check_positive("soft_cap", soft_cap)
+    checks.check_positive("softcap", softcap)
     checks.check_causal(causal)
-    checks.check_count("window", window)
+    window = keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size
+    checks.check_count("window_size", window)
     checks.check_count("num_splits", num_splits, checks.MAX_SPLITS)
     if out is not None:
         checks.check_out(out, q, v_head_dim)
@@ -290,13 +309,17 @@ def make_call(
         softmax_scale=head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
         causal=causal or window is not None,
         window=window if window is not None and window < max_seq_len else None,
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        soft_cap=None if softcap is None else float(softcap),
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        bias=None if bias is None else Bias(bias, checks.check_bias(bias, (batch, q_len, num_q_heads, max_seq_len))),
+        bias=None if attn_bias is None else _bias(attn_bias, (batch, q_len, num_q_heads, max_seq_len)),
         num_splits=num_splits,
         out=out,
     )
+
+
+def _bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> Bias:
+    return Bias(bias, checks.check_bias(bias, shape))
 
 
 @dataclass(frozen=True)

@@ -175,12 +175,12 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
     Raises TypeError or ValueError unless it is fp32 or bf16 and broadcasts to that shape.
     """
     if bias.dtype not in BIAS_DTYPES:
-        raise TypeError(f"bias: got dtype {bias.dtype}, want torch.float32 or torch.bfloat16")
+        raise TypeError(f"attn_bias: got dtype {bias.dtype}, want torch.float32 or torch.bfloat16")
     padded = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(padded) != 4 or any(size not in (1, full) for size, full in zip(padded, shape, strict=True)):
         raise ValueError(
-            f"bias: got shape {shape_of(bias)}, want one that broadcasts to [batch, q_len, num_q_heads, max_seq_len], "
-            f"here {list(shape)}"
+            f"attn_bias: got shape {shape_of(bias)}, want one that broadcasts to [batch, q_len, num_q_heads, "
+            f"max_seq_len], here {list(shape)}"
         )
     strides = (0,) * (4 - bias.dim()) + bias.stride()
     batch, query, head, key = (0 if size == 1 else stride for size, stride in zip(padded, strides, strict=True))

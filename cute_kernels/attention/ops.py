@@ -251,8 +251,8 @@ _library = torch.library.Library("cute_kernels", "DEF")
 _library.define(
     "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, str k_format, str v_format, *, "
     "float? softmax_scale=None, int? num_splits=None, Tensor? block_table=None, str cache_layout='NHD', "
-    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window=None, float? soft_cap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None) -> (Tensor, Tensor)",
+    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, int? window_size=None, float? softcap=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? attn_bias=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

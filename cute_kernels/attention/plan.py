@@ -116,7 +116,7 @@ class Plan:
         table, (max_pages, window, soft_cap) = options["block_table"], self.numbers
         if self.copies_table:
             table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
-        sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["bias"]
+        sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["attn_bias"]
         uneven = self.schedule.more_rows, self.schedule.shares
         addresses = address_of(sinks), address_of(slopes), address_of(bias)
         return *uneven, address_of(table), max_pages, window, soft_cap, *addresses, *self.bias_strides

@@ -8,10 +8,10 @@ softmax (Milakov and Gimelshein, 2018), so the result does not depend on the blo
 Of one query at position p and one key at position j, per query head h:
 
     score = softmax_scale * (q . k)
-    score = soft_cap * tanh(score / soft_cap)             if there is a cap
+    score = softcap * tanh(score / softcap)               if there is a cap
     score = score + alibi_slopes[h] * (j - p)             if there are slopes
-    score = score + bias[b, i, h, j]                      if there is a bias
-    seen  = j < seq_lens[b] and (j <= p, if causal) and (p - window < j <= p, if there is a window)
+    score = score + attn_bias[b, i, h, j]                 if there is a bias
+    seen  = j < seq_lens[b] and (j <= p, if causal) and (p - window_size < j <= p, if there is a window)
 
 A sink is one more logit in the denominator. The log-sum-exp leaves it out.
 """

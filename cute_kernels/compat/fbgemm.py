@@ -36,8 +36,10 @@ from cute_kernels.arguments import check_positive, check_tensors
 from cute_kernels.attention import decode_attention_splits
 from cute_kernels.compat.names import renamed
 from cute_kernels.kv_formats import format_of
+from cute_kernels.names import KvFormatName
 
 LOGICAL_BF16, LOGICAL_FP8, LOGICAL_INT4 = 0, 1, 2
+INT4_FORMATS: dict[int, KvFormatName] = {1: "int4_g1", 2: "int4_g2", 4: "int4_g4", 8: "int4_g8"}  # by groups of a row
 NAMES = {
     "q": "XQ",
     "k_cache": "cache_K",
@@ -90,7 +92,7 @@ def gqa_attn_splitk(
     return out, split_out * split_sum.unsqueeze(-1), torch.stack((split_max, split_sum), dim=1)
 
 
-def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> str:
+def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> KvFormatName:
     if cache.dtype == torch.bfloat16:
         return "bf16"
     if cache.dtype != torch.uint8:
@@ -100,9 +102,9 @@ def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> str:
             f"cache_logical_dtype_int: got {logical_dtype}, want {LOGICAL_INT4} (INT4) or {LOGICAL_BF16} "
             f"(the cache's own dtype) for a uint8 cache; {LOGICAL_FP8} (FP8) is not supported"
         )
-    if num_groups not in (1, 2, 4, 8) or isinstance(num_groups, bool):
+    if num_groups not in INT4_FORMATS or isinstance(num_groups, bool):
         raise ValueError(f"kv_cache_quant_num_groups: got {num_groups}, want 1, 2, 4 or 8")
-    return f"int4_g{num_groups}"
+    return INT4_FORMATS[num_groups]
 
 
 def _score_matrices(

@@ -47,7 +47,7 @@ class CachedTokens:
     tokens just added, before quantisation.
     """
 
-    kv_format: str
+    kv_format: Any  # a KvFormatName
     k_rows: torch.Tensor
     v_rows: torch.Tensor
     seq_lens: torch.Tensor

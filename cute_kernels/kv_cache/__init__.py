@@ -7,8 +7,11 @@ Read on in `reference` (what append means), `rope`, `call`, `config`, `kernel`, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.kv_cache import bulk_ops, ops
 from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.cache import KVCache
@@ -20,6 +23,10 @@ from cute_kernels.kv_cache.rope import LinearScaling, Llama3Scaling, NtkScaling,
 from cute_kernels.kv_cache.smoothing import check_pairs, fold, smooth_keys
 from cute_kernels.kv_cache.step import append_and_decode
 from cute_kernels.kv_formats import format_pair
+from cute_kernels.names import CacheLayout, KvFormatName, KvFormats, QkvBias
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = [
     "Batch",
@@ -43,21 +50,22 @@ __all__ = [
 ]
 
 
+@takes_old_names
 def append_kv(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     seq_lens: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    cache_layout: str = "NHD",
+    cache_layout: CacheLayout = "NHD",
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
-    bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
+    qkv_bias: QkvBias | None = None,
     rope: Rope | None = None,
     position_ids: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
@@ -65,11 +73,12 @@ def append_kv(
     norm_eps: float = 1e-6,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    **old: Never,
 ) -> torch.Tensor | None:
     """Appends new tokens' K and V to a cache, in one launch; returns the rotated q, or None without q.
 
-    In this order, in fp32: + bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), quantisation to the
-    cache's format (k and v) or rounding to q's dtype.
+    In this order, in fp32: + qkv_bias, RMS norm over head_dim times a weight (q and k), RoPE (q and k), quantisation to
+    the cache's format (k and v) or rounding to q's dtype.
 
     Args:
         k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], head_dim 64, 80, 96, 128, 192 or 256, not necessarily the
@@ -77,18 +86,19 @@ def append_kv(
         k_cache, v_cache: in ``kv_format``: contiguous [batch, max_seq_len, num_kv_heads, row], or pages [num_pages,
             page_size, num_kv_heads, row]; with ``cache_layout`` "HND" heads come before tokens. Rows are contiguous,
             other strides are free.
-        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`, or a pair of names (K's, V's).
+        kv_format: a name in :data:`cute_kernels.kv_formats.FORMATS`, or a pair of names (K's, V's); "int4", "int8" and
+            "fp8" stand for "int4_g4", "int8_token_head" and "e4m3_token_head".
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
             seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
         cu_seqlens: int32 [batch + 1], from 0 to tokens: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1].
-        slots: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in a
-            contiguous cache); -1 writes nothing.
+        slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
+            a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
         q, q_out: [tokens, num_q_heads, head_dim] like k, and where to write the rotated q (q itself is allowed).
-        bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
+        qkv_bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
         rope: see :class:`Rope`.
         position_ids: int32 or int64 [tokens], below 2**31: positions for RoPE in place of those in the cache; needed
-            with rope if there are slots and no lengths.
+            with rope if there is a slot_mapping and there are no lengths.
         q_norm, k_norm: weights [head_dim] in k's dtype of the RMS norm, or None without norm.
         norm_eps: added to the mean square.
         k_scale, v_scale: fp32, for formats with a scale beside the cache: "tensor" [] or [1], "head" [num_kv_heads] or
@@ -106,18 +116,22 @@ def append_kv(
 
     CPU tensors are served by the reference implementation.
     """
+    if old:
+        slot_mapping, qkv_bias = current_values(
+            "append_kv", old, slot_mapping=("slots", slot_mapping), qkv_bias=("bias", qkv_bias)
+        )
     k_format, v_format = (kv_format, kv_format) if type(kv_format) is str else format_pair(kv_format)
-    q_bias, k_bias, v_bias = (None, None, None) if bias is None else split_bias("bias", bias)
+    q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
     call = (k, v, k_cache, v_cache, k_format, v_format, cache_layout, rope, norm_eps, q, q_out, seq_lens, block_table)
-    extras = (cu_seqlens, slots, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
-    usual = cu_seqlens is slots is position_ids is bias is q_norm is k_norm is k_scale is v_scale is None
+    extras = (cu_seqlens, slot_mapping, position_ids, q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale)
+    usual = cu_seqlens is slot_mapping is position_ids is qkv_bias is q_norm is k_norm is k_scale is v_scale is None
     return ops.append(call, None if usual else extras)
 
 
 def quantize_kv(
     x: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: KvFormatName,
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -144,7 +158,7 @@ def quantize_kv(
 def dequantize_kv(
     rows: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: KvFormatName,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     scale: torch.Tensor | None = None,

@@ -17,7 +17,7 @@ It owns the memory and knows which tokens lie where. When to run which sequence 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
@@ -27,10 +27,53 @@ from cute_kernels.kv_cache.batch import Batch
 from cute_kernels.kv_cache.calibration import scale_shape
 from cute_kernels.kv_cache.memory import MemoryReport
 from cute_kernels.kv_cache.pages import PageCopy, PageTable, SeqId
+from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
+from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CACHE_LAYOUTS = ("NHD", "HND")
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
+
+
+class AppendOptions(TypedDict, total=False):
+    """What `KVCache.append` takes besides; :func:`cute_kernels.append_kv` says what each means."""
+
+    q: torch.Tensor | None
+    q_out: torch.Tensor | None
+    qkv_bias: QkvBias | None
+    rope: Rope | None
+    position_ids: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+
+
+class AttendOptions(TypedDict, total=False):
+    """What `KVCache.attend` takes besides; :func:`cute_kernels.decode_attention` says what each means."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    attn_bias: torch.Tensor | None
+    num_splits: int | None
+    out: torch.Tensor | None
+
+
+class StepAttendOptions(AttendOptions, total=False):
+    """What `KVCache.append_and_attend` takes besides; :func:`cute_kernels.append_and_decode` says what each means."""
+
+    qkv_bias: QkvBias | None
+    rope: Rope | None
+    position_ids: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
 
 
 class KVCache:
@@ -48,7 +91,8 @@ class KVCache:
         num_layers, num_pages: pages per layer.
         page_size: tokens per page, a multiple of 16 from 16 to 256.
         num_kv_heads, head_dim: of K; V has the same heads and ``v_head_dim`` (default: head_dim).
-        kv_format: a name in `cute_kernels.kv_formats.FORMATS`, or a pair of names for K and V.
+        kv_format: a name in `cute_kernels.kv_formats.FORMATS`, "int4", "int8" or "fp8" for the recommended ones, or a
+            pair of names for K and V.
         cache_layout: "NHD" ([num_pages, page_size, num_kv_heads, row] in a layer) or "HND" ([num_pages, num_kv_heads,
             page_size, row]).
         dtype: of q, k and v: bf16 or fp16. Dense formats must be of the same.
@@ -67,9 +111,9 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         *,
-        kv_format: str | tuple[str, str],
+        kv_format: KvFormats,
         v_head_dim: int | None = None,
-        cache_layout: str = "NHD",
+        cache_layout: CacheLayout = "NHD",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         max_seq_len: int | None = None,
@@ -172,14 +216,16 @@ class KVCache:
 
     # -- the model's layers -------------------------------------------------------------------------------------------
 
-    def append(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor | None:
+    def append(
+        self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor, **options: Unpack[AppendOptions]
+    ) -> torch.Tensor | None:
         """Writes the batch's new tokens into a layer: `append_kv`, with everything about the cache filled in.
 
         Args:
             layer: 0 to num_layers - 1.
             batch: as updated for this step; its new tokens are those that k and v hold, sequence by sequence.
             k, v: bf16 or fp16 [tokens, num_kv_heads, head_dim], before RoPE if ``rope`` is given.
-            options: ``q``, ``q_out``, ``bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps`` of
+            options: ``q``, ``q_out``, ``qkv_bias``, ``rope``, ``position_ids``, ``q_norm``, ``k_norm``, ``norm_eps`` of
                 `append_kv`.
 
         Returns:
@@ -193,8 +239,40 @@ class KVCache:
 
         self._check_append(layer, batch)
         return append_kv(
-            k, v, seq_lens=batch.seq_lens, cu_seqlens=batch.cu_seqlens, **self._layer(layer, batch), **options
+            k,
+            v,
+            seq_lens=batch.seq_lens,
+            cu_seqlens=batch.cu_seqlens,
+            **self._layer(layer, batch),
+            **options,  # pyright: ignore[reportArgumentType]  # old names, too, which it answers for
         )
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        *,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[AttendOptions],
+    ) -> torch.Tensor: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[AttendOptions],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def attend(
+        self, layer: int, batch: Batch, q: torch.Tensor, *, return_lse: bool, **options: Unpack[AttendOptions]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def attend(self, layer: int, batch: Batch, q: torch.Tensor, **options: Any) -> Any:
         """Attention of the newest tokens over a layer: `decode_attention`, with everything about the cache filled in.
@@ -203,7 +281,8 @@ class KVCache:
             layer: 0 to num_layers - 1.
             batch: as updated for this step.
             q: [batch.size, q_len, num_q_heads, head_dim], queries of each sequence's last q_len tokens, rotated.
-            options: what `decode_attention` takes besides: ``softmax_scale``, ``window``, ``return_lse``, ``out`` ...
+            options: what `decode_attention` takes besides: ``softmax_scale``, ``window_size``, ``return_lse``, ``out``
+                and so on.
 
         Returns:
             As `decode_attention`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.
@@ -215,6 +294,45 @@ class KVCache:
         self._check_step(layer, batch)
         return attention.decode_attention(q, seq_lens=batch.seq_lens, **self._layer(layer, batch), **options)
 
+    @overload
+    def append_and_attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: Literal[False] = ...,
+        **options: Unpack[StepAttendOptions],
+    ) -> torch.Tensor: ...
+
+    @overload
+    def append_and_attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[StepAttendOptions],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def append_and_attend(
+        self,
+        layer: int,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        return_lse: bool,
+        **options: Unpack[StepAttendOptions],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
     def append_and_attend(
         self, layer: int, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> Any:
@@ -225,7 +343,8 @@ class KVCache:
             batch: as updated for this step, with q_len new tokens of every sequence.
             q: [batch.size, q_len, num_q_heads, head_dim], before RoPE if ``rope`` is given.
             k, v: [batch.size, q_len, num_kv_heads, head_dim] of the new tokens, sequence by sequence.
-            options: what `append_and_decode` takes besides: ``rope``, ``qkv_bias``, ``window``, ``return_lse`` ...
+            options: what `append_and_decode` takes besides: ``rope``, ``qkv_bias``, ``window_size``, ``return_lse`` and
+                so on.
 
         Returns:
             As `append_and_decode`: out [batch.size, q_len, num_q_heads, v_head_dim], with ``return_lse`` also lse.

@@ -33,7 +33,7 @@ class AppendCall(NamedTuple):
     seq_lens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
+    slot_mapping: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     q_bias: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
@@ -116,8 +116,8 @@ def check_append(call: AppendCall) -> None:
 def _check_tensors(call: AppendCall) -> None:
     """What is given is a tensor on k's device; all but q, k, v, their biases and the caches contiguous."""
     names = (
-        "k v k_cache v_cache seq_lens cu_seqlens slots block_table q q_out q_bias k_bias v_bias position_ids q_norm "
-        "k_norm k_scale v_scale"
+        "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
+        "q_norm k_norm k_scale v_scale"
     ).split()
     device = call.k.device if isinstance(call.k, torch.Tensor) else None
     for name in names:
@@ -192,14 +192,14 @@ def _check_place(call: AppendCall) -> None:
     for name, dtypes in (
         ("seq_lens", (torch.int32,)),
         ("cu_seqlens", (torch.int32,)),
-        ("slots", (torch.int64,)),
+        ("slot_mapping", (torch.int64,)),
         ("block_table", (torch.int32,)),
         ("position_ids", POSITION_DTYPES),
     ):
         tensor = getattr(call, name)
         if tensor is not None and tensor.dtype not in dtypes:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, want {' or '.join(map(str, dtypes))}")
-    for name in ("slots", "position_ids"):
+    for name in ("slot_mapping", "position_ids"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.shape != (tokens,):
             raise ValueError(f"{name}: got shape {shape_of(tensor)}, want [{tokens}], the tokens of k")
@@ -214,13 +214,13 @@ def _check_place(call: AppendCall) -> None:
             )
         if call.cu_seqlens is not None and call.cu_seqlens.shape != (call.batch + 1,):
             raise ValueError(f"cu_seqlens: got shape {shape_of(call.cu_seqlens)}, want [{call.batch + 1}], batch + 1")
-    if call.slots is not None:
+    if call.slot_mapping is not None:
         if call.block_table is not None:
-            raise ValueError("block_table: got one together with slots, which say where tokens go; want one of them")
+            raise ValueError("block_table: got one together with slot_mapping, which says where tokens go; want one")
         if call.rope is not None and call.position_ids is None and call.seq_lens is None:
-            raise ValueError("position_ids: got None with rope and slots, want the tokens' positions (or seq_lens)")
+            raise ValueError("position_ids: got None with rope and slot_mapping, want positions (or seq_lens)")
     elif call.seq_lens is None:
-        raise ValueError("seq_lens: got None without slots, want lengths after the append, or slots")
+        raise ValueError("seq_lens: got None without slot_mapping, want lengths after the append, or that")
     elif call.block_table is not None:
         if call.block_table.dim() != 2 or call.block_table.shape[0] != call.batch or call.block_table.shape[1] == 0:
             raise ValueError(
@@ -229,7 +229,7 @@ def _check_place(call: AppendCall) -> None:
     elif call.num_pages != call.batch:
         raise ValueError(
             f"k_cache: got {call.num_pages} requests in shape {shape_of(call.k_cache)}, want {call.batch}, those of "
-            "seq_lens (or a block_table, or slots)"
+            "seq_lens (or a block_table, or slot_mapping)"
         )
 
 

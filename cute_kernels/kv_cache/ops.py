@@ -107,7 +107,7 @@ _library = torch.library.Library("cute_kernels", "FRAGMENT")
 _library.define(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, str k_format, str v_format, "
     "str cache_layout, str? rope, float norm_eps, Tensor? q, Tensor? seq_lens, Tensor? block_table, "
-    "Tensor? cu_seqlens, Tensor? slots, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
+    "Tensor? cu_seqlens, Tensor? slot_mapping, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, Tensor? v_bias, "
     "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )

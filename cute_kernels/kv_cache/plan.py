@@ -117,7 +117,7 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
         has_norm=call.q_norm is not None or call.k_norm is not None,
         leads=leads,
     )
-    elsewhere = (call.cu_seqlens, call.slots, call.position_ids)
+    elsewhere = (call.cu_seqlens, call.slot_mapping, call.position_ids)
     decode = not leads and call.seq_lens is not None and all(given is None for given in elsewhere)
     return config.for_decode() if decode else config
 

@@ -75,9 +75,9 @@ def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         request = request.clamp(min=0)
         positions = call.seq_lens.to(torch.int64)[request] - ahead
         inside = inside & (positions >= 0)
-    if call.slots is not None:
-        inside = call.slots >= 0
-        pages, rows = call.slots // call.page_size, call.slots % call.page_size
+    if call.slot_mapping is not None:
+        inside = call.slot_mapping >= 0
+        pages, rows = call.slot_mapping // call.page_size, call.slot_mapping % call.page_size
     else:
         index, rows = positions.clamp(min=0) // call.page_size, positions.clamp(min=0) % call.page_size
         if call.block_table is not None:

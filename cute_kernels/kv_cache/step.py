@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from cute_kernels.attention.call import CallOptions, options_of
+from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.kv_cache import step_ops
 from cute_kernels.kv_cache.call import split_bias
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.kv_formats import format_pair
+from cute_kernels.names import CacheLayout, KvFormats, QkvBias, WindowSize
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 
 class StepOptions(CallOptions, total=False):
     """What a plain step leaves alone, besides `CallOptions`; :func:`append_and_decode` says what each means."""
 
-    qkv_bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None
+    qkv_bias: QkvBias | None
     rope: Rope | None
     position_ids: torch.Tensor | None
     q_norm: torch.Tensor | None
@@ -39,7 +41,7 @@ def append_and_decode(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     return_lse: Literal[False] = ...,
     **options: Unpack[StepOptions],
 ) -> torch.Tensor: ...
@@ -54,7 +56,7 @@ def append_and_decode(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     return_lse: Literal[True],
     **options: Unpack[StepOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -69,12 +71,13 @@ def append_and_decode(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     return_lse: bool = ...,
     **options: Unpack[StepOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@takes_old_names
 def append_and_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -83,27 +86,28 @@ def append_and_decode(
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str | tuple[str, str],
-    qkv_bias: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None,
+    kv_format: KvFormats,
+    qkv_bias: QkvBias | None = None,
     rope: Rope | None = None,
     position_ids: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     block_table: torch.Tensor | None = None,
-    cache_layout: str = "NHD",
+    cache_layout: CacheLayout = "NHD",
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    window_size: WindowSize | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    **old: Never,
 ) -> Any:
     """`append_kv` of each request's last q_len tokens, then `decode_attention` of their queries over the whole cache.
 
@@ -118,13 +122,13 @@ def append_and_decode(
         k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as `decode_attention` has them.
             block_table is contiguous. A place that a new token goes to must belong to its request alone.
         seq_lens: int32 [batch], tokens of each request after the append: the new ones take positions
-            seq_lens[b] - q_len to seq_lens[b] - 1, those below 0 are not written. There are no slots: a token that went
-            elsewhere than its position says could be read before it is written.
+            seq_lens[b] - q_len to seq_lens[b] - 1, those below 0 are not written. There is no slot_mapping: a token
+            that went elsewhere than its position says could be read before it is written.
         qkv_bias: (q's, k's, v's), each [heads * head_dim] in q's dtype, or None.
         rope, q_norm, k_norm, norm_eps: as `append_kv` has them.
         position_ids: int32 or int64 [batch, q_len], contiguous: positions for RoPE in place of those in the cache.
-        softmax_scale, causal, window, soft_cap, sinks, alibi_slopes, num_splits: as `decode_attention` has them.
-        bias: of the scores, as `decode_attention` has it.
+        softmax_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias, num_splits: as `decode_attention`
+            has them.
         return_lse: also return the log-sum-exp of the scores, without the sinks.
         out: where to write the result, contiguous.
 
@@ -140,6 +144,14 @@ def append_and_decode(
 
     CPU tensors are served by the reference implementation.
     """
+    if old:
+        window_size, softcap, attn_bias = current_values(
+            "append_and_decode",
+            old,
+            window_size=("window", window_size),
+            softcap=("soft_cap", softcap),
+            attn_bias=("bias", attn_bias),
+        )
     if type(kv_format) is not str:
         kv_format = format_pair(kv_format)
     extras: step_ops.Extras | None = None
@@ -147,7 +159,7 @@ def append_and_decode(
         biases = (None, None, None) if qkv_bias is None else split_bias("qkv_bias", qkv_bias)
         extras = (position_ids, *biases, q_norm, k_norm)
     options = options_of(
-        block_table, cache_layout, k_scale, v_scale, causal, window, soft_cap, sinks, alibi_slopes, bias
+        block_table, cache_layout, k_scale, v_scale, causal, window_size, softcap, sinks, alibi_slopes, attn_bias
     )  # fmt: skip
     numbers = (softmax_scale, num_splits, return_lse, out, options)
     step = step_ops.Step(q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras, *numbers)

@@ -281,8 +281,8 @@ _library.define(
     "str k_format, str v_format, str? rope, float norm_eps, Tensor? position_ids, Tensor? q_bias, Tensor? k_bias, "
     "Tensor? v_bias, Tensor? q_norm, Tensor? k_norm, *, float? softmax_scale=None, int? num_splits=None, "
     "Tensor? block_table=None, str cache_layout='NHD', Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
-    "int? window=None, float? soft_cap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? bias=None) "
-    "-> (Tensor, Tensor)",
+    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, "
+    "Tensor? attn_bias=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

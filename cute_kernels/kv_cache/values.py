@@ -19,7 +19,7 @@ def check_append_values(call: AppendCall) -> None:
         return
     if call.cu_seqlens is not None:
         _check_bounds(call)
-    if call.seq_lens is not None and call.slots is None:
+    if call.seq_lens is not None and call.slot_mapping is None:
         _check_lengths(call)
     _, pages, rows = places(call)
     _check_pages(call, pages)
@@ -60,16 +60,16 @@ def _check_lengths(call: AppendCall) -> None:
 
 def _check_pages(call: AppendCall, pages: torch.Tensor) -> None:
     lost = pages < 0
-    if call.slots is not None:
-        lost = lost & (call.slots != -1)
+    if call.slot_mapping is not None:
+        lost = lost & (call.slot_mapping != -1)
     elif call.seq_lens is not None:
         lost = lost & (call.seq_lens[requests_of(call)[0]] != 0)
     if not lost.any():
         return
     token = int(lost.nonzero()[0])
-    if call.slots is not None:
-        slot, room = int(call.slots[token]), call.num_pages * call.page_size
-        raise ValueError(f"slots: token {token}: got {slot}, want -1 or 0 to {room - 1}, the cache's tokens")
+    if call.slot_mapping is not None:
+        slot, room = int(call.slot_mapping[token]), call.num_pages * call.page_size
+        raise ValueError(f"slot_mapping: token {token}: got {slot}, want -1 or 0 to {room - 1}, the cache's tokens")
     request, position = _request_and_position(call, token)
     assert call.block_table is not None
     page = int(call.block_table[request, position // call.page_size])
@@ -87,7 +87,7 @@ def _check_duplicates(call: AppendCall, pages: torch.Tensor, rows: torch.Tensor)
     at = int(same.nonzero()[0])
     first, second = (_name(call, int(order[at + i])) for i in range(2))
     slot = int(ordered[at])
-    name = "slots" if call.slots is not None else "block_table"
+    name = "slot_mapping" if call.slot_mapping is not None else "block_table"
     raise ValueError(
         f"{name}: {first} and {second} both go to page {slot // call.page_size}, row {slot % call.page_size} (slot "
         f"{slot}), want a place for each"
@@ -101,7 +101,7 @@ def _request_and_position(call: AppendCall, token: int) -> tuple[int, int]:
 
 
 def _name(call: AppendCall, token: int) -> str:
-    if call.slots is not None:
+    if call.slot_mapping is not None:
         return f"token {token}"
     request, position = _request_and_position(call, token)
     return f"request {request}, position {position}"

@@ -7,31 +7,35 @@ Read on in `weight` (what is stored), `quantize` (how it is made), `reference` (
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from cute_kernels.deprecated import warn
 from cute_kernels.linear import ops
 from cute_kernels.linear.module import QuantizedLinear
 from cute_kernels.linear.quantize import interleave_weights, quantize_weight
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.names import Activation
 
 __all__ = [
     "PackedWeight",
     "QuantizedLinear",
     "interleave_weights",
-    "linear",
     "linear_reference",
     "quantize_weight",
+    "quantized_linear",
 ]
 
 
-def linear(
+def quantized_linear(
     x: torch.Tensor,
     weight: PackedWeight,
     bias: torch.Tensor | None = None,
     *,
     residual: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
@@ -81,3 +85,9 @@ def linear(
         batch_invariant=batch_invariant,
         out=out,
     )
+
+
+def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """What :func:`quantized_linear` was called before 0.2."""
+    warn("cute_kernels.linear.linear is called cute_kernels.quantized_linear now")
+    return quantized_linear(*args, **kwargs)

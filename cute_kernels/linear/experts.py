@@ -63,6 +63,8 @@ class PackedExperts:
     check_values: InitVar[bool] = True
 
     def __post_init__(self, check_values: bool) -> None:
+        if self.group_size == -1:
+            object.__setattr__(self, "group_size", None)
         check_tensors(codes=self.codes, scales=self.scales)
         if self.codes.dim() != 4 or self.codes.shape[0] < 1:
             raise ValueError(f"codes: got shape {list(self.codes.shape)}, want [experts, N tiles, K tiles, 2048]")

@@ -36,7 +36,7 @@ def apply(
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`cute_kernels.linear.linear` on the fields of a `PackedWeight`, which are taken to be those of one.
+    """`cute_kernels.quantized_linear` on the fields of a `PackedWeight`, which are taken to be those of one.
 
     What a call that passed the checks launches is kept for those that they could not tell from it.
     """

@@ -24,6 +24,7 @@ from cute_kernels.linear.weight import (
     check_scales,
     num_groups,
     padded_shape,
+    per_row,
     row_blocks,
     rows_of,
     symmetric_zero,
@@ -53,7 +54,7 @@ def quantize_weight(
     Args:
         w: floating [N, K] (out_features, in_features), finite; CPU or CUDA, where the work is done.
         bits: 4 or 8.
-        group_size: 32, 64, 128, 256, or None for one scale per row. The last group may be shorter.
+        group_size: 32, 64, 128, 256, or None or -1 for one scale per row. The last group may be shorter.
         zero_point: whether groups get a uint8 zero point; pays for groups whose values lie to one side of 0.
         dtype: of the scales and of the activations to come, bf16 or fp16; default w's, bf16 if it is neither.
         device: where the result is put, default w's.
@@ -72,6 +73,7 @@ def quantize_weight(
     shape = (w.shape[0], w.shape[1])
     check_options(bits, group_size, zero_point, dtype)
     check_format(bits, group_size, shape)
+    group_size = per_row(group_size)
     device = device_of(device)
     if dtype is None:
         dtype = w.dtype if w.dtype in SCALE_DTYPES else torch.bfloat16
@@ -173,6 +175,7 @@ def pack_codes(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     check_format(bits, group_size, shape)
+    group_size = per_row(group_size)
     n, k = shape
     groups = -(-k // group_size) if group_size else 1
     for name, tensor in (("scales", scales), ("zeros", zeros)):

@@ -66,7 +66,8 @@ class PackedWeight:
         zeros: uint8 [N_pad / 64, G, 64], 0 to 16 of 4-bit codes, or None for a symmetric weight, whose zero is code 8
             or 128.
         bits: 4 or 8.
-        group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row.
+        group_size: consecutive inputs that share a scale: 32, 64, 128 or 256, or None for one scale per row, which -1
+            becomes.
         shape: (N, K), without padding.
         perm: int32 [K], a permutation, or None: position i of the packed K axis takes input perm[i] (act-order).
         input_scale: [K] in the dtype of the scales, or None: what inputs are multiplied with first (AWQ's pre-scale).
@@ -89,6 +90,8 @@ class PackedWeight:
     check_values: InitVar[bool] = True
 
     def __post_init__(self, check_values: bool) -> None:
+        if self.group_size == -1:
+            object.__setattr__(self, "group_size", None)
         check_format(self.bits, self.group_size, self.shape)
         check_tensors(codes=self.codes, scales=self.scales)
         n_pad, k_pad = padded_shape(self.shape, self.group_size)
@@ -378,10 +381,16 @@ def check_format(bits: Any, group_size: Any, shape: Any) -> None:
     """Raises TypeError or ValueError unless there is such a format of weights."""
     if not is_one_of(bits, BITS):
         raise ValueError(f"bits: got {bits!r}, want 4 or 8")
+    group_size = per_row(group_size)
     if group_size is not None and not is_one_of(group_size, GROUP_SIZES):
         wanted = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None for one scale per row")
+        raise ValueError(f"group_size: got {group_size!r}, want one of {wanted}, or None or -1 for one scale per row")
     check_matrix_shape("shape", shape)
+
+
+def per_row(group_size: Any) -> Any:
+    """None for -1, which checkpoints write where a row has one scale; else ``group_size``."""
+    return None if isinstance(group_size, int) and group_size == -1 else group_size
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -7,12 +7,14 @@ Writing tokens is :mod:`cute_kernels.mla_cache`.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
+from cute_kernels.deprecated import takes_old_names, warn
 from cute_kernels.mla import ops
 from cute_kernels.mla.problem import SparseExtras
+from cute_kernels.names import MlaFormatName
 
 __all__ = ["mla_decode", "sparse_mla_decode"]
 
@@ -21,10 +23,10 @@ __all__ = ["mla_decode", "sparse_mla_decode"]
 def mla_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
-    block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: MlaFormatName,
+    block_table: torch.Tensor,
     softmax_scale: float | None = ...,
     causal: bool = ...,
     return_lse: Literal[False] = ...,
@@ -36,10 +38,10 @@ def mla_decode(
 def mla_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
-    block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: MlaFormatName,
+    block_table: torch.Tensor,
     softmax_scale: float | None = ...,
     causal: bool = ...,
     return_lse: Literal[True],
@@ -47,13 +49,14 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@takes_old_names
 def mla_decode(
     q: torch.Tensor,
     cache: torch.Tensor,
-    block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    kv_format: str,
+    *old: torch.Tensor,
+    kv_format: MlaFormatName,
+    block_table: torch.Tensor = None,  # pyright: ignore[reportArgumentType]  # the overloads want it
     softmax_scale: float | None = None,
     causal: bool = True,
     return_lse: bool = False,
@@ -70,13 +73,13 @@ def mla_decode(
             RoPE columns. bf16; fp16 over an "mla_fp16" cache.
         cache: [num_pages, page_size, row] in ``kv_format``, any page_size. Rows are contiguous; pages may be padded,
             and 16-bit tokens may lie further apart. On a GPU everything begins on a multiple of 16 bytes.
-        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
-            block_table[b, t // page_size]. Entries beyond a request's tokens may hold anything.
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. Read on
             the device: one captured CUDA graph serves changing lengths.
         kv_format: "mla_bf16" or "mla_fp16" (head_dim 576, or 512), "mla_fp8" (DeepSeek-V3.2's 656 bytes, head_dim
             576), "mla_model1" (584 bytes, head_dim 512): see :mod:`layouts.kv.mla`. FP8 caches are uint8, int8 or
             float8_e4m3fn.
+        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
+            block_table[b, t // page_size]. Entries beyond a request's tokens may hold anything.
         softmax_scale: a positive number, default head_dim ** -0.5. (A model's own is that of its heads before
             absorption: 192 ** -0.5 and YaRN's factor for DeepSeek-V3.)
         causal: whether a query sees no token after its own position; matters for q_len > 1 alone.
@@ -85,8 +88,9 @@ def mla_decode(
 
     Returns:
         out [batch, q_len, num_heads, 512] in q's dtype; with ``return_lse`` also fp32 [batch, q_len, num_heads],
-        natural log. A query that sees no token gives out 0 and lse +inf, as FlashMLA has it (`merge_states` wants -inf
-        there). Softmax and accumulation are fp32. Equal inputs give bitwise equal outputs.
+        natural log. A query that sees no token gives out 0 and lse -inf, as `merge_states` wants it (FlashMLA and
+        :mod:`cute_kernels.compat.flash_mla` have +inf there). Softmax and accumulation are fp32. Equal inputs give
+        bitwise equal outputs.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
@@ -96,8 +100,10 @@ def mla_decode(
 
     CPU tensors are served by the reference implementation.
     """
+    if old:
+        block_table, seq_lens = _old_order(seq_lens, old, block_table)
     result, lse = ops.dense(q, cache, block_table, seq_lens, kv_format, softmax_scale, causal, out)
-    return (result, lse) if return_lse else result
+    return (result, _empty_is_least(lse)) if return_lse else result
 
 
 @overload
@@ -106,7 +112,7 @@ def sparse_mla_decode(
     cache: torch.Tensor,
     indices: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: MlaFormatName,
     softmax_scale: float | None = ...,
     topk_length: torch.Tensor | None = ...,
     sinks: torch.Tensor | None = ...,
@@ -124,7 +130,7 @@ def sparse_mla_decode(
     cache: torch.Tensor,
     indices: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: MlaFormatName,
     softmax_scale: float | None = ...,
     topk_length: torch.Tensor | None = ...,
     sinks: torch.Tensor | None = ...,
@@ -141,7 +147,7 @@ def sparse_mla_decode(
     cache: torch.Tensor,
     indices: torch.Tensor,
     *,
-    kv_format: str,
+    kv_format: MlaFormatName,
     softmax_scale: float | None = None,
     topk_length: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -172,4 +178,17 @@ def sparse_mla_decode(
     """
     extras = SparseExtras(topk_length, sinks, extra_cache, extra_indices, extra_topk_length)
     result, lse, _ = ops.sparse(q, cache, indices, kv_format, softmax_scale, extras, out)
-    return (result, lse) if return_lse else result
+    return (result, _empty_is_least(lse)) if return_lse else result
+
+
+def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
+    """The kernels' lse, +inf where a query sees nothing, with -inf there; every other number stays, NaN too."""
+    return torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def _old_order(third: torch.Tensor, rest: tuple[Any, ...], block_table: Any) -> tuple[Any, Any]:
+    """(block_table, seq_lens) of a call that has both by place, as they were before 0.2."""
+    if len(rest) != 1 or block_table is not None:
+        raise TypeError(f"mla_decode() takes 3 positional arguments, q, cache and seq_lens; got {3 + len(rest)}")
+    warn("mla_decode: block_table goes by keyword now, seq_lens comes third", stacklevel=4)
+    return third, rest[0]

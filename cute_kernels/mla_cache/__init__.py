@@ -6,24 +6,33 @@ Read on in `reference` (what they mean), `call`, `config`, `kernel`, `compile`, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from cute_kernels.deprecated import current_values, takes_old_names
 from cute_kernels.kv_cache.rope import Rope
 from cute_kernels.mla_cache import ops
 from cute_kernels.mla_cache.call import AppendCall
+from cute_kernels.names import MlaFormatName
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["append_mla", "quantize_mla_kv"]
 
 
+@takes_old_names
 def append_mla(
     latent: torch.Tensor,
     k_rope: torch.Tensor,
     cache: torch.Tensor,
     *,
-    kv_format: str,
-    slots: torch.Tensor,
+    kv_format: MlaFormatName,
+    slot_mapping: torch.Tensor = None,  # pyright: ignore[reportArgumentType]  # not needed under its old name
     rope: Rope | None = None,
     position_ids: torch.Tensor | None = None,
+    **old: Never,
 ) -> None:
     """Appends new tokens to an MLA cache, in one launch: RoPE in fp32, then quantisation to the cache's format.
 
@@ -34,7 +43,7 @@ def append_mla(
         cache: [num_pages, page_size, row] in ``kv_format``, as for :func:`cute_kernels.mla.mla_decode`.
         kv_format: "mla_fp8", "mla_model1", "mla_bf16" or "mla_fp16". FP8 scales are powers of two chosen as FlashMLA's
             quantiser does (:mod:`layouts.kv.mla`). NaN counts as 0, and what is out of range saturates.
-        slots: int64 [tokens], page * page_size + offset; -1 writes nothing.
+        slot_mapping: int64 [tokens], page * page_size + offset; -1 writes nothing.
         rope: rotary embedding of all 64 columns (DeepSeek's is interleaved), see :class:`cute_kernels.Rope`; None where
             ``k_rope`` is rotated already.
         position_ids: int32 or int64 [tokens], below 2**31: with rope, and only then.
@@ -48,10 +57,12 @@ def append_mla(
 
     CPU tensors are served by the reference implementation.
     """
-    ops.append(AppendCall(latent, k_rope, cache, slots, kv_format, rope, position_ids))
+    if old:
+        (slot_mapping,) = current_values("append_mla", old, slot_mapping=("slots", slot_mapping))
+    ops.append(AppendCall(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids))
 
 
-def quantize_mla_kv(x: torch.Tensor, *, kv_format: str, out: torch.Tensor | None = None) -> torch.Tensor:
+def quantize_mla_kv(x: torch.Tensor, *, kv_format: MlaFormatName, out: torch.Tensor | None = None) -> torch.Tensor:
     """Numbers to MLA tokens, bit for bit those of :mod:`layouts.kv.mla`.
 
     Args:

@@ -26,7 +26,7 @@ class AppendCall(NamedTuple):
     latent: torch.Tensor
     k_rope: torch.Tensor
     cache: torch.Tensor
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     kv_format: str
     rope: Rope | None = None
     position_ids: torch.Tensor | None = None
@@ -53,7 +53,12 @@ def check_append(call: AppendCall) -> CacheShape:
     if not isinstance(call.kv_format, str):
         raise TypeError(f"kv_format: got {call.kv_format!r}, want the name of a format")
     form = call.form
-    tensors: dict[str, Any] = {"latent": call.latent, "k_rope": call.k_rope, "cache": call.cache, "slots": call.slots}
+    tensors: dict[str, Any] = {
+        "latent": call.latent,
+        "k_rope": call.k_rope,
+        "cache": call.cache,
+        "slot_mapping": call.slot_mapping,
+    }
     if call.position_ids is not None:
         tensors["position_ids"] = call.position_ids
     check_tensors(**tensors)
@@ -69,7 +74,7 @@ def check_append(call: AppendCall) -> CacheShape:
         raise ValueError(f"k_rope: got {call.k_rope.shape[0]} tokens, want {tokens}, those of latent")
     if tokens > MAX_TOKENS:
         raise ValueError(f"latent: got {tokens} tokens, want at most {MAX_TOKENS}")
-    check_vector("slots", call.slots, torch.int64, tokens, "one for each token of latent")
+    check_vector("slot_mapping", call.slot_mapping, torch.int64, tokens, "one for each token of latent")
     _check_rope(call)
     return cache_shape("cache", call.cache, form, call.head_dim)
 
@@ -106,18 +111,19 @@ def check_append_values(call: AppendCall, shape: CacheShape) -> None:
 
     Slots of -1 ask for that and are no error.
     """
-    slots = call.slots.cpu()
+    slots = call.slot_mapping.cpu()
     lost = torch.nonzero((slots < -1) | (slots >= shape.num_slots))
     if lost.numel():
         token = int(lost[0])
         raise ValueError(
-            f"slots: token {token}: got {int(slots[token])}, want -1 or 0 to {shape.num_slots - 1}, the cache's tokens"
+            f"slot_mapping: token {token}: got {int(slots[token])}, want -1 or 0 to {shape.num_slots - 1}, the cache's "
+            "tokens"
         )
     ordered, order = slots.sort(stable=True)
     same = torch.nonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
     if same.numel():
         at = int(same[0])
         raise ValueError(
-            f"slots: token {int(order[at])} and token {int(order[at + 1])} both go to {int(ordered[at])}, want a slot "
-            "for each"
+            f"slot_mapping: token {int(order[at])} and token {int(order[at + 1])} both go to {int(ordered[at])}, want "
+            "a slot for each"
         )

@@ -55,7 +55,7 @@ class Plan:
                 call.latent,
                 call.k_rope,
                 call.cache.data_ptr(),
-                call.slots.data_ptr(),
+                call.slot_mapping.data_ptr(),
                 0 if positions is None else positions.data_ptr(),
                 0 if steps is None else steps.data_ptr(),
                 *self.numbers,
@@ -70,7 +70,12 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 def append(call: AppendCall) -> None:
     """Append where the tensors are."""
-    tensors: dict[str, Any] = {"latent": call.latent, "k_rope": call.k_rope, "cache": call.cache, "slots": call.slots}
+    tensors: dict[str, Any] = {
+        "latent": call.latent,
+        "k_rope": call.k_rope,
+        "cache": call.cache,
+        "slot_mapping": call.slot_mapping,
+    }
     if needs_dispatch(**tensors):
         rope = None if call.rope is None else call.rope.text
         torch.ops.cute_kernels.append_mla(*call[:5], rope, call.position_ids)
@@ -234,16 +239,18 @@ def _launch_quantize(x: torch.Tensor, kv_format: str, out: torch.Tensor | None =
 
 _library = torch.library.Library("cute_kernels", "FRAGMENT")
 _library.define(
-    "append_mla(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slots, str kv_format, str? rope, "
+    "append_mla(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping, str kv_format, str? rope, "
     "Tensor? position_ids) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define("quantize_mla_kv(Tensor x, str kv_format) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _call_of(latent, k_rope, cache, slots, kv_format, rope, position_ids) -> AppendCall:
+def _call_of(latent, k_rope, cache, slot_mapping, kv_format, rope, position_ids) -> AppendCall:
     """The operator's arguments as a call: its rope is a text."""
-    return AppendCall(latent, k_rope, cache, slots, kv_format, None if rope is None else rope_of(rope), position_ids)
+    return AppendCall(
+        latent, k_rope, cache, slot_mapping, kv_format, None if rope is None else rope_of(rope), position_ids
+    )
 
 
 def _append_on_cpu(*arguments: Any) -> None:

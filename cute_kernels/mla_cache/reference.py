@@ -11,8 +11,8 @@ from cute_kernels.mla_cache.call import AppendCall
 def append_mla_reference(call: AppendCall, shape: CacheShape) -> None:
     """Writes the tokens of a checked call to their slots, those outside the cache to none."""
     rows = call.form.quantize(tokens_of(call))
-    inside = (call.slots >= 0) & (call.slots < shape.num_slots)
-    call.form.scatter(call.cache, call.slots[inside], rows[inside])
+    inside = (call.slot_mapping >= 0) & (call.slot_mapping < shape.num_slots)
+    call.form.scatter(call.cache, call.slot_mapping[inside], rows[inside])
 
 
 def tokens_of(call: AppendCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -14,6 +14,7 @@ from cute_kernels.linear.experts import PackedExperts, interleave_experts, quant
 from cute_kernels.moe import ops
 from cute_kernels.moe.module import QuantizedMoE
 from cute_kernels.moe.reference import fused_moe_reference, grouped_linear_reference
+from cute_kernels.names import Activation, GatedActivation
 
 __all__ = [
     "PackedExperts",
@@ -35,7 +36,7 @@ def grouped_linear(
     *,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
@@ -52,7 +53,7 @@ def grouped_linear(
         expert_offsets: int32 [E + 1], rising from 0 to at most the number of places.
         rows: int32 [places], the row of x for each place; default row p at place p, so there are T places.
         bias: [E, N] in x's dtype.
-        activation: as in `cute_kernels.linear.linear`.
+        activation: as in `cute_kernels.quantized_linear`.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether the result at a place may not depend, in its last bits, on what other places there are.
             On CUDA, one way of adding up then serves any number of them, which costs time where they are few.
@@ -75,10 +76,10 @@ def fused_moe(
     x: torch.Tensor,
     gate_up: PackedExperts,
     down: PackedExperts,
-    topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
     *,
-    activation: str = "silu",
+    activation: GatedActivation = "swiglu",
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
@@ -93,9 +94,9 @@ def fused_moe(
         x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.
         gate_up: [E, 2 I, K], rows of gate and up in turn: `interleave_experts` makes them so.
         down: [E, N, I].
-        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
         topk_weights: floating [T, topk], used as fp32.
-        activation: "silu", that of the gate.
+        topk_ids: int32 or int64 [T, topk]. Ids outside 0 to E - 1, such as -1, add nothing: the experts of other ranks.
+        activation: "swiglu": silu(gate) * up.
         out_dtype: bf16, fp16 or fp32; default out's, else x's.
         batch_invariant: whether a token's result may not depend, in its last bits, on what other tokens there are, nor
             on their experts. On CUDA, one way of adding up then serves any number of them, which costs time where they

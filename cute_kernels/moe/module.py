@@ -193,7 +193,7 @@ class QuantizedMoE(nn.Module):
         x = hidden_states if flat else hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, ids = modules["gate"](x)
         experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
-        y = ops.apply_moe(x, *experts, ids, weights, "silu", *options)
+        y = ops.apply_moe(x, *experts, ids, weights, "swiglu", *options)
         if self._shared is not None:
             y = _with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from cute_kernels import arguments
 from cute_kernels.arguments import needs_dispatch
+from cute_kernels.deprecated import warn
 from cute_kernels.linear import checks as linear_checks
 from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.reference import out_features
@@ -138,6 +139,10 @@ def apply_moe(
             key = plan = None
         if plan is not None:
             return plan.run(x, gate_up, down, topk_ids, topk_weights, out)
+    if _are_swapped(topk_ids, topk_weights):
+        warn("fused_moe: topk_weights come before topk_ids now", stacklevel=4)
+        options = activation, out_dtype, batch_invariant, out
+        return apply_moe(x, gate_up, down, topk_weights, topk_ids, *options)
     checks.check_experts("gate_up", gate_up)
     checks.check_experts("down", down)
     checks.check_pair(gate_up, down)
@@ -147,8 +152,10 @@ def apply_moe(
     dispatch = needs_dispatch(x=x, codes=gate_up.codes)
     checks.check_tensor("topk_ids", topk_ids, checks.ID_DTYPES, (x.shape[0], None), x.device)
     checks.check_tensor("topk_weights", topk_weights, checks.WEIGHT_DTYPES, tuple(topk_ids.shape), x.device)
-    if activation != "silu":
-        raise ValueError(f"activation: got {activation!r}, want 'silu': silu(gate) * up")
+    if activation == "silu":
+        warn("fused_moe: the activation 'silu' is called 'swiglu' now", stacklevel=4)
+    elif activation != "swiglu":
+        raise ValueError(f"activation: got {activation!r}, want 'swiglu': silu(gate) * up")
     out_dtype = linear_checks.result_dtype(out_dtype, x, out)
     arguments.check_flag("batch_invariant", batch_invariant)
     if out is not None:
@@ -171,6 +178,12 @@ def apply_moe(
     with torch.no_grad():
         result = torch.ops.cute_kernels.fused_moe(*tensors, *numbers, out_dtype, batch_invariant)
     return result if out is None else out.copy_(result)
+
+
+def _are_swapped(topk_ids: Any, topk_weights: Any) -> bool:
+    """Whether the two came in the order that they had before 0.2; their dtypes tell."""
+    both = isinstance(topk_ids, torch.Tensor) and isinstance(topk_weights, torch.Tensor)
+    return both and topk_ids.is_floating_point() and topk_weights.dtype in checks.ID_DTYPES
 
 
 _plans: dict[tuple[Any, ...], MoePlan] = {}
@@ -268,7 +281,7 @@ def _moe_on_cpu(
     shapes = ((codes, scales, zeros, bits, group_size or None, (n, k)),
               (down_codes, down_scales, down_zeros, down_bits, down_group_size or None, (down_n, down_k)))  # fmt: skip
     gate_up, down = (PackedExperts(*fields, check_values=False) for fields in shapes)
-    result = fused_moe_reference(x, gate_up, down, topk_ids, topk_weights, out_dtype=out_dtype)
+    result = fused_moe_reference(x, gate_up, down, topk_weights, topk_ids, out_dtype=out_dtype)
     return result if out is None else out.copy_(result)
 
 

@@ -22,7 +22,7 @@ def grouped_linear_reference(
 ) -> torch.Tensor:
     """activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every expert e.
 
-    Products as in `cute_kernels.linear.linear_reference`. Places that no expert has are 0.
+    Products as in `cute_kernels.quantized_linear_reference`. Places that no expert has are 0.
 
     Args:
         x, weight, expert_offsets, rows, bias, activation, out_dtype: as for `cute_kernels.moe.grouped_linear`.
@@ -83,8 +83,8 @@ def fused_moe_reference(
     x: torch.Tensor,
     gate_up: PackedExperts,
     down: PackedExperts,
-    topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Call:
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     seq_lens: torch.Tensor
-    kv_format: str | tuple[str, str]
+    kv_format: Any
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,9 +68,9 @@ class Call:
     def row(self, index: int) -> Call:
         """One request alone; a paged one keeps all pages."""
         part, options = slice(index, index + 1), dict(self.options)
-        bias = options.get("bias")
+        bias = options.get("attn_bias")
         if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
-            options["bias"] = bias[part]
+            options["attn_bias"] = bias[part]
         caches = (self.k_cache, self.v_cache)
         if "block_table" in options:
             options["block_table"] = options["block_table"][part]
@@ -86,7 +86,7 @@ class Call:
 
 
 def make_call(
-    kv_format: str | tuple[str, str],
+    kv_format: Any,
     lengths: Sequence[int],
     *,
     num_kv_heads: int = 1,
@@ -99,11 +99,11 @@ def make_call(
     page_size: int | None = None,
     cache_layout: str = "NHD",
     causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    window_size: int | None = None,
+    softcap: float | None = None,
     sinks: bool = False,
     alibi: bool = False,
-    bias: str | None = None,
+    attn_bias: str | None = None,
     bias_dims: str = "bihj",
     device: str | torch.device = "cpu",
     seed: int = 0,
@@ -118,8 +118,8 @@ def make_call(
         q_dtype: "bf16" or "fp16"; a 16-bit cache's own where there is one.
         page_size: None for contiguous caches. Pages are in random order, and there are some that nobody owns.
         sinks, alibi: whether there are any; standard normal sinks, the usual slopes.
-        bias: "fp32" or "bf16": standard normal, one in eight of its elements -inf; `bias_dims` says which of [batch,
-            q_len, num_q_heads, max_seq_len] do not repeat, as letters of "bihj".
+        attn_bias: "fp32" or "bf16": standard normal, one in eight of its elements -inf; `bias_dims` says which of
+            [batch, q_len, num_q_heads, max_seq_len] do not repeat, as letters of "bihj".
         blank: rows are zeros, for calls of which only the shapes matter: making rows takes seconds on a CPU.
         others: as `decode_attention`.
     """
@@ -144,7 +144,7 @@ def make_call(
             scale = given_scale(values, name)
             caches.append(store(values, name, scale))
         scales.append(scale)
-    given: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1], "window": window, "soft_cap": soft_cap}
+    given: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1], "window_size": window_size, "softcap": softcap}
     if sinks:
         given["sinks"] = normal(num_q_heads)
     if alibi:
@@ -152,11 +152,11 @@ def make_call(
     if page_size is not None:
         tokens = -(-tokens // page_size) * page_size
         given["block_table"], caches = into_pages(caches, page_size, generator)
-    if bias is not None:
+    if attn_bias is not None:
         full = dict(zip("bihj", (batch, q_len, num_q_heads, tokens), strict=True))
         values = normal(*(full[dim] if dim in bias_dims else 1 for dim in "bihj"))
         values[torch.rand(values.shape, generator=generator, device=device) < 0.125] = -torch.inf
-        given["bias"] = values.to({short: dtype for dtype, short in BIAS_DTYPES.items()}[bias])
+        given["attn_bias"] = values.to({short: dtype for dtype, short in BIAS_DTYPES.items()}[attn_bias])
     options = {name: value for name, value in given.items() if value is not None}
     if not causal:
         options["causal"] = False
@@ -215,7 +215,7 @@ def poison_unseen(call: Call) -> None:
     """
     k, v = call.caches
     page_size = k.shape[1]
-    table, window = call.options.get("block_table"), call.options.get("window")
+    table, window = call.options.get("block_table"), call.options.get("window_size")
     seen = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
     for request, length in enumerate(call.seq_lens.tolist()):
         first = 0 if window is None else max(0, length - call.q.shape[1] - window + 1)

@@ -36,7 +36,7 @@ def request(call: Call, b: int, softmax_scale: float | None) -> tuple[torch.Tens
     out, lse = q.new_zeros(q_len, num_q_heads, v_head_dim), q.new_zeros(q_len, num_q_heads)
     for h in range(num_q_heads):
         score = q[:, h] @ keys[:, h // group].T * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        cap, slopes, bias = (call.options.get(name) for name in ("soft_cap", "alibi_slopes", "bias"))
+        cap, slopes, bias = (call.options.get(name) for name in ("softcap", "alibi_slopes", "attn_bias"))
         if cap is not None:
             score = torch.tanh(score / cap) * cap
         if slopes is not None:
@@ -62,7 +62,7 @@ def probabilities(score: torch.Tensor, sinks: torch.Tensor | None, h: int) -> to
 
 def sees(call: Call, p: int, j: int) -> bool:
     """Whether the query at position p sees the key at position j of its request."""
-    window = call.options.get("window")
+    window = call.options.get("window_size")
     if window is not None and not p - window < j <= p:
         return False
     return j <= p or not call.options.get("causal", True)

@@ -22,11 +22,11 @@ def features(draw: st.DrawFn) -> dict[str, Any]:
     """Any combination of what a call may ask for besides plain attention."""
     chosen: dict[str, Any] = {}
     if draw(st.booleans()):
-        chosen["window"] = draw(st.sampled_from([1, 2, 15, 16, 17, 40, 1000]))
+        chosen["window_size"] = draw(st.sampled_from([1, 2, 15, 16, 17, 40, 1000]))
     if draw(st.booleans()):
-        chosen["soft_cap"] = draw(st.sampled_from([1e-3, 0.5, 30.0]))
+        chosen["softcap"] = draw(st.sampled_from([1e-3, 0.5, 30.0]))
     if draw(st.booleans()):
-        chosen["bias"] = draw(st.sampled_from(["fp32", "bf16"]))
+        chosen["attn_bias"] = draw(st.sampled_from(["fp32", "bf16"]))
         chosen["bias_dims"] = "".join(sorted(draw(st.sets(st.sampled_from("bihj"))), key="bihj".index))
     return chosen | draw(st.fixed_dictionaries({name: st.booleans() for name in ("sinks", "alibi", "causal")}))
 

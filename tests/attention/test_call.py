@@ -94,14 +94,14 @@ def test_a_scale_may_be_a_part_of_a_larger_one():
 )
 def test_a_bias_repeats_with_stride_zero(shape, strides):
     call = cases.make_call("bf16", [40, 3], num_kv_heads=2, group=3, head_dim=64, q_len=4)
-    made = make_call(*call.tensors, kv_format="bf16", bias=torch.zeros(shape))
+    made = make_call(*call.tensors, kv_format="bf16", attn_bias=torch.zeros(shape))
     assert made.bias is not None and made.bias.strides == strides
 
 
 def test_a_bias_may_be_strided():
     call = cases.make_call("bf16", [40, 3], num_kv_heads=2, group=3, head_dim=64)
     bias = torch.zeros(2, 6, 1, 80)[..., ::2].transpose(1, 2)
-    made = make_call(*call.tensors, kv_format="bf16", bias=bias)
+    made = make_call(*call.tensors, kv_format="bf16", attn_bias=bias)
     assert made.bias is not None and made.bias.strides == (480, 0, 80, 2)
 
 
@@ -127,15 +127,15 @@ def test_a_plain_call_has_none():
         ({"q_len": 2}, Features(queries=True, causal=True), "queries_causal"),
         ({"q_len": 2, "causal": False}, Features(queries=True), "queries"),
         ({"causal": False}, Features(), ""),
-        ({"q_len": 2, "causal": False, "window": 5}, Features(queries=True, causal=True, window=True),
+        ({"q_len": 2, "causal": False, "window_size": 5}, Features(queries=True, causal=True, window=True),
          "queries_causal_window"),
-        ({"window": 39}, Features(window=True), "window"),
-        ({"window": 40}, Features(), ""),
-        ({"soft_cap": 3.0}, Features(soft_cap=True), "soft_cap"),
+        ({"window_size": 39}, Features(window=True), "window"),
+        ({"window_size": 40}, Features(), ""),
+        ({"softcap": 3.0}, Features(soft_cap=True), "soft_cap"),
         ({"sinks": True}, Features(sinks=True), "sinks"),
         ({"alibi": True}, Features(alibi=True), "alibi"),
-        ({"bias": "fp32"}, Features(bias="fp32"), "bias_fp32"),
-        ({"bias": "bf16"}, Features(bias="bf16"), "bias_bf16"),
+        ({"attn_bias": "fp32"}, Features(bias="fp32"), "bias_fp32"),
+        ({"attn_bias": "bf16"}, Features(bias="bf16"), "bias_bf16"),
         ({"page_size": 16}, Features(paged=True), "paged"),
         ({"page_size": 16, "cache_layout": "HND", "sinks": True}, Features(sinks=True, paged=True, head_major=True),
          "sinks_paged_head_major"),
@@ -148,7 +148,7 @@ def test_features_are_what_changes_the_kernel(options, wanted, name):
 
 
 def test_a_window_implies_causal_even_where_it_hides_nothing_itself():
-    call = checked(q_len=2, causal=False, window=1000)
+    call = checked(q_len=2, causal=False, window_size=1000)
     assert call.causal and call.window is None
 
 

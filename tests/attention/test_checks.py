@@ -177,13 +177,13 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      "k_scale": BY_HEAD.to("meta")}, ValueError, "k_scale: got a tensor on meta, want it on cpu"),
     # scores
     ("causal", {"causal": 1}, TypeError, "causal: got 1, want True or False"),
-    ("window-zero", {"window": 0}, ValueError, "window: got 0, want None or an int of at least 1"),
-    ("window-float", {"window": 2.5}, ValueError, r"window: got 2\.5, want None or an int"),
-    ("window-bool", {"window": True}, ValueError, "window: got True, want None or an int"),
-    ("cap-zero", {"soft_cap": 0.0}, ValueError, r"soft_cap: got 0\.0, want None or a positive finite number"),
-    ("cap-negative", {"soft_cap": -1}, ValueError, "soft_cap: got -1, want None"),
-    ("cap-nan", {"soft_cap": float("nan")}, ValueError, "soft_cap: got nan"),
-    ("cap-str", {"soft_cap": "30"}, TypeError, "soft_cap: got str, want None or a number"),
+    ("window-zero", {"window_size": 0}, ValueError, "window_size: got 0, want None or an int of at least 1"),
+    ("window-float", {"window_size": 2.5}, ValueError, r"window_size: got 2\.5, want None or an int"),
+    ("window-bool", {"window_size": True}, ValueError, "window_size: got True, want None or an int"),
+    ("cap-zero", {"softcap": 0.0}, ValueError, r"softcap: got 0\.0, want None or a positive finite number"),
+    ("cap-negative", {"softcap": -1}, ValueError, "softcap: got -1, want None"),
+    ("cap-nan", {"softcap": float("nan")}, ValueError, "softcap: got nan"),
+    ("cap-str", {"softcap": "30"}, TypeError, "softcap: got str, want None or a number"),
     ("sinks-bf16", {"sinks": zeros(8)}, TypeError, r"sinks: got dtype torch\.bfloat16, want torch\.float32"),
     ("sinks-kv-heads", {"sinks": torch.zeros(2)}, ValueError,
      r"sinks: got shape \[2\], want \[8\], one for each query head"),
@@ -193,14 +193,15 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("slopes-fp64", {"alibi_slopes": torch.zeros(8).double()}, TypeError, r"alibi_slopes: got dtype torch\.float64"),
     ("slopes-shape", {"alibi_slopes": torch.zeros(8, 1)}, ValueError,
      r"alibi_slopes: got shape \[8, 1\], want \[8\], one for each query head"),
-    ("bias-fp16", {"bias": torch.zeros(12).half()}, TypeError,
-     r"bias: got dtype torch\.float16, want torch\.float32 or torch\.bfloat16"),
-    ("bias-keys", {"bias": torch.zeros(13)}, ValueError,
-     r"bias: got shape \[13\], want one that broadcasts to .*max_seq_len\], here \[3, 1, 8, 12\]"),
-    ("bias-5d", {"bias": torch.zeros(1, 1, 1, 1, 12)}, ValueError, r"bias: got shape \[1, 1, 1, 1, 12\], want"),
-    ("bias-of-pages", PAGES | {"bias": torch.zeros(16)}, ValueError,
-     r"bias: got shape \[16\], want one that broadcasts to .*, here \[3, 1, 8, 32\]"),
-    ("bias-bool", {"bias": torch.ones(12, dtype=torch.bool)}, TypeError, r"bias: got dtype torch\.bool"),
+    ("bias-fp16", {"attn_bias": torch.zeros(12).half()}, TypeError,
+     r"attn_bias: got dtype torch\.float16, want torch\.float32 or torch\.bfloat16"),
+    ("bias-keys", {"attn_bias": torch.zeros(13)}, ValueError,
+     r"attn_bias: got shape \[13\], want one that broadcasts to .*max_seq_len\], here \[3, 1, 8, 12\]"),
+    ("bias-5d", {"attn_bias": torch.zeros(1, 1, 1, 1, 12)}, ValueError,
+     r"attn_bias: got shape \[1, 1, 1, 1, 12\], want"),
+    ("bias-of-pages", PAGES | {"attn_bias": torch.zeros(16)}, ValueError,
+     r"attn_bias: got shape \[16\], want one that broadcasts to .*, here \[3, 1, 8, 32\]"),
+    ("bias-bool", {"attn_bias": torch.ones(12, dtype=torch.bool)}, TypeError, r"attn_bias: got dtype torch\.bool"),
     ("out-of-k", {"v_cache": rows(3, 12, 2, 48), "out": zeros(3, 1, 8, 128)}, ValueError,
      r"out: got shape \[3, 1, 8, 128\], want \[3, 1, 8, 64\]: q's, with the head_dim of V"),
 ]  # fmt: skip
@@ -293,6 +294,6 @@ def test_lengths_from_zero_to_the_caches_tokens_are_right():
 def test_pages_before_the_window_and_past_the_length_are_not_looked_at():
     table = torch.tensor([[-1, 0, -1], [2, 3, 99], [-1, -1, -1]], dtype=torch.int32)
     good = arguments(**PAGES | {"block_table": table, "seq_lens": torch.tensor([32, 17, 0], dtype=torch.int32)})
-    check_device_values(make_call(**good, window=16))
+    check_device_values(make_call(**good, window_size=16))
     with pytest.raises(ValueError, match="block_table: got page -1 for request 0 at position 0, want 0 to 8"):
-        check_device_values(make_call(**good, window=17))
+        check_device_values(make_call(**good, window_size=17))

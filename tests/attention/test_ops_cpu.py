@@ -23,19 +23,19 @@ every_format = pytest.mark.parametrize("kv_format", FORMATS)
 
 # One call for each thing that may be asked for, and one for all of them.
 EVERYTHING: dict[str, Any] = {
-    "q_len": 3, "v_head_dim": 128, "page_size": 16, "cache_layout": "HND", "window": 20, "soft_cap": 9.0,
-    "sinks": True, "alibi": True, "bias": "bf16",
+    "q_len": 3, "v_head_dim": 128, "page_size": 16, "cache_layout": "HND", "window_size": 20, "softcap": 9.0,
+    "sinks": True, "alibi": True, "attn_bias": "bf16",
 }  # fmt: skip
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "queries": ("bf16", {"q_len": 4}),
     "not causal": ("bf16", {"q_len": 4, "causal": False}),
     "pages": ("int4_g4", {"page_size": 16}),
     "heads first": ("bf16", {"cache_layout": "HND"}),
-    "window": ("bf16", {"window": 9}),
-    "cap": ("bf16", {"soft_cap": 9.0}),
+    "window": ("bf16", {"window_size": 9}),
+    "cap": ("bf16", {"softcap": 9.0}),
     "sinks": ("bf16", {"sinks": True}),
     "slopes": ("bf16", {"alibi": True}),
-    "bias": ("bf16", {"bias": "fp32"}),
+    "bias": ("bf16", {"attn_bias": "fp32"}),
     "head_dims": ("bf16", {"v_head_dim": 96}),
     "pair": (("int8_token_head", "int4_g2"), {}),
     "scales": (("int8_channel", "e4m3_head"), {}),
@@ -277,7 +277,7 @@ def test_the_public_call_hands_on_complete_options_in_their_order(monkeypatch):
     call = small_call("bf16", sinks=True)
     call.run()
     call.run(sinks=None)
-    torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", bias=None, causal=False)
+    torch.ops.cute_kernels.decode_attention(*call.tensors, "bf16", "bf16", attn_bias=None, causal=False)
     assert list(seen[0]) == list(NO_OPTIONS) and seen[1] is None
     assert all(seen[0][name] == default for name, default in NO_OPTIONS.items() if name != "sinks")
 
@@ -295,9 +295,9 @@ def test_options_that_differ_in_what_is_checked_have_different_keys():
         {"block_table": table.long()},
         {"sinks": sinks},
         {"alibi_slopes": sinks},
-        {"window": 4},
-        {"soft_cap": 4},
-        {"window": 5},
+        {"window_size": 4},
+        {"softcap": 4},
+        {"window_size": 5},
     ]
     keys = [ops.options_key(NO_OPTIONS | options) for options in different]
     assert len(set(keys)) == len(different)

@@ -53,21 +53,21 @@ def test_every_format_contiguous_and_paged(kv_format, page_size, head_dim):
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"q_len": 5},
     "not causal": {"q_len": 5, "causal": False},
-    "a window of the query itself": {"q_len": 3, "window": 1},
-    "a window": {"q_len": 3, "window": 7},
-    "a window wider than the cache": {"q_len": 3, "window": 10**12},
-    "a window hides later keys even if not causal": {"q_len": 3, "window": 7, "causal": False},
+    "a window of the query itself": {"q_len": 3, "window_size": 1},
+    "a window": {"q_len": 3, "window_size": 7},
+    "a window wider than the cache": {"q_len": 3, "window_size": 10**12},
+    "a window hides later keys even if not causal": {"q_len": 3, "window_size": 7, "causal": False},
     "more queries than tokens": {"q_len": 16},
-    "a cap": {"soft_cap": 5.0},
-    "a cap so low that all scores are alike": {"soft_cap": 1e-6},
+    "a cap": {"softcap": 5.0},
+    "a cap so low that all scores are alike": {"softcap": 1e-6},
     "sinks": {"sinks": True},
     "slopes": {"alibi": True, "q_len": 2},
     "slopes that look ahead": {"alibi": True, "q_len": 4, "causal": False},
-    "bias": {"bias": "fp32", "q_len": 2},
-    "bias in bf16": {"bias": "bf16", "q_len": 2},
-    "bias of the keys": {"bias": "fp32", "bias_dims": "j"},
-    "bias of the heads": {"bias": "fp32", "bias_dims": "h"},
-    "bias of request and query": {"bias": "fp32", "bias_dims": "bi", "q_len": 3},
+    "bias": {"attn_bias": "fp32", "q_len": 2},
+    "bias in bf16": {"attn_bias": "bf16", "q_len": 2},
+    "bias of the keys": {"attn_bias": "fp32", "bias_dims": "j"},
+    "bias of the heads": {"attn_bias": "fp32", "bias_dims": "h"},
+    "bias of request and query": {"attn_bias": "fp32", "bias_dims": "bi", "q_len": 3},
     "wide values": {"v_head_dim": 256},
     "narrow values": {"v_head_dim": 80},
     "heads first": {"cache_layout": "HND"},
@@ -97,7 +97,7 @@ def test_without_causal_they_see_every_token():
 
 
 def test_a_window_of_one_gives_the_querys_own_value():
-    call = make_call("bf16", [9, 30], q_len=3, num_kv_heads=2, group=2, head_dim=64, window=1)
+    call = make_call("bf16", [9, 30], q_len=3, num_kv_heads=2, group=2, head_dim=64, window_size=1)
     out, _ = call.reference()
     for request, length in enumerate([9, 30]):
         own = call.v_cache[request, length - 3 : length].repeat_interleave(2, dim=1)
@@ -106,7 +106,7 @@ def test_a_window_of_one_gives_the_querys_own_value():
 
 def test_each_query_of_several_is_the_only_query_of_a_shorter_request():
     call = make_call(
-        "int4_g4", [30, 7], q_len=4, num_kv_heads=2, group=3, window=9, alibi=True, sinks=True, soft_cap=3.0
+        "int4_g4", [30, 7], q_len=4, num_kv_heads=2, group=3, window_size=9, alibi=True, sinks=True, softcap=3.0
     )
     together = call.reference()
     for i in range(4):
@@ -134,7 +134,7 @@ def test_a_bias_of_minus_infinity_masks_and_may_mask_all():
     bias = torch.zeros(2, 1, 2, 20)
     bias[0, :, :, 12:] = -math.inf
     bias[1, :, 0] = -math.inf
-    out, lse = call.with_options(bias=bias).reference()
+    out, lse = call.with_options(attn_bias=bias).reference()
     want, want_lse = call.with_lengths([12, 20]).reference()
     assert_same(out[0], want[0])
     assert_same(lse[0], want_lse[0])
@@ -145,7 +145,7 @@ def test_a_bias_of_minus_infinity_masks_and_may_mask_all():
 def test_the_cap_comes_before_slopes_and_bias():
     call = make_call("bf16", [5], group=1, head_dim=64)
     call.q.fill_(50.0)
-    far = call.with_options(soft_cap=2.0, alibi_slopes=torch.ones(1), bias=torch.full((1, 1, 1, 5), 1000.0))
+    far = call.with_options(softcap=2.0, alibi_slopes=torch.ones(1), attn_bias=torch.full((1, 1, 1, 5), 1000.0))
     lse = float(far.reference()[1])
     assert 1000 - 2 - 4 <= lse <= 1000 + 2 + math.log(5)
 
@@ -153,7 +153,7 @@ def test_the_cap_comes_before_slopes_and_bias():
 def test_what_nobody_sees_may_hold_nan_and_its_pages_need_not_exist():
     arguments: dict[str, Any] = {
         "q_len": 2,
-        "window": 20,
+        "window_size": 20,
         "page_size": 16,
         "group": 2,
         "head_dim": 64,
@@ -268,7 +268,9 @@ def test_rows_beyond_the_length_may_hold_nan():
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int4_g4"])
-@pytest.mark.parametrize("options", [{}, {"q_len": 3, "window": 9, "page_size": 16, "sinks": True, "bias": "fp32"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"q_len": 3, "window_size": 9, "page_size": 16, "sinks": True, "attn_bias": "fp32"}]
+)
 def test_the_memory_bound_does_not_change_the_result(monkeypatch, kv_format, options):
     call = make_call(kv_format, [0, 17, 40], num_kv_heads=2, group=2, head_dim=64, **options)
     want = call.reference()

@@ -16,7 +16,7 @@ from bench.linear_peers import LinearPeer, cublas_name
 from bench.report import INVARIANT
 from bench.suites import WrongOutput
 from bench.timing import Protocol, Timing
-from cute_kernels.linear import linear as product
+from cute_kernels.linear import quantized_linear as product
 from cute_kernels.linear.compile import shipped_specs
 from cute_kernels.runtime.tuned import shipped_tables
 from cute_kernels.tuning.command import weight_format

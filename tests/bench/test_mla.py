@@ -210,7 +210,7 @@ def test_a_peer_that_is_wrong_or_fails_is_not_timed(flash_mla):
 @pytest.mark.parametrize("kv_format", mla_append.FORMATS)
 def test_appends_are_checked(kv_format, monkeypatch):
     call = mla_append.make_call(MlaAppendShape(kv_format, 70), "cpu")
-    assert len(set(call.slots.tolist())) == 70
+    assert len(set(call.slot_mapping.tolist())) == 70
     assert mla_append.check(call) <= mla_append.ROTATION_TOLERANCE
     monkeypatch.setattr(mla_append, "bind", lambda call: lambda: None)
     with pytest.raises(WrongOutput, match="latent columns"):

@@ -43,7 +43,7 @@ def test_the_layer_agrees_with_the_reference_and_the_check_notices_what_does_not
     weights, inputs = make_weights(SMALL, "cpu"), Inputs.of(MoeShape(SMALL, 5), "cpu")
     chosen = torch.tensor([0, 2, 4])
     want = moe.reference(weights, inputs, chosen)
-    out = fused_moe(inputs.x, weights.gate_up, weights.down, inputs.ids, inputs.weights)
+    out = fused_moe(inputs.x, weights.gate_up, weights.down, inputs.weights, inputs.ids)
     assert moe.check(out, chosen, want) < moe.TOLERANCE
     with pytest.raises(WrongOutput):
         moe.check(out * 1.02, chosen, want)

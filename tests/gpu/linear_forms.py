@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_kernels import PackedWeight
-from cute_kernels.linear import linear, linear_reference
+from cute_kernels.linear import linear_reference, quantized_linear
 from cute_kernels.linear.reference import prepare_input
 from tests.gpu.test_linear import CUDA, is_rounded
 from tests.linear.cases import known, problem_of
@@ -86,4 +86,4 @@ def multiply_all(forms: Iterable[Form], **options: Any) -> None:
     for form in forms:
         weight = form.pack("cpu")
         for m in EVERY_ROWS:
-            linear(numbers(m, K, dtype=form.dtype, device="cpu"), weight, **options)
+            quantized_linear(numbers(m, K, dtype=form.dtype, device="cpu"), weight, **options)

@@ -84,7 +84,7 @@ def mix_all(form: Form, id_dtypes: Iterable[torch.dtype], out_dtypes: Iterable[t
         x, ids, shares = call(form, tokens, device="cpu")
         for id_dtype in id_dtypes:
             for out_dtype in out_dtypes:
-                fused_moe(x, *weights, ids.to(id_dtype), shares, out_dtype=out_dtype)
+                fused_moe(x, *weights, shares, ids.to(id_dtype), out_dtype=out_dtype)
 
 
 def exact_layer(form: Form, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

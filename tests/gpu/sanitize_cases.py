@@ -13,11 +13,11 @@ from bench import moe as moe_bench
 from bench.linear import Format, make_weights, pack
 from bench.moe import MODELS, Inputs, MoeModel, MoeShape, make_experts
 from bench.peers import relative_error
+from cute_kernels import quantized_linear
 from cute_kernels.attention.call import make_call as check_call
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.plan import problem_of
 from cute_kernels.attention.schedule import Schedule, make_schedule
-from cute_kernels.linear import linear
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.moe import fused_moe, fused_moe_reference
@@ -112,7 +112,7 @@ class LinearCase:
         x = torch.randn((self.m, self.k), device=device).to(packed.dtype)
         wanted = x.float() @ weights.dense.float().T
         for _ in range(CALLS):
-            out = linear(x, packed, out=torch.full_like(wanted, torch.nan, dtype=packed.dtype))
+            out = quantized_linear(x, packed, out=torch.full_like(wanted, torch.nan, dtype=packed.dtype))
             error = relative_error(out, wanted)
             assert error <= PRODUCT_TOLERANCE, error
         return f"{error:.1e}, {', '.join(spec.symbol for spec in self.specs())}"
@@ -133,11 +133,11 @@ class LayerCase:
         inputs = Inputs.of(self.shape, device)
         count = min(self.shape.tokens, CHECKED_TOKENS)
         checked = torch.linspace(0, self.shape.tokens - 1, count, device=device).long()
-        some = (one[checked] for one in (inputs.ids, inputs.weights))
+        some = (one[checked] for one in (inputs.weights, inputs.ids))
         wanted = fused_moe_reference(inputs.x[checked], gate_up, down, *some, out_dtype=torch.float32)
         for _ in range(CALLS):
             out = torch.full_like(inputs.x, torch.nan)
-            fused_moe(inputs.x, gate_up, down, inputs.ids, inputs.weights, out=out)
+            fused_moe(inputs.x, gate_up, down, inputs.weights, inputs.ids, out=out)
             assert bool(torch.isfinite(out).all())
             error = relative_error(out[checked], wanted)
             assert error <= LAYER_TOLERANCE, error

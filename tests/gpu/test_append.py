@@ -349,7 +349,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "odd token strides": (lambda a: {"k": padded(a["k"])}, "k: got strides .* want rows on multiples of 8 bytes"),
     "misaligned cache": (lambda a: {"k_cache": offset(a["k_cache"], 2)}, "k_cache: got a tensor that starts 2 bytes"),
     "misaligned bias": (
-        lambda a: {"bias": (None, offset(torch.zeros(256, device=CUDA).bfloat16(), 2), None)},
+        lambda a: {"qkv_bias": (None, offset(torch.zeros(256, device=CUDA).bfloat16(), 2), None)},
         "k_bias: got a tensor that does not start on a multiple of 16 bytes",
     ),
 }

@@ -63,8 +63,8 @@ OTHERS = {
     "a pair of formats and head dims": Case(
         Shape(("e4m3_head", "int8_channel"), head_dim=192, v_head_dim=128, rope=Rope(64)), (300, 1, 700)
     ),
-    "a window, a cap": Case(GROUPED, (300, 1, 700, 2000), 2, {"window": 100, "soft_cap": 20.0}),
-    "a window of one tile": Case(GROUPED, (64, 65, 128, 129), 1, {"window": 3}),
+    "a window, a cap": Case(GROUPED, (300, 1, 700, 2000), 2, {"window_size": 100, "softcap": 20.0}),
+    "a window of one tile": Case(GROUPED, (64, 65, 128, 129), 1, {"window_size": 3}),
     "fixed splits": Case(GROUPED, (300, 1, 700), 1, {"num_splits": 5}),
     "rows at words": Case(Shape("int4_g1", num_q_heads=8, num_kv_heads=1, place="contiguous", rope=LLAMA), (62, 2, 30)),
 }

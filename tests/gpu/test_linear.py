@@ -54,7 +54,7 @@ SHAPES = [  # (m, n, k, group) of the tests below that take 4-bit bf16 weights
 
 
 def spec_of(problem: Problem) -> KernelSpec:
-    """The kernel that `cute_kernels.linear.linear` takes for a product on an H200."""
+    """The kernel that `cute_kernels.quantized_linear` takes for a product on an H200."""
     return spec_of_config(chosen(problem, GPU).config)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cute_kernels.linear import linear
+from cute_kernels import quantized_linear
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import assert_one_graph_serves, compiled
 from tests.gpu.linear_forms import (
@@ -81,9 +81,9 @@ def options_of(form: Form, epilogue: Epilogue, m: int, seed: int = 0) -> dict[st
 def test_a_compiled_product_is_the_eager_one(form, epilogue, m):
     weight, options = form.pack(), options_of(form, epilogue, m)
     x = numbers(m, K, dtype=form.dtype)
-    eager = linear(x, weight, **options)
+    eager = quantized_linear(x, weight, **options)
     assert_near(eager, exact(x, weight, **options), TOLERANCE[form.dtype])
-    assert torch.equal(compiled(linear)(x, weight, **options), eager)
+    assert torch.equal(compiled(quantized_linear)(x, weight, **options), eager)
 
 
 @all_forms
@@ -91,7 +91,7 @@ def test_what_is_before_and_after_a_product_is_compiled_with_it(form):
     weight = form.pack()
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return linear(x.view(2, 8, K) * 2, weight).transpose(1, 2) + 1
+        return quantized_linear(x.view(2, 8, K) * 2, weight).transpose(1, 2) + 1
 
     x = numbers(16, K, dtype=form.dtype)
     assert torch.equal(compiled(step)(x), step(x))
@@ -103,7 +103,7 @@ def test_one_graph_serves_any_number_of_rows(form, marks):
     weight, bias = form.pack(), numbers(1, N, dtype=form.dtype)[0]
 
     def step(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return linear(x, weight, bias, residual=residual, activation="silu")
+        return quantized_linear(x, weight, bias, residual=residual, activation="silu")
 
     calls = [
         (numbers(m, K, dtype=form.dtype, seed=m), numbers(m, N, dtype=form.dtype, seed=m + 1))
@@ -115,15 +115,15 @@ def test_one_graph_serves_any_number_of_rows(form, marks):
 def test_one_row_after_others_is_compiled_anew_and_right():
     """PyTorch takes sizes of 1 to be constants."""
     weight = FORMS["w4"].pack()
-    step = torch.compile(lambda x: linear(x, weight), fullgraph=True, backend="aot_eager", dynamic=True)
+    step = torch.compile(lambda x: quantized_linear(x, weight), fullgraph=True, backend="aot_eager", dynamic=True)
     for m in (5, 1, 9, 1):
         x = numbers(m, K, seed=m)
-        assert torch.equal(step(x), linear(x, weight))
+        assert torch.equal(step(x), quantized_linear(x, weight))
 
 
 def test_compiled_rows_do_not_depend_on_each_other_if_that_is_asked_for():
     weight, x = INVARIANT.pack(), numbers(100, K)
-    invariant = compiled(lambda x: linear(x, weight, batch_invariant=True))
+    invariant = compiled(lambda x: quantized_linear(x, weight, batch_invariant=True))
     everything = invariant(x)
     assert_near(everything, exact(x, weight), TOLERANCE[BF16])
     for m in (1, 8, 16, 40):
@@ -134,9 +134,9 @@ def test_compiled_rows_do_not_depend_on_each_other_if_that_is_asked_for():
 def test_a_compiled_product_fills_the_callers_tensor(epilogue):
     form = FORMS["w4"]
     weight, options, x = form.pack(), options_of(form, epilogue, 8), numbers(8, K)
-    wanted = linear(x, weight, **options)
+    wanted = quantized_linear(x, weight, **options)
     out = torch.full_like(wanted, math.nan)
-    result = compiled(linear)(x, weight, **options, out=out)
+    result = compiled(quantized_linear)(x, weight, **options, out=out)
     assert torch.equal(out, wanted) and torch.equal(result, wanted)
 
 

@@ -53,7 +53,11 @@ def on_gpu(call: AppendCall) -> AppendCall:
     positions = None if call.position_ids is None else call.position_ids.to(CUDA)
     width = call.latent.shape[1]
     return call._replace(
-        latent=x[:, :width], k_rope=x[:, width:], cache=cache, slots=call.slots.to(CUDA), position_ids=positions
+        latent=x[:, :width],
+        k_rope=x[:, width:],
+        cache=cache,
+        slot_mapping=call.slot_mapping.to(CUDA),
+        position_ids=positions,
     )
 
 
@@ -102,10 +106,10 @@ def test_positions_and_attention_factors(positions, rope):
 def test_slots_outside_the_cache_are_not_written():
     call = make_call("mla_fp8", 576, torch.randn(5, 576).bfloat16(), lost=0)
     room = call.cache.shape[0] * call.cache.shape[1]
-    call.slots[:] = torch.tensor([room, -2, 2**62, -(2**62), room - 1])
+    call.slot_mapping[:] = torch.tensor([room, -2, 2**62, -(2**62), room - 1])
     before, given = call.cache.clone(), on_gpu(call)
     run(given)
-    call.slots[:4] = -1
+    call.slot_mapping[:4] = -1
     assert_appended(call._replace(cache=given.cache.cpu()), before)
 
 
@@ -114,7 +118,7 @@ def test_a_cache_of_more_than_2_to_the_31_bytes():
     x = torch.randn(3, 576, generator=torch.Generator().manual_seed(3)).bfloat16()
     slots = torch.tensor([56_000 * 64 - 1, 3_300_000, 0])
     tokens = x.to(CUDA)
-    append_mla(tokens[:, :512], tokens[:, 512:], cache, kv_format="mla_fp8", slots=slots.to(CUDA))
+    append_mla(tokens[:, :512], tokens[:, 512:], cache, kv_format="mla_fp8", slot_mapping=slots.to(CUDA))
     rows = cache.view(-1, 656)[slots.to(CUDA)].cpu()
     assert torch.equal(rows, format_of("mla_fp8").quantize(x))
     assert int(cache.view(-1, 656).any(dim=1).sum()) == 3
@@ -155,7 +159,7 @@ def test_a_captured_graph_follows_slots_and_positions():
         run(call)
     before = torch.full_like(call.cache, 0xA5)
     call.cache.fill_(0xA5)
-    call.slots.copy_(call.slots.flip(0))
+    call.slot_mapping.copy_(call.slot_mapping.flip(0))
     assert call.position_ids is not None
     call.position_ids.add_(17)
     graph.replay()
@@ -164,7 +168,7 @@ def test_a_captured_graph_follows_slots_and_positions():
         latent=call.latent.cpu(),
         k_rope=call.k_rope.cpu(),
         cache=call.cache.cpu(),
-        slots=call.slots.cpu(),
+        slot_mapping=call.slot_mapping.cpu(),
         position_ids=positions,
     )
     assert_appended(here, before.cpu())

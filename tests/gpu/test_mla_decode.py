@@ -20,7 +20,7 @@ from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
 from cute_kernels.mla.schedule import WorkShape, choose
 from tests.mla import cases
-from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, moved
+from tests.mla.cases import DenseCall, SparseCall, as_flash_mla, assert_as_close_as_flash_mla, moved
 
 pytestmark = pytest.mark.gpu
 
@@ -55,11 +55,23 @@ def specs() -> list[MlaSpec]:
 
 
 def served(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call on the GPU."""
+    """(out, lse) of a call on the GPU, lse as FlashMLA has it."""
     options = {"softmax_scale": SCALE} | options
     if isinstance(call, DenseCall):
-        return mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **options)
-    return sparse_mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **(call.options | options))
+        return as_flash_mla(
+            *mla_decode(
+                call.q,
+                call.cache,
+                call.seq_lens,
+                block_table=call.block_table,
+                kv_format=call.kv_format,
+                return_lse=True,
+                **options,
+            )
+        )
+    return as_flash_mla(
+        *sparse_mla_decode(*call.tensors, kv_format=call.kv_format, return_lse=True, **(call.options | options))
+    )
 
 
 def wanted(call: DenseCall | SparseCall, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

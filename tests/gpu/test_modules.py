@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cute_kernels import QuantizedLinear, quantize_model
-from cute_kernels.linear import linear
+from cute_kernels import QuantizedLinear, quantize_model, quantized_linear
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from tests.gpu.compiled import assert_one_graph_serves, assert_replays, captured, compiled
 from tests.gpu.linear_forms import (
@@ -87,7 +86,7 @@ def test_a_layer_moved_to_the_gpu_is_linear_with_its_weight(form):
     assert {tensor.device.type for tensor in layer.buffers()} == {"cuda"}
     for m in ROWS:
         x = numbers(m, K, dtype=form.dtype, seed=m)
-        assert torch.equal(layer(x), linear(x, form.pack(), layer.bias))
+        assert torch.equal(layer(x), quantized_linear(x, form.pack(), layer.bias))
         wanted = exact(x.cpu(), on_cpu.weight, bias=on_cpu.bias)
         assert_near(layer(x).cpu(), wanted, TOLERANCE[form.dtype])
 

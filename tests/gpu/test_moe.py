@@ -318,11 +318,11 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(tokens, out_dtype, id_dtype)
     gate_up, down = layer()
     x = numbers(tokens, LAYER[1])
     ids, weights = assignments(tokens)
-    wanted = fused_moe(x, gate_up, down, ids, weights, out_dtype=torch.float32)
+    wanted = fused_moe(x, gate_up, down, weights, ids, out_dtype=torch.float32)
     gate_up, down = gate_up.to(CUDA), down.to(CUDA)
     for _ in range(2):  # the second call finds its plan
         out = torch.full((tokens, LAYER[1]), math.nan, device=CUDA, dtype=out_dtype)
-        fused_moe(x.to(CUDA), gate_up, down, ids.to(CUDA, id_dtype), weights.to(CUDA), out=out)
+        fused_moe(x.to(CUDA), gate_up, down, weights.to(CUDA), ids.to(CUDA, id_dtype), out=out)
         assert_near(out, wanted, 6e-3)
 
 
@@ -333,11 +333,11 @@ def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "table.json"))
     gate_up, down = layer()
     x, (ids, weights) = numbers(TUNED_TOKENS, LAYER[1]), assignments(TUNED_TOKENS)
-    wanted = fused_moe(x, gate_up, down, ids, weights, out_dtype=torch.float32)
+    wanted = fused_moe(x, gate_up, down, weights, ids, out_dtype=torch.float32)
     try:
         forget()
         out = torch.full((TUNED_TOKENS, LAYER[1]), math.nan, device=CUDA, dtype=torch.bfloat16)
-        fused_moe(x.to(CUDA), gate_up.to(CUDA), down.to(CUDA), ids.to(CUDA), weights.to(CUDA), out=out)
+        fused_moe(x.to(CUDA), gate_up.to(CUDA), down.to(CUDA), weights.to(CUDA), ids.to(CUDA), out=out)
         (made,) = ops._plans.values()
     finally:
         forget()
@@ -386,29 +386,29 @@ def test_graphs_replay_with_other_routing(tokens):
     on_gpu = gate_up.to(CUDA), down.to(CUDA)
     x = numbers(tokens, LAYER[1])
     given, (ids, weights) = x.to(CUDA), [tensor.to(CUDA) for tensor in assignments(tokens)]
-    fused_moe(given, *on_gpu, ids, weights)
+    fused_moe(given, *on_gpu, weights, ids)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fused_moe(given, *on_gpu, ids, weights)
+        out = fused_moe(given, *on_gpu, weights, ids)
     for seed in (1, 2):
         other, _ = assignments(tokens, seed)
         ids.copy_(other)
         graph.replay()
-        assert_near(out, fused_moe(x, gate_up, down, other, weights.cpu(), out_dtype=torch.float32), 6e-3)
+        assert_near(out, fused_moe(x, gate_up, down, weights.cpu(), other, out_dtype=torch.float32), 6e-3)
 
 
 def test_what_a_repeated_call_may_not_change_is_checked_again():
     gate_up, down = (weight.to(CUDA) for weight in layer())
     x, (ids, weights) = numbers(5, LAYER[1]).to(CUDA), [tensor.to(CUDA) for tensor in assignments(5)]
-    fused_moe(x, gate_up, down, ids, weights)
+    fused_moe(x, gate_up, down, weights, ids)
     with pytest.raises(ValueError, match="x: got shape"):
-        fused_moe(x[:, :-8], gate_up, down, ids, weights)
+        fused_moe(x[:, :-8], gate_up, down, weights, ids)
     with pytest.raises(TypeError, match="topk_ids: got dtype"):
-        fused_moe(x, gate_up, down, ids.short(), weights)
+        fused_moe(x, gate_up, down, weights, ids.short())
     with pytest.raises(ValueError, match="topk_weights: got a tensor on cpu"):
-        fused_moe(x, gate_up, down, ids, weights.cpu())
+        fused_moe(x, gate_up, down, weights.cpu(), ids)
     with pytest.raises(ValueError, match="out: got shape"):
-        fused_moe(x, gate_up, down, ids, weights, out=x[:4])
+        fused_moe(x, gate_up, down, weights, ids, out=x[:4])
 
 
 def test_a_product_of_no_places():

@@ -318,7 +318,7 @@ def test_a_layer_of_few_assignments_is_the_weighted_sum_of_its_experts(experts, 
         for _ in range(3):
             whole, out = poisoned(tokens, HIDDEN, out_dtype)
             leave_nan_behind()
-            assert fused_moe(x, gate_up, down, ids, shares, out=out) is out
+            assert fused_moe(x, gate_up, down, shares, ids, out=out) is out
             assert whole[:MARGIN].isnan().all() and whole[MARGIN + tokens :].isnan().all()
             results.append(out)
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -341,7 +341,7 @@ def test_a_second_product_in_parts_of_k(dtype, tokens, topk, routing, id_dtype):
     for _ in range(3):
         whole, out = poisoned(tokens, LONG_HIDDEN, FP32)
         leave_nan_behind()
-        fused_moe(x, gate_up, down, ids, shares, out=out)
+        fused_moe(x, gate_up, down, shares, ids, out=out)
         assert whole[:MARGIN].isnan().all() and whole[MARGIN + tokens :].isnan().all()
         results.append(out)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -371,15 +371,15 @@ def test_tensors_with_gaps_are_taken(tokens, topk, id_dtype):
     experts, dtype = LAYERS[1]
     gate_up, down, *_ = layer(experts, dtype)
     x, (ids, shares) = numbers(tokens, HIDDEN).to(CUDA), assignments("random experts", tokens, topk, experts, id_dtype)
-    wanted = fused_moe(x, gate_up, down, ids, shares)
+    wanted = fused_moe(x, gate_up, down, shares, ids)
     spread_ids = torch.stack([ids, torch.full_like(ids, 1)], dim=-1)[..., 0]
     spread_shares = torch.stack([shares, torch.full_like(shares, math.nan)], dim=-1)[..., 0]
     padded = functional.pad(x, (0, 8), value=math.nan)[:, :HIDDEN]
     by_columns = ids.T.contiguous().T, shares.T.contiguous().T
     for given in ((x, spread_ids, spread_shares), (padded, ids, shares), (x, *by_columns)):
-        assert torch.equal(fused_moe(given[0], gate_up, down, *given[1:]), wanted)
+        assert torch.equal(fused_moe(given[0], gate_up, down, *given[:0:-1]), wanted)
     rounded = shares.bfloat16()
-    assert torch.equal(fused_moe(x, gate_up, down, ids, rounded), fused_moe(x, gate_up, down, ids, rounded.float()))
+    assert torch.equal(fused_moe(x, gate_up, down, rounded, ids), fused_moe(x, gate_up, down, rounded.float(), ids))
 
 
 @every_layer
@@ -393,7 +393,7 @@ def test_captured_layers_of_few_assignments_take_new_inputs_and_routing(experts,
         return x, *assignments(routing, tokens, topk, experts, id_dtype, seed)
 
     def step(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return fused_moe(x, gate_up, down, ids, shares)
+        return fused_moe(x, gate_up, down, shares, ids)
 
     others = [call(routing, seed) for seed, routing in enumerate(ROUTING, 1)]
     for function in (step, compiled(step)):
@@ -412,9 +412,9 @@ def test_layers_behind_each_other_read_what_those_before_have_written(tokens, to
         for _ in range(40):
             shares, ids = (x.float() @ router).softmax(-1).topk(topk)
             pause()
-            y = fused_moe(x, gate_up, down, ids, shares)
+            y = fused_moe(x, gate_up, down, shares, ids)
             pause()
-            again = fused_moe(y, gate_up, down, ids, shares)  # no launch of another kind between
+            again = fused_moe(y, gate_up, down, shares, ids)  # no launch of another kind between
             pause()
             x = functional.layer_norm((x + y + again).float(), (HIDDEN,)).to(dtype)
         return x

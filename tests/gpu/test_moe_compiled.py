@@ -69,7 +69,7 @@ def product_kernels() -> None:
 def test_a_compiled_layer_is_the_eager_one(form, tokens, id_dtype):
     x, ids, shares = call(form, tokens)
     weights, ids = layer(form), ids.to(id_dtype)
-    eager = fused_moe(x, *weights, ids, shares)
+    eager = fused_moe(x, *weights, shares, ids)
     assert_near(eager, exact_layer(form, x, ids, shares), LAYER_TOLERANCE)
     assert torch.equal(compiled(fused_moe)(x, *weights, ids, shares), eager)
 
@@ -78,7 +78,7 @@ def test_what_is_before_and_after_a_layer_is_compiled_with_it():
     weights, given = layer(FORMS["w4"]), call(FORMS["w4"], 33)
 
     def step(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return fused_moe((x * 2).T.contiguous().T, *weights, ids.T.contiguous().T, shares.bfloat16()) + 1
+        return fused_moe((x * 2).T.contiguous().T, *weights, shares.bfloat16(), ids.T.contiguous().T) + 1
 
     assert torch.equal(compiled(step)(*given), step(*given))
 
@@ -89,7 +89,7 @@ def test_one_graph_serves_any_number_of_tokens(form, marks):
     weights = layer(form)
 
     def step(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return fused_moe(x, *weights, ids, shares)
+        return fused_moe(x, *weights, shares, ids)
 
     assert_one_graph_serves(step, [call(form, tokens, tokens) for tokens in (5, 33, 200, *MORE_TOKENS)], marks)
 
@@ -99,7 +99,7 @@ def test_a_compiled_layer_fills_the_callers_tensor(out_dtype):
     weights, (x, ids, shares) = layer(FORMS["w4"]), call(FORMS["w4"], 33)
     out = torch.full((33, HIDDEN), math.nan, device=CUDA, dtype=out_dtype)
     result = compiled(fused_moe)(x, *weights, ids, shares, out=out)
-    wanted = fused_moe(x, *weights, ids, shares, out_dtype=out_dtype)
+    wanted = fused_moe(x, *weights, shares, ids, out_dtype=out_dtype)
     assert torch.equal(out, wanted) and torch.equal(result, wanted)
 
 
@@ -119,7 +119,7 @@ def test_a_captured_layer_takes_new_inputs_and_routing(form, tokens):
     weights = layer(form)
 
     def step(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        return fused_moe(x, *weights, ids, shares)
+        return fused_moe(x, *weights, shares, ids)
 
     for function in (step, compiled(step)):
         assert_replays(function, call(form, tokens), [call(form, tokens, seed) for seed in (1, 2)])

@@ -88,7 +88,7 @@ def only_shapes(form: Form, weights: tuple[PackedExperts, PackedExperts], tokens
     x, ids, shares = call(form, tokens, "cpu")
     nowhere, places = torch.full_like(ids, -1), torch.zeros(tokens * TOPK, dtype=torch.int32)
     offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32)
-    fused_moe(x, *weights, nowhere, shares, batch_invariant=batch_invariant)
+    fused_moe(x, *weights, shares, nowhere, batch_invariant=batch_invariant)
     grouped_linear(x, weights[0], offsets, rows=places, activation="swiglu", batch_invariant=batch_invariant)
 
 
@@ -101,21 +101,21 @@ def product_kernels() -> None:
 @every_form
 def test_tokens_do_not_depend_on_each_other(form):
     weights, given = layer(form), call(form)
-    everything = fused_moe(*given[:1], *weights, *given[1:], batch_invariant=True)
-    assert_near(everything, fused_moe(*given[:1], *weights, *given[1:]).float().cpu(), LAYER_TOLERANCE)
+    everything = fused_moe(*given[:1], *weights, *given[:0:-1], batch_invariant=True)
+    assert_near(everything, fused_moe(*given[:1], *weights, *given[:0:-1]).float().cpu(), LAYER_TOLERANCE)
     for tokens in SOME_TOKENS:
         for first in (0, ALL_TOKENS - tokens):
             x, ids, shares = (one[first : first + tokens] for one in given)
-            some = fused_moe(x, *weights, ids, shares, batch_invariant=True)
+            some = fused_moe(x, *weights, shares, ids, batch_invariant=True)
             assert torch.equal(some, everything[first : first + tokens])
 
 
 def test_without_it_few_tokens_are_added_up_otherwise():
     """Or else nothing here would show that with it they are not."""
     weights, given = layer(FORMS["w4"]), call(FORMS["w4"])
-    everything = fused_moe(*given[:1], *weights, *given[1:])
+    everything = fused_moe(*given[:1], *weights, *given[:0:-1])
     x, ids, shares = (one[:7] for one in given)
-    assert not torch.equal(fused_moe(x, *weights, ids, shares), everything[:7])
+    assert not torch.equal(fused_moe(x, *weights, shares, ids), everything[:7])
 
 
 @every_form
@@ -133,8 +133,8 @@ def test_places_do_not_depend_on_each_other(form):
 
 def test_compiled_tokens_do_not_depend_on_each_other():
     weights, given = layer(FORMS["w4"]), call(FORMS["w4"])
-    step = compiled(lambda x, ids, shares: fused_moe(x, *weights, ids, shares, batch_invariant=True))
-    everything = fused_moe(*given[:1], *weights, *given[1:], batch_invariant=True)
+    step = compiled(lambda x, ids, shares: fused_moe(x, *weights, shares, ids, batch_invariant=True))
+    everything = fused_moe(*given[:1], *weights, *given[:0:-1], batch_invariant=True)
     for tokens in (1, 30, ALL_TOKENS):
         assert torch.equal(step(*(one[:tokens] for one in given)), everything[:tokens])
 

@@ -93,7 +93,7 @@ def test_a_module_moved_to_the_gpu_is_its_experts_as_its_router_says(tokens):
     made, x = module(), call(FORMS["w4"], tokens)[0]
     _, shares, ids = made.gate(x)
     found = made(x)
-    assert torch.equal(found, fused_moe(x, *layer(FORMS["w4"]), ids, shares))
+    assert torch.equal(found, fused_moe(x, *layer(FORMS["w4"]), shares, ids))
     assert_near(found, exact_layer(FORMS["w4"], x, ids, shares), LAYER_TOLERANCE)
 
 

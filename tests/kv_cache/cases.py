@@ -121,7 +121,8 @@ def _where(shape: Shape, lengths: tuple[int, ...], generator: torch.Generator, d
         for request, (length, count) in enumerate(zip(lengths, shape.new, strict=True))
         for position in range(length - count, length)
     ]
-    return {"slots": torch.tensor(slots, dtype=torch.int64, device=device)}, batch * max_pages + 2, shape.page_size
+    mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+    return {"slot_mapping": mapping}, batch * max_pages + 2, shape.page_size
 
 
 def _cache(form: KvFormat, places: tuple[int, ...], head_dim: int, device: Any) -> torch.Tensor:

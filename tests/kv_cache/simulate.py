@@ -13,7 +13,7 @@ from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.config import HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS, BulkConfig, divisor_of
 from tests.kv_cache.lanes import Float32, Gpu, Int32, Int64
 
-WHERE = ("seq_lens", "block_table", "cu_seqlens", "slots", "position_ids")
+WHERE = ("seq_lens", "block_table", "cu_seqlens", "slot_mapping", "position_ids")
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "k_scale", "v_scale")
 
 

@@ -11,7 +11,8 @@ from tests.kv_cache.cases import Shape, make_call
 
 Arguments = dict[str, Any]
 CACHE = ("k_cache", "v_cache", "seq_lens", "kv_format", "block_table", "cache_layout", "k_scale", "v_scale")
-ATTENTION = ("softmax_scale", "causal", "window", "soft_cap", "sinks", "alibi_slopes", "bias", "num_splits", "out")
+ATTENTION = ("softmax_scale", "causal", "window_size", "softcap", "sinks", "alibi_slopes", "attn_bias", "num_splits",
+             "out")  # fmt: skip
 
 
 def make_step(
@@ -43,7 +44,7 @@ def make_step(
 def _of_append(fields: Arguments) -> Arguments:
     """The fields of an `AppendCall` as `append_kv` takes them."""
     fields["kv_format"] = (fields.pop("k_format"), fields.pop("v_format"))
-    fields["bias"] = tuple(fields.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+    fields["qkv_bias"] = tuple(fields.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
     return fields
 
 
@@ -62,7 +63,7 @@ def run_separately(step: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     batch, q_len = step["q"].shape[:2]
     given = {name: x for name, x in step.items() if name not in ATTENTION}
     given |= {name: step[name].flatten(0, 1) for name in ("q", "k", "v")}
-    given["bias"] = given.pop("qkv_bias")
+    given["qkv_bias"] = given.pop("qkv_bias")
     if step["position_ids"] is not None:
         given["position_ids"] = step["position_ids"].flatten()
     if q_len > 1:

@@ -21,7 +21,7 @@ def arguments(call: AppendCall) -> dict[str, Any]:
     """A call as `append_kv` takes it."""
     given = call._asdict()
     given["kv_format"] = (given.pop("k_format"), given.pop("v_format"))
-    given["bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
+    given["qkv_bias"] = tuple(given.pop(name) for name in ("q_bias", "k_bias", "v_bias"))
     return given
 
 
@@ -41,8 +41,8 @@ def oracle(call: AppendCall) -> tuple[list[torch.Tensor], dict[tuple[int, int], 
         for token in range(bounds[request], bounds[request + 1]):
             place = length - (bounds[request + 1] - token)
             position = place if call.position_ids is None else int(call.position_ids[token])
-            if call.slots is not None:
-                where = divmod(int(call.slots[token]), call.page_size)
+            if call.slot_mapping is not None:
+                where = divmod(int(call.slot_mapping[token]), call.page_size)
             elif call.block_table is not None:
                 where = int(call.block_table[request, place // call.page_size]), place % call.page_size
             else:
@@ -132,8 +132,8 @@ def test_q_out_may_be_given_and_may_be_q_itself():
 
 def test_slots_of_minus_one_are_skipped():
     call = make_call(Shape(place="slots"))
-    assert call.slots is not None
-    call.slots[:] = -1
+    assert call.slot_mapping is not None
+    call.slot_mapping[:] = -1
     before = clone_caches(call)
     run(call)
     assert torch.equal(call.k_cache.view(torch.uint8), before.k_cache.view(torch.uint8))
@@ -199,32 +199,43 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"k_cache": lambda a: torch.stack([a["k_cache"]] * 2, -1)[..., 0]},
         r"k_cache: got strides \(8192, 512, 256, 2\), want rows contiguous",
     ),
-    "no lengths": ({"seq_lens": None}, "seq_lens: got None without slots"),
+    "no lengths": ({"seq_lens": None}, "seq_lens: got None without slot_mapping"),
     "lengths of 64 bits": ({"seq_lens": lambda a: a["seq_lens"].long()}, "seq_lens: got dtype torch.int64, want"),
     "lengths in a row": ({"seq_lens": lambda a: a["seq_lens"][None]}, r"seq_lens: got shape \[1, 4\], want \[batch\]"),
     "fewer lengths": ({"seq_lens": lambda a: a["seq_lens"][:3]}, "seq_lens: got 3 requests for 4 tokens"),
     "bounds alone": (
-        {"slots": lambda a: torch.arange(4), "block_table": None, "seq_lens": None, "cu_seqlens": torch.zeros(5).int()},
+        {
+            "slot_mapping": lambda a: torch.arange(4),
+            "block_table": None,
+            "seq_lens": None,
+            "cu_seqlens": torch.zeros(5).int(),
+        },
         "cu_seqlens: got it without seq_lens",
     ),
     "too few bounds": ({"cu_seqlens": torch.zeros(4).int()}, r"cu_seqlens: got shape \[4\], want \[5\], batch \+ 1"),
-    "slots of 32 bits": ({"slots": torch.zeros(4).int(), "block_table": None}, "slots: got dtype torch.int32"),
-    "fewer slots": ({"slots": torch.zeros(3).long(), "block_table": None}, r"slots: got shape \[3\], want \[4\]"),
-    "slots and a table": ({"slots": torch.arange(4)}, "block_table: got one together with slots"),
+    "slots of 32 bits": (
+        {"slot_mapping": torch.zeros(4).int(), "block_table": None},
+        "slot_mapping: got dtype torch.int32",
+    ),
+    "fewer slots": (
+        {"slot_mapping": torch.zeros(3).long(), "block_table": None},
+        r"slot_mapping: got shape \[3\], want \[4\]",
+    ),
+    "slots and a table": ({"slot_mapping": torch.arange(4)}, "block_table: got one together with slot_mapping"),
     "a flat table": ({"block_table": lambda a: a["block_table"].flatten()}, r"block_table: got shape \[8\], want"),
     "an empty table": ({"block_table": lambda a: a["block_table"][:, :0]}, r"block_table: got shape \[4, 0\], want"),
     "no table": ({"block_table": None}, r"k_cache: got 6 requests in shape .* want 4, those of seq_lens"),
     "positions in fp32": ({"position_ids": torch.zeros(4)}, "position_ids: got dtype torch.float32"),
     "fewer positions": ({"position_ids": torch.zeros(3).long()}, r"position_ids: got shape \[3\], want \[4\]"),
     "no positions": (
-        {"slots": lambda a: torch.arange(4), "block_table": None, "seq_lens": None, "rope": Rope(64)},
-        "position_ids: got None with rope and slots",
+        {"slot_mapping": lambda a: torch.arange(4), "block_table": None, "seq_lens": None, "rope": Rope(64)},
+        "position_ids: got None with rope and slot_mapping",
     ),
     "rope in words": ({"rope": "llama"}, "rope: got str, want a Rope"),
     "rope beyond the head": ({"rope": Rope(256)}, "rope: got rotary_dim 256, want at most 128, k's head_dim"),
-    "fp32 bias": ({"bias": (None, torch.zeros(256), None)}, "k_bias: got dtype torch.float32, want torch.bfloat16"),
-    "short bias": ({"bias": (torch.zeros(8).bfloat16(), None, None)}, r"q_bias: got shape \[8\], want \[512\]"),
-    "bias of no q": ({"q": None, "bias": (torch.zeros(8), None, None)}, "q_bias: got a tensor without q, want None"),
+    "fp32 bias": ({"qkv_bias": (None, torch.zeros(256), None)}, "k_bias: got dtype torch.float32, want torch.bfloat16"),
+    "short bias": ({"qkv_bias": (torch.zeros(8).bfloat16(), None, None)}, r"q_bias: got shape \[8\], want \[512\]"),
+    "bias of no q": ({"q": None, "qkv_bias": (torch.zeros(8), None, None)}, "q_bias: got a tensor without q, want"),
     "norm of all heads": ({"k_norm": torch.ones(256).bfloat16()}, r"k_norm: got shape \[256\], want \[128\]"),
     "norm with gaps": ({"q_norm": torch.ones(256).bfloat16()[::2]}, "q_norm: got strides .* want it contiguous"),
     "negative eps": ({"norm_eps": -1.0}, "norm_eps: got -1.0, want a number of at least 0"),
@@ -283,8 +294,8 @@ SLOTS = Shape(place="slots")
         (PREFILL, "cu_seqlens", 2, 4, "cu_seqlens: got 0 to 4, want it to begin with 0 and end with 5"),
         (PREFILL, "cu_seqlens", 0, 1, "cu_seqlens: got 1 to 5, want it to begin with 0 and end with 5"),
         (PREFILL, "cu_seqlens", 1, 6, "cu_seqlens: request 1: got 6 to 5, want no less"),
-        (SLOTS, "slots", 2, -2, "slots: token 2: got -2, want -1 or 0 to "),
-        (SLOTS, "slots", 3, 10_000, "slots: token 3: got 10000, want -1 or 0 to "),
+        (SLOTS, "slot_mapping", 2, -2, "slot_mapping: token 2: got -2, want -1 or 0 to "),
+        (SLOTS, "slot_mapping", 3, 10_000, "slot_mapping: token 3: got 10000, want -1 or 0 to "),
     ],
 )  # fmt: skip
 def test_places_outside_the_cache_name_request_and_position(shape, name, index, value, message):
@@ -303,9 +314,9 @@ def test_places_that_two_tokens_share_name_both():
     with pytest.raises(ValueError, match=r"^block_table: request 2, position 29 and request 3, position 29 both go to"):
         run(shared)
     slots = make_call(SLOTS)
-    assert slots.slots is not None
-    with pytest.raises(ValueError, match=r"^slots: token 1 and token 3 both go to page \d+, row \d+ \(slot \d+\)"):
-        run(change(slots, "slots", 3, int(slots.slots[1])))
+    assert slots.slot_mapping is not None
+    with pytest.raises(ValueError, match=r"^slot_mapping: token 1 and token 3 both go to page \d+, row \d+ \("):
+        run(change(slots, "slot_mapping", 3, int(slots.slot_mapping[1])))
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

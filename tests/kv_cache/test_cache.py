@@ -13,7 +13,7 @@ from tests.kv_cache import oracle
 HEADS, DIM = 2, 64
 
 
-def make_cache(kv_format: str | tuple[str, str] = "bf16", num_pages=8, page_size=16, num_layers=2, **options):
+def make_cache(kv_format: Any = "bf16", num_pages=8, page_size=16, num_layers=2, **options):
     return KVCache(num_layers, num_pages, page_size, HEADS, DIM, kv_format=kv_format, **options)
 
 

@@ -151,9 +151,9 @@ def test_tokens_without_a_place_are_not_written_and_nothing_else_is_touched(kv_f
         call.seq_lens[2] = 33  # one past the table
         call.block_table[3, 1] = 2**31 - 1
     elif place == "slots":
-        assert call.slots is not None
+        assert call.slot_mapping is not None
         room = call.num_pages * call.page_size
-        call.slots[:] = call.slots.new_tensor([-1, room, 2**62, -(2**63)])
+        call.slot_mapping[:] = call.slot_mapping.new_tensor([-1, room, 2**62, -(2**63)])
     else:
         assert call.seq_lens is not None
         call.seq_lens[:] = call.seq_lens.new_tensor([0, -5, 34, 2**31 - 1])

@@ -92,7 +92,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         lambda a: {name: a[name][:2] for name in ("k_cache", "v_cache")}, place="contiguous"
     ),
     "slots": lambda: of(place="slots"),
-    "slots of 32 bits": lambda: but(lambda a: {"slots": a["slots"].int()}, place="slots"),
+    "slots of 32 bits": lambda: but(lambda a: {"slot_mapping": a["slot_mapping"].int()}, place="slots"),
     "slots without lengths": lambda: of(place="slots", positions="int64") | {"seq_lens": None},
     "wide positions": lambda: of(positions="int64"),
     "positions": lambda: of(positions="int32"),
@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "values of fewer pages": lambda: but(lambda a: {"v_cache": a["v_cache"][:2]}),
     "pages with gaps": lambda: but(lambda a: {"k_cache": torch.cat([a["k_cache"]] * 2, 1)[:, :16]}),
     "bias": lambda: of(bias=True),
-    "misaligned bias": lambda: but(lambda a: {"bias": (None, offset(a["bias"][1], 2), None)}, bias=True),
+    "misaligned bias": lambda: but(lambda a: {"qkv_bias": (None, offset(a["qkv_bias"][1], 2), None)}, bias=True),
     "norm": lambda: of(norm=True),
     "norm of k alone": lambda: of(norm=True) | {"q_norm": None},
     "a negative eps": lambda: of() | {"norm_eps": -1.0},

@@ -44,7 +44,7 @@ def test_a_step_is_an_append_and_then_attention(kv_format, place, q_len):
     norm=st.booleans(),
     positions=st.sampled_from(["none", "int32", "int64"]),
     options=st.fixed_dictionaries(
-        {}, optional={"window": st.integers(1, 20), "soft_cap": st.just(5.0), "softmax_scale": st.just(0.3)}
+        {}, optional={"window_size": st.integers(1, 20), "softcap": st.just(5.0), "softmax_scale": st.just(0.3)}
     ),
     seed=st.integers(0, 2**31),
 )
@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a long bias": (lambda s: {"qkv_bias": (torch.zeros(5).bfloat16(), None, None)}, r"q_bias: got shape \[5\]"),
     "out of floats": (lambda s: {"out": s["q"].float()}, "out: got dtype torch.float32"),
     "unknown rope": (lambda s: {"rope": "half"}, "rope: got str, want a Rope"),
-    "no window": (lambda s: {"window": 0}, "window: got 0"),
+    "no window": (lambda s: {"window_size": 0}, "window_size: got 0"),
     "a long request": (lambda s: {"seq_lens": s["seq_lens"] + 100}, "seq_lens: request 0"),
     "no page": (lambda s: {"block_table": s["block_table"] * 0 - 1}, "block_table: request 0"),
 }
@@ -151,8 +151,8 @@ COMPILED: dict[str, Arguments] = {
         SMALL.with_(kv_format=("e4m3_head", "int8_channel"), rope=Rope(64), bias=True, norm=True, positions="int32"),
         (8, 9),
         q_len=2,
-        window=5,
-        soft_cap=9.0,
+        window_size=5,
+        softcap=9.0,
         sinks=torch.ones(4),
         num_splits=2,
     ),
@@ -213,11 +213,11 @@ def test_a_cache_takes_steps(q_len):
         cache.extend_all("ab", q_len)
         batch = cache.make_batch(3).update("ab", q_len, pad_to=3)
         if cache is caches[0]:
-            results.append(cache.append_and_attend(0, batch, q, k, v, rope=Rope(64), window=9))
+            results.append(cache.append_and_attend(0, batch, q, k, v, rope=Rope(64), window_size=9))
         else:
             turned = cache.append(0, batch, k.flatten(0, 1), v.flatten(0, 1), q=q.flatten(0, 1), rope=Rope(64))
             assert turned is not None
-            results.append(cache.attend(0, batch, turned.view(q.shape), window=9))
+            results.append(cache.attend(0, batch, turned.view(q.shape), window_size=9))
     assert torch.equal(*results) and not results[0][2].any()
     assert all(torch.equal(*pages) for pages in zip(*((c.k_pages, c.v_pages) for c in caches), strict=True))
 

@@ -89,7 +89,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "lse": lambda: of() | {"return_lse": True},
     "splits": lambda: of() | {"num_splits": 3},
     "no splits": lambda: of() | {"num_splits": 0},
-    "window": lambda: of(options={"window": 5}),
+    "window": lambda: of(options={"window_size": 5}),
     "sinks": lambda: of(options={"sinks": torch.zeros(4)}),
     "a scale": lambda: of() | {"softmax_scale": 0.5},
     "a negative scale": lambda: of() | {"softmax_scale": -0.5},

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cute_kernels import interleave_weights
-from cute_kernels.linear import linear
+from cute_kernels import interleave_weights, quantized_linear
 from tests.linear.cases import GROUPS, known
 
 
@@ -27,8 +26,8 @@ def test_even_rows_are_gate_and_odd_rows_are_up(bits, group_size, zero_points):
 def test_swiglu_takes_it():
     gate, up = (known(64, 64, seed=seed).pack() for seed in range(2))
     x = torch.randn(3, 64).bfloat16()
-    got = linear(x, interleave_weights(gate, up), activation="swiglu", out_dtype=torch.float32)
-    parts = [linear(x, part, out_dtype=torch.float32) for part in (gate, up)]
+    got = quantized_linear(x, interleave_weights(gate, up), activation="swiglu", out_dtype=torch.float32)
+    parts = [quantized_linear(x, part, out_dtype=torch.float32) for part in (gate, up)]
     torch.testing.assert_close(got, functional.silu(parts[0]) * parts[1])
 
 

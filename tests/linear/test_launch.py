@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.linear import PackedWeight, checks, launch, linear, ops, plan
+from cute_kernels.linear import PackedWeight, checks, launch, ops, plan, quantized_linear
 from cute_kernels.runtime import native
 from tests.linear.cases import known
 from tests.tensors import apart, offset
@@ -133,7 +133,7 @@ def run(launches: list[Any], given: dict[str, Any]) -> Any:
     from tests.host_functions import outcome
 
     tensors = {**given, **{name: getattr(given["weight"], name) for name in ("codes", "scales", "zeros")}}
-    return outcome(launches, lambda: linear(**given), tensors)
+    return outcome(launches, lambda: quantized_linear(**given), tensors)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -162,6 +162,6 @@ def test_results_have_the_shape_of_the_call_and_no_gradient(again, launches):
     x = rows(2, 1, 3)
     x.requires_grad_()
     for _ in range(1 + again):
-        result = linear(x, weight(), activation="swiglu", out_dtype=torch.float32)
+        result = quantized_linear(x, weight(), activation="swiglu", out_dtype=torch.float32)
     assert result.shape == (2, 1, 3, N // 2) and result.dtype == torch.float32 and result.is_contiguous()
     assert not result.requires_grad and launches[-1].arguments[0].shape == (6, K)

@@ -11,7 +11,7 @@ import torch
 
 import cute_kernels
 import cute_kernels.linear as package
-from cute_kernels.linear import linear, linear_reference, quantize_weight
+from cute_kernels.linear import linear_reference, quantize_weight, quantized_linear
 from tests.linear.cases import GROUPS, known
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,29 +32,29 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("group_size", GROUPS)
 def test_it_multiplies_with_the_dequantised_weight(dtype, bits, zero_point, group_size):
     case, x = known(70, 300, bits, group_size, zero_point, dtype), numbers(5, 300, dtype=dtype)
-    assert relative_error(linear(x, case.pack()), x.double() @ case.dense.T) < TOLERANCE[dtype]
+    assert relative_error(quantized_linear(x, case.pack()), x.double() @ case.dense.T) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zero_point", [False, True])
 def test_one_hot_inputs_return_the_dequantised_weights_exactly(bits, zero_point):
     case = known(70, 100, bits, 32, zero_point)
-    got = linear(torch.eye(100, dtype=BF16), case.pack())
+    got = quantized_linear(torch.eye(100, dtype=BF16), case.pack())
     assert torch.equal(got, case.dense.to(BF16).T)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (2, 3), (2, 0, 3)])
 def test_any_leading_shape(shape):
     case, x = known(70, 64), numbers(*shape, 64)
-    got = linear(x, case.pack())
+    got = quantized_linear(x, case.pack())
     assert got.shape == (*shape, 70) and got.dtype == BF16
     assert got.numel() == 0 or relative_error(got, x.double() @ case.dense.T) < TOLERANCE[BF16]
 
 
 def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
     packed, x = known(70, 64).pack(), numbers(5, 64)
-    want = linear(x, packed)
-    assert torch.equal(linear(x, packed, batch_invariant=True), want)
+    want = quantized_linear(x, packed)
+    assert torch.equal(quantized_linear(x, packed, batch_invariant=True), want)
     fields = (packed.codes, packed.scales, None, None, None, 4, 32, 70, 64, None, BF16)
     assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields, True), want)
     assert torch.equal(torch.ops.cute_kernels.weight_only_linear(x, *fields), want)
@@ -62,9 +62,11 @@ def test_batch_invariance_is_an_option_of_the_function_and_the_operator():
 
 def test_strides_do_not_matter():
     packed, x = known(70, 64).pack(), numbers(64, 6, 4).permute(2, 1, 0)
-    assert torch.equal(linear(x, packed), linear(x.contiguous(), packed))
+    assert torch.equal(quantized_linear(x, packed), quantized_linear(x.contiguous(), packed))
     residual = numbers(70, 6, 4, seed=2).permute(2, 1, 0)
-    assert torch.equal(linear(x, packed, residual=residual), linear(x, packed, residual=residual.contiguous()))
+    assert torch.equal(
+        quantized_linear(x, packed, residual=residual), quantized_linear(x, packed, residual=residual.contiguous())
+    )
 
 
 ACTIVATE = {
@@ -81,7 +83,7 @@ def test_bias_then_activation_then_residual_in_fp32_rounded_once(activation, out
     case, x, bias = known(70, 64), numbers(5, 64), numbers(70, seed=2)
     columns = 35 if activation == "swiglu" else 70
     residual = numbers(5, columns, dtype=out_dtype or BF16, seed=3)
-    got = linear(x, case.pack(), bias, residual=residual, activation=activation, out_dtype=out_dtype)
+    got = quantized_linear(x, case.pack(), bias, residual=residual, activation=activation, out_dtype=out_dtype)
     w = case.dense.to(BF16).double()
     want = ACTIVATE[activation](x.double() @ w.T + bias.double()) + residual.double()
     assert got.dtype == (out_dtype or BF16) and got.shape == (5, columns)
@@ -93,38 +95,38 @@ def test_inputs_are_scaled_then_permuted():
     case, x = known(70, 96), numbers(5, 96)
     packed = case.pack(perm=perm, input_scale=scale)
     want = (x * scale).double() @ packed.dequantize(torch.float64).T
-    assert relative_error(linear(x, packed), want) < TOLERANCE[BF16]
+    assert relative_error(quantized_linear(x, packed), want) < TOLERANCE[BF16]
     assert relative_error(linear_reference(x, packed, compute_dtype=torch.float64), want) < TOLERANCE[BF16]
 
 
 def test_products_are_in_fp32_under_autocast_too():
     packed, x = known(70, 64).pack(), numbers(5, 64)
-    want = linear(x, packed, out_dtype=FP32)
+    want = quantized_linear(x, packed, out_dtype=FP32)
     with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(linear(x, packed, out_dtype=FP32), want)
+        assert torch.equal(quantized_linear(x, packed, out_dtype=FP32), want)
 
 
 def test_out_is_written_and_returned_and_may_be_the_residual():
     packed, x = known(70, 64).pack(), numbers(2, 3, 64)
     room = torch.full((2, 3, 70), float("nan"), dtype=FP16)
-    assert linear(x, packed, out=room) is room
-    assert torch.equal(room, linear(x, packed, out_dtype=FP16))
+    assert quantized_linear(x, packed, out=room) is room
+    assert torch.equal(room, quantized_linear(x, packed, out_dtype=FP16))
     hidden = numbers(2, 3, 70, seed=5)
-    want = linear(x, packed, residual=hidden)
-    assert torch.equal(linear(x, packed, residual=hidden, out=hidden), want)
+    want = quantized_linear(x, packed, residual=hidden)
+    assert torch.equal(quantized_linear(x, packed, residual=hidden, out=hidden), want)
 
 
 def test_the_package_exports_what_does_not_have_its_own_name():
     assert cute_kernels.quantize_weight is quantize_weight
-    assert package.linear is linear and isinstance(package, ModuleType)
+    assert cute_kernels.quantized_linear is quantized_linear and isinstance(package, ModuleType)
 
 
 def test_out_is_not_x_which_kernels_read_while_they_write():
     packed, x = known(64, 64).pack(), numbers(5, 64)
     with pytest.raises(ValueError, match="^out: got the memory of x, want other memory"):
-        linear(x, packed, out=x)
+        quantized_linear(x, packed, out=x)
     nothing = x[:0]
-    assert linear(nothing, packed, out=nothing) is nothing
+    assert quantized_linear(nothing, packed, out=nothing) is nothing
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -163,12 +165,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=list(BAD))
 def test_arguments_that_do_not_fit_are_refused_by_name(changes, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        linear(**({"x": numbers(5, 64), "weight": known(70, 64).pack()} | changes))
+        quantized_linear(**({"x": numbers(5, 64), "weight": known(70, 64).pack()} | changes))
 
 
 def test_swiglu_wants_an_even_number_of_rows():
     with pytest.raises(ValueError, match="^activation: got 'swiglu' for a weight of 71 rows, want an even number"):
-        linear(numbers(5, 64), known(71, 64).pack(), activation="swiglu")
+        quantized_linear(numbers(5, 64), known(71, 64).pack(), activation="swiglu")
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
@@ -191,8 +193,8 @@ def test_it_compiles_without_graph_breaks(dynamic):
     packed, bias = known(70, 64).pack(perm=perm, input_scale=scale), numbers(70)
 
     def layer(x, residual):
-        y = linear(x * 2, packed, bias, residual=residual, activation="silu")
-        return linear(x, packed, out=torch.empty_like(y)) + y
+        y = quantized_linear(x * 2, packed, bias, residual=residual, activation="silu")
+        return quantized_linear(x, packed, out=torch.empty_like(y)) + y
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (5, 9):

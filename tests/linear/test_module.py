@@ -10,8 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight
-from cute_kernels.linear import linear
+from cute_kernels import PackedWeight, QuantizedLinear, quantize_model, quantize_weight, quantized_linear
 from tests.linear.cases import known
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -31,7 +30,7 @@ def numbers(*shape: int) -> torch.Tensor:
 def test_it_is_linear_with_the_quantised_weight(bits, bias):
     dense, x = dense_layer(bias=bias), numbers(3, 100)
     layer = QuantizedLinear.from_linear(dense, bits, 64, zero_point=True)
-    assert torch.equal(layer(x), linear(x, quantize_weight(dense.weight, bits, 64, True), dense.bias))
+    assert torch.equal(layer(x), quantized_linear(x, quantize_weight(dense.weight, bits, 64, True), dense.bias))
     error = (layer(x) - dense(x)).float().norm() / dense(x).float().norm()
     assert error < (0.15 if bits == 4 else 0.02)
     assert isinstance(layer.weight, PackedWeight) and layer.weight.codes is layer.codes
@@ -152,7 +151,7 @@ def test_results_never_require_a_gradient(compiled):
     x = numbers(2, 100).requires_grad_()
     assert not call(x).requires_grad and torch.equal(call(x), layer(x.detach()))
     bias, residual = (numbers(*shape).requires_grad_() for shape in ((70,), (2, 70)))
-    assert not linear(x, layer.weight, bias, residual=residual).requires_grad
+    assert not quantized_linear(x, layer.weight, bias, residual=residual).requires_grad
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -163,7 +162,7 @@ def test_a_weights_tensors_give_results_no_gradient(name, compiled):
     weight = replace(weight, **{name: getattr(weight, name).clone().requires_grad_()})
 
     def layer(x):
-        return linear(x, weight)
+        return quantized_linear(x, weight)
 
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     assert not call(numbers(2, 64)).requires_grad

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cute_kernels.linear import PackedWeight, QuantizedLinear, linear
+from cute_kernels.linear import PackedWeight, QuantizedLinear, quantized_linear
 from cute_kernels.linear import experts as experts_module
 from cute_kernels.linear import weight as weight_module
 from cute_kernels.linear.experts import stack_experts
@@ -318,10 +318,10 @@ def test_a_weight_is_made_within_a_compiled_function_without_a_break():
 
     @torch.compile(fullgraph=True, backend="eager")
     def layer(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return linear(x, PackedWeight(codes, scales, None, 4, 32, (64, 64)))
+        return quantized_linear(x, PackedWeight(codes, scales, None, 4, 32, (64, 64)))
 
     x = torch.ones(2, 64, dtype=BF16)
-    assert torch.equal(layer(x, packed.codes, packed.scales), linear(x, packed))
+    assert torch.equal(layer(x, packed.codes, packed.scales), quantized_linear(x, packed))
 
 
 @pytest.mark.parametrize(

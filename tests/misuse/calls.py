@@ -14,8 +14,6 @@ import cute_kernels as ck
 from cute_kernels.attention import decode_attention_splits
 from cute_kernels.compat import fbgemm, flash_mla
 from cute_kernels.kv_cache import Calibrator, check_pairs, compute_kv_scale, fold, smooth_keys
-from cute_kernels.linear import linear
-from cute_kernels.moe import interleave_experts, quantize_experts, stack_experts
 from layouts.kv import Int4Row
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -56,7 +54,7 @@ def packed(n: int = 64, k: int = 128, **options: Any) -> ck.PackedWeight:
 
 
 def experts(n: int = 64, k: int = 64) -> ck.PackedExperts:
-    return quantize_experts(numbers(4, n, k), group_size=64)
+    return ck.quantize_experts(numbers(4, n, k), group_size=64)
 
 
 def caches() -> dict[str, Any]:
@@ -71,11 +69,11 @@ def score_options() -> dict[str, Any]:
     return {
         "softmax_scale": 0.1,
         "causal": True,
-        "window": 8,
-        "soft_cap": 3.0,
+        "window_size": 8,
+        "softcap": 3.0,
         "sinks": torch.zeros(4),
         "alibi_slopes": torch.zeros(4),
-        "bias": torch.zeros(2, 1, 4, 32),
+        "attn_bias": torch.zeros(2, 1, 4, 32),
         "num_splits": 2,
         "cache_layout": "NHD",
         "out": numbers(2, 1, 4, 64),
@@ -135,7 +133,7 @@ def fbgemm_decode() -> Call:
 
 @case
 def append() -> Call:
-    call = {"k": numbers(2, 2, 64), "v": numbers(2, 2, 64), **caches(), **norms(), "bias": biases()}
+    call = {"k": numbers(2, 2, 64), "v": numbers(2, 2, 64), **caches(), **norms(), "qkv_bias": biases()}
     call |= {"q": numbers(2, 4, 64), "q_out": numbers(2, 4, 64), "cache_layout": "NHD"}
     return ck.append_kv, {**call, "seq_lens": ints(5, 32), "cu_seqlens": ints(0, 1, 2), "position_ids": ints(4, 31)}
 
@@ -143,7 +141,7 @@ def append() -> Call:
 @case
 def append_by_slots() -> Call:
     return ck.append_kv, {
-        "k": numbers(2, 2, 64), "v": numbers(2, 2, 64), **pages(), "slots": torch.tensor([3, 40])
+        "k": numbers(2, 2, 64), "v": numbers(2, 2, 64), **pages(), "slot_mapping": torch.tensor([3, 40])
     }  # fmt: skip
 
 
@@ -258,16 +256,16 @@ def quantize_a_weight() -> Call:
 def linear_layer() -> Call:
     call = {"x": numbers(3, 128), "weight": packed(), "bias": numbers(64), "residual": numbers(3, 32)}
     kinds = {"activation": "swiglu", "out_dtype": torch.bfloat16, "batch_invariant": False}
-    return linear, {**call, **kinds, "out": numbers(3, 32)}
+    return ck.quantized_linear, {**call, **kinds, "out": numbers(3, 32)}
 
 
 @case
-def quantized_linear() -> Call:
+def linear_module() -> Call:
     return ck.QuantizedLinear, {"weight": packed(), "bias": numbers(64)}
 
 
 @case
-def quantized_linear_of_a_layer() -> Call:
+def linear_module_of_a_layer() -> Call:
     return ck.QuantizedLinear.from_linear, {"linear": torch.nn.Linear(128, 64), **format_options()}
 
 
@@ -312,7 +310,7 @@ def packed_weight() -> Call:
 
 @case
 def packed_experts() -> Call:
-    weights = quantize_experts(numbers(4, 64, 64), group_size=64, zero_point=True)
+    weights = ck.quantize_experts(numbers(4, 64, 64), group_size=64, zero_point=True)
     tensors = {name: getattr(weights, name) for name in ("codes", "scales", "zeros")}
     return ck.PackedExperts, {**tensors, "bits": 4, "group_size": 64, "shape": (64, 64), "check_values": True}
 
@@ -335,17 +333,17 @@ def quantized_model() -> Call:
 
 @case
 def quantize_some_experts() -> Call:
-    return quantize_experts, {"w": numbers(4, 64, 64), **format_options()}
+    return ck.quantize_experts, {"w": numbers(4, 64, 64), **format_options()}
 
 
 @case
 def stacked_experts() -> Call:
-    return stack_experts, {"weights": [packed(), packed()]}
+    return ck.stack_experts, {"weights": [packed(), packed()]}
 
 
 @case
 def interleaved_experts() -> Call:
-    return interleave_experts, {"gate": experts(), "up": experts()}
+    return ck.interleave_experts, {"gate": experts(), "up": experts()}
 
 
 @case
@@ -357,9 +355,9 @@ def grouped() -> Call:
 
 @case
 def layer_of_experts() -> Call:
-    routing = {"topk_ids": torch.tensor([[0, 1], [2, 3], [1, 2]]), "topk_weights": torch.rand(3, 2)}
+    routing = {"topk_weights": torch.rand(3, 2), "topk_ids": torch.tensor([[0, 1], [2, 3], [1, 2]])}
     call = {"x": numbers(3, 64), "gate_up": experts(128), "down": experts(), **routing}
-    return ck.fused_moe, {**call, "activation": "silu", "out_dtype": torch.bfloat16, "out": numbers(3, 64)}
+    return ck.fused_moe, {**call, "activation": "swiglu", "out_dtype": torch.bfloat16, "out": numbers(3, 64)}
 
 
 # -- multi-head latent attention ---------------------------------------------------------------------------------------
@@ -384,7 +382,7 @@ def sparse_mla() -> Call:
 def append_latents() -> Call:
     call = {"latent": numbers(3, 512), "k_rope": numbers(3, 64), "cache": latents(), "kv_format": "mla_fp8"}
     rope = ck.Rope(64, interleaved=True)
-    return ck.append_mla, {**call, "slots": torch.tensor([1, 2, 3]), "rope": rope, "position_ids": ints(1, 2, 3)}
+    return ck.append_mla, {**call, "slot_mapping": torch.tensor([1, 2, 3]), "rope": rope, "position_ids": ints(1, 2, 3)}
 
 
 @case

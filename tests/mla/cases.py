@@ -60,7 +60,7 @@ class DenseCall:
     cache: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
-    kv_format: str
+    kv_format: Any
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ class SparseCall:
     q: torch.Tensor
     cache: torch.Tensor
     indices: torch.Tensor
-    kv_format: str
+    kv_format: Any
     options: dict[str, Any]
 
     @property
@@ -225,6 +225,12 @@ def moved(call: Any, device: str) -> Any:
         for name, x in call.options.items()
     }
     return SparseCall(call.q.to(device), pages(call.cache), call.indices.to(device), call.kv_format, options)
+
+
+def as_flash_mla(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a public call returns, with the reference's (and FlashMLA's) +inf where a query sees nothing."""
+    assert not (lse == torch.inf).any(), "lse is +inf"
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def assert_as_close_as_flash_mla(

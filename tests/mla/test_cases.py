@@ -51,6 +51,9 @@ def test_moved_calls_are_the_same():
     assert again.cache.stride() == dense.cache.stride()
     assert other.options["extra_cache"].stride() == sparse.options["extra_cache"].stride()
     run: Any = {"kv_format": "mla_model1"}
-    assert torch.equal(mla_decode(*again.tensors, **run), mla_decode(*dense.tensors, **run))
+    assert torch.equal(
+        mla_decode(again.q, again.cache, again.seq_lens, block_table=again.block_table, **run),
+        mla_decode(dense.q, dense.cache, dense.seq_lens, block_table=dense.block_table, **run),
+    )
     found = sparse_mla_decode(*other.tensors, **run, **other.options)
     assert torch.equal(found, sparse_mla_decode(*sparse.tensors, **run, **sparse.options))

@@ -15,14 +15,16 @@ import cute_kernels.mla
 from cute_kernels.mla import mla_decode, ops, sparse_mla_decode
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from tests.mla.cases import FORMATS, DenseCall, SparseCall, make_dense, make_sparse
+from tests.mla.cases import FORMATS, DenseCall, SparseCall, as_flash_mla, make_dense, make_sparse
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
 EVERYTHING: dict[str, Any] = {"length": True, "sinks": True, "extra": (4, 2, 5), "extra_length": True}
 
 
 def run_dense(call: DenseCall, **options: Any) -> Any:
-    return mla_decode(*call.tensors, kv_format=call.kv_format, **options)
+    return mla_decode(
+        call.q, call.cache, call.seq_lens, block_table=call.block_table, kv_format=call.kv_format, **options
+    )
 
 
 def run_sparse(call: SparseCall, **options: Any) -> Any:
@@ -37,26 +39,26 @@ def test_the_package_offers_them():
 @every_format
 def test_they_are_the_reference_rounded_to_the_dtype_of_q(kv_format):
     dense = make_dense(kv_format, [0, 3, 17], q_len=2)
-    out, lse = run_dense(dense, return_lse=True)
+    out, lse = as_flash_mla(*run_dense(dense, return_lse=True))
     wanted, wanted_lse = mla_decode_reference(*dense.tensors, kv_format=kv_format)
     assert (out.dtype, out.shape) == (dense.q.dtype, (3, 2, 4, 512))
     assert torch.equal(out, wanted.to(out.dtype)) and torch.equal(lse, wanted_lse)
     sparse = make_sparse(kv_format, **EVERYTHING)
-    out, lse = run_sparse(sparse, return_lse=True)
+    out, lse = as_flash_mla(*run_sparse(sparse, return_lse=True))
     wanted, wanted_lse, _ = sparse_mla_decode_reference(*sparse.tensors, kv_format=kv_format, **sparse.options)
     assert (out.dtype, out.shape) == (sparse.q.dtype, (3, 2, 4, 512))
     assert torch.equal(out, wanted.to(out.dtype)) and torch.equal(lse, wanted_lse)
 
 
 @every_format
-def test_a_query_that_sees_nothing_gives_zero_and_plus_infinity(kv_format):
+def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity(kv_format):
     out, lse = run_dense(make_dense(kv_format, [0, 1], q_len=2), return_lse=True)
     assert not out[0].any() and not out[1, 0].any() and out[1, 1].any()
-    assert torch.all(lse[0] == math.inf) and torch.all(lse[1, 0] == math.inf) and lse[1, 1].isfinite().all()
+    assert torch.all(lse[0] == -math.inf) and torch.all(lse[1, 0] == -math.inf) and lse[1, 1].isfinite().all()
     call = make_sparse(kv_format, sinks=True)
     call.indices.fill_(-1)
     out, lse = run_sparse(call, return_lse=True)
-    assert not out.any() and torch.all(lse == math.inf)
+    assert not out.any() and torch.all(lse == -math.inf)
 
 
 def test_only_the_output_comes_back_unless_the_lse_is_asked_for():
@@ -96,7 +98,7 @@ def test_empty_batches_caches_and_choices():
     out, lse = run_dense(make_dense("mla_fp8", []), return_lse=True)
     assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 1, 4)
     out, lse = run_dense(make_dense("mla_bf16", [0], spare_pages=0), return_lse=True)
-    assert not out.any() and torch.all(lse == math.inf)
+    assert not out.any() and torch.all(lse == -math.inf)
     call = make_sparse("mla_bf16", topk=0)
     assert not run_sparse(call).any()
     none = SparseCall(call.q, call.cache[:0], torch.zeros(3, 2, 5, dtype=torch.int32), "mla_bf16", {})

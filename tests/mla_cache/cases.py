@@ -80,14 +80,14 @@ def assert_appended(call: AppendCall, before: torch.Tensor) -> None:
     Rotated columns are compared with exact ones: within a rounding of their dtype and the errors of fp32 sines.
     """
     form, head_dim = call.form, call.head_dim
-    written = call.slots >= 0
+    written = call.slot_mapping >= 0
     expected = before.clone()
-    form.scatter(expected, call.slots[written], form.quantize(tokens_of(call))[written])
+    form.scatter(expected, call.slot_mapping[written], form.quantize(tokens_of(call))[written])
     if call.rope is None:
         assert torch.equal(bytes_of(call.cache), bytes_of(expected))
         return
     found, wanted = (
-        form.fetch(cache, call.slots[written], head_dim, torch.float64) for cache in (call.cache, expected)
+        form.fetch(cache, call.slot_mapping[written], head_dim, torch.float64) for cache in (call.cache, expected)
     )
     latent = slice(0, head_dim - ROPE_DIM)
     assert torch.equal(found[:, latent], wanted[:, latent])
@@ -102,7 +102,7 @@ def assert_appended(call: AppendCall, before: torch.Tensor) -> None:
 
 def _but_tokens(call: AppendCall, cache: torch.Tensor) -> torch.Tensor:
     copy = cache.clone()
-    slots = call.slots[call.slots >= 0]
+    slots = call.slot_mapping[call.slot_mapping >= 0]
     rows = torch.zeros(slots.shape[0], cache.shape[2], dtype=call.form.cache_dtypes[0])
     call.form.scatter(copy, slots, rows)
     return bytes_of(copy)

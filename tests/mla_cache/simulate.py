@@ -26,7 +26,7 @@ def simulate_append(call: AppendCall, monkeypatch: pytest.MonkeyPatch) -> None:
         ops.config_of(call),
         shape,
         (latent, k_rope, call.latent.stride(0), call.k_rope.stride(0), call.num_tokens, call.latent.element_size()),
-        (cache, gpu.put(call.slots), gpu.put(positions), gpu.put(None if rope is None else rope.phase_steps())),
+        (cache, gpu.put(call.slot_mapping), gpu.put(positions), gpu.put(None if rope is None else rope.phase_steps())),
         numbers,
         gpu,
     )

@@ -57,7 +57,7 @@ def test_decode_sees_what_was_appended():
     call = small(rope=ROPES["interleaved"], lost=0)
     append_mla(**arguments_of(call))
     q = torch.randn(1, 1, 2, 576, generator=torch.Generator().manual_seed(4)).bfloat16()
-    out = cute_kernels.sparse_mla_decode(q, call.cache, call.slots.int().view(1, 1, -1), kv_format="mla_fp8")
+    out = cute_kernels.sparse_mla_decode(q, call.cache, call.slot_mapping.int().view(1, 1, -1), kv_format="mla_fp8")
     tokens = torch.cat(
         (call.latent, ROPES["interleaved"].apply(call.k_rope.float()[:, None], call.position_ids)[:, 0]), 1
     )  # type: ignore[union-attr]
@@ -68,9 +68,8 @@ def test_decode_sees_what_was_appended():
 def test_no_tokens_are_no_work():
     call = small()
     before = call.cache.clone()
-    append_mla(
-        call.latent[:0], call.k_rope[:0], call.cache, kv_format="mla_fp8", slots=torch.zeros(0, dtype=torch.int64)
-    )
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    append_mla(call.latent[:0], call.k_rope[:0], call.cache, kv_format="mla_fp8", slot_mapping=nowhere)
     assert torch.equal(call.cache, before)
     assert quantize_mla_kv(torch.zeros(0, 3, 576), kv_format="mla_fp8").shape == (0, 3, 656)
 
@@ -107,8 +106,12 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
     "rope tokens": (lambda c: c._replace(k_rope=c.k_rope[:5]), ValueError, "k_rope: got 5 tokens, want 6"),
     "cache row": (lambda c: c._replace(cache=c.cache[..., :584]), ValueError, "cache: got rows of 584 elements"),
     "cache place": (lambda c: c._replace(cache=c.cache.to("meta")), ValueError, "cache: got a tensor on meta"),
-    "slots dtype": (lambda c: c._replace(slots=c.slots.int()), TypeError, "slots: got dtype torch.int32"),
-    "slots shape": (lambda c: c._replace(slots=c.slots[:5]), ValueError, r"slots: got shape \[5\], want \[6\]"),
+    "slots dtype": (
+        lambda c: c._replace(slot_mapping=c.slot_mapping.int()), TypeError, "slot_mapping: got dtype torch.int32"
+    ),
+    "slots shape": (
+        lambda c: c._replace(slot_mapping=c.slot_mapping[:5]), ValueError, r"slot_mapping: got shape \[5\], want \[6\]"
+    ),
     "positions alone": (lambda c: c._replace(rope=None), ValueError, "position_ids: got a tensor without rope"),
     "rope alone": (lambda c: c._replace(position_ids=None), ValueError, "position_ids: got None with rope"),
     "rope": (lambda c: c._replace(rope=1e4), TypeError, "rope: got float, want a Rope"),  # type: ignore[arg-type]
@@ -117,15 +120,19 @@ MISTAKES: dict[str, tuple[Change, type[Exception], str]] = {
         lambda c: c._replace(position_ids=torch.zeros(6)), TypeError, "position_ids: got dtype torch.float32"
     ),
     "slot": (
-        lambda c: c._replace(slots=torch.tensor([0, 1, 2, 12, 3, 4])),
+        lambda c: c._replace(slot_mapping=torch.tensor([0, 1, 2, 12, 3, 4])),
         ValueError,
-        "slots: token 3: got 12, want -1 or 0 to 11, the cache's tokens",
+        "slot_mapping: token 3: got 12, want -1 or 0 to 11, the cache's tokens",
     ),
-    "slot below": (lambda c: c._replace(slots=torch.tensor([0, 1, 2, -2, 3, 4])), ValueError, "slots: token 3: got -2"),
-    "slot twice": (
-        lambda c: c._replace(slots=torch.tensor([0, -1, 7, -1, 7, 4])),
+    "slot below": (
+        lambda c: c._replace(slot_mapping=torch.tensor([0, 1, 2, -2, 3, 4])),
         ValueError,
-        "slots: token 2 and token 4 both go to 7",
+        "slot_mapping: token 3: got -2",
+    ),
+    "slot twice": (
+        lambda c: c._replace(slot_mapping=torch.tensor([0, -1, 7, -1, 7, 4])),
+        ValueError,
+        "slot_mapping: token 2 and token 4 both go to 7",
     ),
 }  # fmt: skip
 
@@ -185,7 +192,7 @@ def test_what_an_append_is_given(launches):
     )  # fmt: skip
     assert latent is call.latent and k_rope is call.k_rope
     steps = call.rope.phase_steps("cpu")  # type: ignore[union-attr]
-    tensors = (call.cache, call.slots, call.position_ids, steps)
+    tensors = (call.cache, call.slot_mapping, call.position_ids, steps)
     assert addresses[:4] == [x.data_ptr() for x in tensors]  # type: ignore[union-attr]
     assert addresses[4:] == [12, 3, divisor_of(3), 3 * 656 + 32, 656, 1.0, 0]
     assert launches[1] == launches[0] and len(ops._plans) == 1
@@ -224,7 +231,7 @@ def test_what_vectors_cannot_reach_is_refused(change, words, launches):
 def test_nothing_is_launched_for_nothing(launches):
     call = small()
     empty = torch.zeros(0, dtype=torch.int64)
-    ops._launch_append(call._replace(latent=call.latent[:0], k_rope=call.k_rope[:0], slots=empty))
+    ops._launch_append(call._replace(latent=call.latent[:0], k_rope=call.k_rope[:0], slot_mapping=empty))
     ops._launch_append(call._replace(cache=call.cache[:0]))
     ops._launch_quantize(torch.zeros(0, 576), "mla_fp8")
     assert not launches

@@ -58,8 +58,8 @@ def test_slots_outside_the_cache_are_not_written(monkeypatch):
     x = torch.randn(5, 576).bfloat16()
     call = make_call("mla_fp8", 576, x, lost=0)
     room = call.cache.shape[0] * call.cache.shape[1]
-    call.slots[:] = torch.tensor([room, -2, 2**62, -(2**62), room - 1])
+    call.slot_mapping[:] = torch.tensor([room, -2, 2**62, -(2**62), room - 1])
     before = call.cache.clone()
     simulate_append(call, monkeypatch)
-    call.slots[:4] = -1
+    call.slot_mapping[:4] = -1
     assert_appended(call, before)

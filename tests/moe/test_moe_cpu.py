@@ -74,7 +74,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(tokens, id_dtype):
     x = numbers(tokens, 96)
     ids = torch.randint(-1, 6, (tokens, 3), generator=torch.Generator().manual_seed(1)).to(id_dtype)
     weights = numbers(tokens, 3, seed=4, dtype=torch.float32)
-    found = fused_moe(x, interleave_experts(gate, up), down, ids, weights, out_dtype=torch.float32)
+    found = fused_moe(x, interleave_experts(gate, up), down, weights, ids, out_dtype=torch.float32)
     assert found.shape == (tokens, 80)
     if tokens:
         assert_near(found, moe_by_hand(x, dense_gate, dense_up, dense_down, ids, weights))
@@ -85,8 +85,8 @@ def test_out_is_written_and_returned():
     down, _ = experts(2, 64, 32)
     x, ids, weights = numbers(3, 64), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
     out = torch.full((3, 64), float("nan"), dtype=torch.float16)
-    assert fused_moe(x, gate_up, down, ids, weights, out=out) is out
-    assert torch.equal(out, fused_moe(x, gate_up, down, ids, weights, out_dtype=torch.float16))
+    assert fused_moe(x, gate_up, down, weights, ids, out=out) is out
+    assert torch.equal(out, fused_moe(x, gate_up, down, weights, ids, out_dtype=torch.float16))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -98,7 +98,7 @@ def test_results_never_require_a_gradient(compiled):
         tensor.requires_grad_()
 
     def layers(x):
-        return grouped_linear(x, gate_up, OFFSETS, bias=bias), fused_moe(x, gate_up, down, IDS, weights)
+        return grouped_linear(x, gate_up, OFFSETS, bias=bias), fused_moe(x, gate_up, down, weights, IDS)
 
     call = torch.compile(layers, fullgraph=True, backend="aot_eager") if compiled else layers
     for found in call(x):
@@ -204,7 +204,7 @@ BAD_MOE: dict[str, tuple[dict[str, Any], str]] = {
     "ids of other tokens": ({"topk_ids": IDS[:4]}, r"topk_ids: got shape \[4, 2\], want \[5, any\]"),
     "ids in fp32": ({"topk_ids": IDS.float()}, "topk_ids: got dtype torch.float32, want torch.int32 or torch.int64"),
     "weights of another topk": ({"topk_weights": torch.ones(5, 3)}, r"topk_weights: got shape \[5, 3\], want \[5, 2\]"),
-    "activation": ({"activation": "gelu"}, "activation: got 'gelu', want 'silu'"),
+    "activation": ({"activation": "gelu"}, "activation: got 'gelu', want 'swiglu'"),
     "batch-invariant by a number": ({"batch_invariant": None}, "batch_invariant: got None, want True or False"),
     "out with gaps": ({"out": numbers(5, 128)[:, ::2]}, "out: got strides .* want a contiguous tensor"),
     "out a list": ({"out": [0.0]}, "out: got list, want a torch.Tensor"),
@@ -283,7 +283,7 @@ def test_the_layer_compiles_without_graph_breaks_and_passes_opcheck():
     torch.compiler.reset()
 
     def layer(x):
-        return fused_moe(x * 2, gate_up, down, IDS, weights) + 1
+        return fused_moe(x * 2, gate_up, down, weights, IDS) + 1
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
@@ -292,10 +292,10 @@ def test_the_layer_compiles_without_graph_breaks_and_passes_opcheck():
 def test_a_layer_is_exported_for_any_number_of_tokens():
     class Layer(torch.nn.Module):
         def forward(self, x, ids, weights):
-            return fused_moe(x, gate_up, down, ids, weights)
+            return fused_moe(x, gate_up, down, weights, ids)
 
     gate_up, down, tokens = experts(2, 64, 64)[0], experts(2, 64, 32)[0], torch.export.Dim("tokens")
     given = numbers(5, 64), IDS, torch.rand(5, 2)
     program = torch.export.export(Layer(), given, dynamic_shapes=({0: tokens},) * 3).module()
     fewer = [tensor[:3] for tensor in given]
-    assert torch.equal(program(*fewer), fused_moe(fewer[0], gate_up, down, *fewer[1:]))
+    assert torch.equal(program(*fewer), fused_moe(fewer[0], gate_up, down, *fewer[:0:-1]))

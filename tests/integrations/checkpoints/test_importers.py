@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 
-from cute_kernels import PackedWeight
+from cute_kernels import PackedWeight, quantized_linear
 from cute_kernels.integrations.checkpoints import hqq, torchao
-from cute_kernels.linear import linear
 from tests.integrations.checkpoints import goldens
 from tests.layouts.test_fastertransformer import CASES, naive_preprocess
 
@@ -22,7 +21,7 @@ def assert_exact(packed: PackedWeight, golden: goldens.Layer) -> None:
     assert packed.shape == golden.shape and packed.dtype == golden.scales.dtype
     assert torch.equal(packed.dequantize(FP64), golden.dense)
     one_hot = torch.eye(golden.shape[1], dtype=packed.dtype)
-    assert torch.equal(linear(one_hot, packed), golden.dense.T.to(packed.dtype))
+    assert torch.equal(quantized_linear(one_hot, packed), golden.dense.T.to(packed.dtype))
 
 
 # -- AWQ ---------------------------------------------------------------------------------------------------------------
@@ -48,7 +47,7 @@ def test_awq_scales_of_inputs_are_kept_apart():
     golden, scale = goldens.layer(), torch.linspace(0.5, 2, 128).half()
     packed = PackedWeight.from_awq(**goldens.awq(golden), input_scale=scale)
     assert torch.equal(packed.dequantize(FP64), golden.dense)
-    got = linear(torch.eye(128).half(), packed, out_dtype=FP32)
+    got = quantized_linear(torch.eye(128).half(), packed, out_dtype=FP32)
     assert torch.equal(got, (scale[:, None].double() * golden.dense.T.half().double()).float())
 
 

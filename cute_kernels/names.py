@@ -1,0 +1,55 @@
+"""What arguments may be called: the names of formats, layouts and activations, for type checkers.
+
+The functions check the same at run time. `tests/test_api_types.py` compares these with what the families register.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Activation = Literal["silu", "gelu", "swiglu"]
+"""Of a linear layer's result; "swiglu" is silu(gate) * up over pairs of columns."""
+
+GatedActivation = Literal["swiglu"]
+"""Of a mixture of experts: between its two products."""
+
+CacheLayout = Literal["NHD", "HND"]
+"""Order of a cache's dimensions: tokens before heads, or heads before tokens."""
+
+KvFormatName = Literal[
+    "bf16",
+    "fp16",
+    "int4_g1",
+    "int4_g2",
+    "int4_g4",
+    "int4_g8",
+    "int8_tensor",
+    "int8_head",
+    "int8_channel",
+    "int8_token_head",
+    "int8_g2",
+    "int8_g4",
+    "int8_g8",
+    "e4m3_tensor",
+    "e4m3_head",
+    "e4m3_token_head",
+    "e5m2",
+    "int4",
+    "int8",
+    "fp8",
+]
+"""A key of `cute_kernels.kv_formats.FORMATS` or `ALIASES`."""
+
+KvFormats = KvFormatName | tuple[KvFormatName, KvFormatName]
+"""One format for K and V, or a pair (K's, V's)."""
+
+MlaFormatName = Literal["mla_bf16", "mla_fp16", "mla_fp8", "mla_model1"]
+"""A key of `cute_kernels.mla.formats.FORMATS`."""
+
+WindowSize = int | tuple[int, int]
+"""Keys that a query sees, its own among them; or FlashAttention's (left, right), keys besides its own on each side."""
+
+QkvBias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Biases of the projections to q, k and v, each [heads * head_dim] or None."""
