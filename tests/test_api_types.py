@@ -114,11 +114,12 @@ def test_right_calls_pass(said: dict[str, list[dict[str, Any]]], name: str):
     assert said[f"right_{name}"] == []
 
 
-@pytest.mark.parametrize(("index", "line"), enumerate(WRONG), ids=list(WRONG))
+@pytest.mark.parametrize(("index", "line"), list(enumerate(WRONG)), ids=list(WRONG))
 def test_a_wrong_word_is_found_where_it_stands(said: dict[str, list[dict[str, Any]]], index: int, line: str):
     errors = said[f"wrong_{index}"]
     assert errors and {error["range"]["start"]["line"] for error in errors} == {HEADER.count("\n")}
-    assert any(WRONG[line] in error["message"] for error in errors), errors
+    told = (WRONG[line], "No overloads")  # of a function with overloads it does not say which argument fits none
+    assert any(word in error["message"] for error in errors for word in told), errors
 
 
 def test_the_words_are_those_that_the_families_know():

@@ -102,7 +102,7 @@ def _kv_format(cache: torch.Tensor, num_groups: int, logical_dtype: int) -> KvFo
             f"cache_logical_dtype_int: got {logical_dtype}, want {LOGICAL_INT4} (INT4) or {LOGICAL_BF16} "
             f"(the cache's own dtype) for a uint8 cache; {LOGICAL_FP8} (FP8) is not supported"
         )
-    if num_groups not in INT4_FORMATS or isinstance(num_groups, bool):
+    if num_groups not in tuple(INT4_FORMATS) or isinstance(num_groups, bool):
         raise ValueError(f"kv_cache_quant_num_groups: got {num_groups}, want 1, 2, 4 or 8")
     return INT4_FORMATS[num_groups]
 

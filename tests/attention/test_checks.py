@@ -89,7 +89,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("format-number", {"kv_format": 4}, TypeError, "kv_format: got 4, want the name of a format or a pair of names"),
     ("format-three", {"kv_format": ["bf16"] * 3}, TypeError, r"kv_format: got \[.*\], want the name of a format"),
     ("format-in-pair", {"kv_format": ("int4_g4", "int5")}, ValueError, "kv_format: got 'int5', want one of bf16"),
-    ("format", {"kv_format": "int4"}, ValueError, "kv_format: got 'int4', want one of bf16, fp16, int4_g1, int4_g2"),
+    ("format", {"kv_format": "int5"}, ValueError, "kv_format: got 'int5', want one of bf16, fp16, int4_g1, int4_g2"),
     ("splits-zero", {"num_splits": 0}, ValueError, f"num_splits: got 0, want None or an int from 1 to {MAX_SPLITS}"),
     ("splits-many", {"num_splits": MAX_SPLITS + 1}, ValueError, f"num_splits: got {MAX_SPLITS + 1}, want None"),
     ("splits-float", {"num_splits": 2.0}, ValueError, r"num_splits: got 2\.0, want None or an int"),

@@ -108,7 +108,7 @@ def simulate_append(
     flags = ((HAS_Q, call.q), (HAS_SEQ_LENS, call.seq_lens), (HAS_TABLE, call.block_table))
     mode = sum(flag for flag, tensor in flags if tensor is not None) + WIDE_POSITIONS * wide
     where = kernel.Where(
-        **{name: Int64(at.get(name, 0)) for name in WHERE},
+        **{"slots" if name == "slot_mapping" else name: Int64(at.get(name, 0)) for name in WHERE},
         num_pages=Int32(call.num_pages),
         page_size=Int32(call.page_size),
         page_divisor=Int64(divisor_of(call.page_size)),
