@@ -7,11 +7,14 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OFFLINE
 
-.PHONY: help setup demo test lint format typecheck pytest notebooks golden doctor clean
+.PHONY: help setup demo quick test lint format typecheck pytest notebooks docs dist golden doctor clean
 
 help:
 	@echo "make demo        a small Llama decodes with an INT4 KV cache (GPU if there is one)"
-	@echo "make test        lint, types, tests, notebooks"
+	@echo "make quick       what a commit needs: lint and the tests that a change breaks first (2 minutes)"
+	@echo "make test        lint, types, all tests, notebooks, site"
+	@echo "make docs        the site, in build/site"
+	@echo "make dist        sdist and wheel, tried out: the dry run of a release"
 	@echo "make format      apply the formatter and the linter's fixes"
 	@echo "make golden      compile every shipped kernel and rewrite tests/golden/resources.json for review"
 	@echo "make doctor      what works on this machine, and why not"
@@ -22,7 +25,7 @@ setup:
 demo: setup
 	$(PY) -m bench demo
 
-test: lint typecheck pytest notebooks
+test: lint typecheck pytest notebooks docs
 
 lint: setup
 	$(PY) -m ruff check .
@@ -44,6 +47,14 @@ pytest: setup
 # Executed into a scratch folder: a run never changes the files in the repository.
 notebooks: setup
 	$(PY) tools/run_notebook.py $(sort $(wildcard docs/notebooks/*.ipynb))
+
+# Warnings are errors: a link that leads nowhere, a page that no other names.
+docs: setup
+	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs build/site
+	@echo "build/site/index.html"
+
+dist: setup
+	$(PY) tools/dist.py
 
 golden: setup
 	$(PY) -m tests.golden.update

@@ -1,4 +1,4 @@
-"""Command line: `python -m cute_kernels doctor | aot | cache | tune`."""
+"""Command line: `cute-kernels doctor | aot | cache | tune`, or `python -m cute_kernels ...`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from cute_kernels import families
+from cute_kernels import __version__, families
 from cute_kernels.runtime import aot, aot_build, doctor
 from cute_kernels.runtime.cache import Progress, default_cache
 from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError
 from cute_kernels.runtime.native import CompilerMissingError, LinkerMissingError
+from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.store import DiskStore, default_directory
 from cute_kernels.runtime.workers import CompileError
 from cute_kernels.tuning import command as tuning
@@ -45,10 +46,24 @@ def run_doctor(_: argparse.Namespace) -> int:
     return 1 if blocked["run the fp32 reference"] else 0
 
 
-def run_aot_build(arguments: argparse.Namespace) -> int:
-    specs = [s for s in families.shipped_specs() if any(fnmatch.fnmatch(str(s), pattern) for pattern in arguments.only)]
+def chosen_specs(patterns: list[str]) -> list[KernelSpec]:
+    """Shipped kernels whose family:symbol matches one of the patterns; says so if there is none."""
+    specs = [spec for spec in families.shipped_specs() if any(fnmatch.fnmatch(str(spec), each) for each in patterns)]
     if not specs:
-        print(f"no shipped kernel matches {' '.join(arguments.only)}", file=sys.stderr)
+        print(f"no shipped kernel matches {' '.join(patterns)}", file=sys.stderr)
+    return specs
+
+
+def run_aot_list(arguments: argparse.Namespace) -> int:
+    specs = chosen_specs(arguments.only)
+    for spec in specs:
+        print(spec)
+    return 0 if specs else 2
+
+
+def run_aot_build(arguments: argparse.Namespace) -> int:
+    specs = chosen_specs(arguments.only)
+    if not specs:
         return 2
     start = time.perf_counter()
     manifest = aot_build.build(
@@ -102,7 +117,8 @@ def job_count(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="python -m cute_kernels", description=__doc__)
+    root = argparse.ArgumentParser(prog="cute-kernels", description="Kernels: what works here, bundles, cache, tuning.")
+    root.add_argument("--version", action="version", version=f"cute-kernels {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     commands.add_parser("doctor", help="what works on this machine, and why not").set_defaults(run=run_doctor)
@@ -119,6 +135,9 @@ def parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--jobs", type=job_count, help="worker processes (default: by cores and free memory)")
     build.set_defaults(run=run_aot_build)
+    listing = bundles.add_parser("list", help="the kernels that ship, which `build` compiles (nothing is compiled)")
+    listing.add_argument("--only", action="append", metavar="PATTERN", help="as of `build`")
+    listing.set_defaults(run=run_aot_list)
     info = bundles.add_parser("info", help="what a bundle holds, and whether it fits here")
     info.add_argument("directory", type=Path, metavar="DIR")
     info.set_defaults(run=run_aot_info)

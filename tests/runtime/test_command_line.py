@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import __main__ as command_line
-from cute_kernels import families
+from cute_kernels import __version__, families
 from cute_kernels.runtime import KernelCache
 from tests.runtime.conftest import ARCH
 from tests.runtime.tiny import tiny_specs
@@ -46,6 +46,23 @@ def test_a_pattern_selects_kernels(tiny_family: None, tmp_path: Path, capsys: py
     assert "1 kernels" in capsys.readouterr().out
     assert command_line.main(["aot", "build", "--arch", ARCH, "-o", str(tmp_path), "--only", "moe:*"]) == 2
     assert "no shipped kernel matches moe:*" in capsys.readouterr().err
+
+
+def test_shipped_kernels_are_listed_without_compiling_any(
+    tiny_family: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(KernelCache, "artifacts", lambda *arguments: pytest.fail("compiled"))
+    assert command_line.main(["aot", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(spec) for spec in tiny_specs(2)]
+    assert command_line.main(["aot", "list", "--only", f"*:{tiny_specs(1)[0].symbol}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tiny_specs(1)[0])]
+    assert command_line.main(["aot", "list", "--only", "moe:*"]) == 2
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        command_line.main(["--version"])
+    assert capsys.readouterr().out == f"cute-kernels {__version__}\n"
 
 
 def test_an_unsupported_architecture_is_refused(tiny_family: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,21 @@
+"""Refuses to go on with another project's package in place of ours: PyPI has an unrelated `layouts`, which pip installs
+over the one that comes with cute-kernels. Without this, an import further on fails for a name that ought to be there.
+"""
+
+from __future__ import annotations
+
+OWNER = "cute-kernels"  # what layouts/__init__.py says of itself
+
+try:
+    import layouts
+except ImportError as error:  # theirs wants packages that need not be here
+    found, cause = str(error), error
+else:
+    cause = None
+    found = None if getattr(layouts, "OWNER", None) == OWNER else str(getattr(layouts, "__file__", None))
+
+if found is not None:
+    raise ImportError(
+        f"layouts: got another package than cute-kernels' ({found}), want ours: `pip uninstall layouts`, then "
+        "`pip install --force-reinstall --no-deps cute-kernels`"
+    ) from cause

@@ -1,0 +1,57 @@
+"""What is installed and imported as cute-kernels: its version, its command, and its `layouts` rather than another's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cute_kernels
+
+try:
+    import tomllib  # pyright: ignore[reportMissingImports]
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+OTHERS = {
+    "another's, as it would be after their install": "class Layout:\n    pass\n",
+    "another's that lacks what it imports": "import a_package_that_nobody_has\n",
+}
+
+
+@pytest.mark.parametrize("text", OTHERS.values(), ids=list(OTHERS))
+def test_another_projects_layouts_is_named_in_one_line(text: str, tmp_path: Path):
+    (tmp_path / "layouts").mkdir()
+    (tmp_path / "layouts/__init__.py").write_text(text)
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import cute_kernels"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1
+    assert last.startswith("ImportError: layouts: got another package than cute-kernels' (")
+    assert "`pip uninstall layouts`, then `pip install --force-reinstall --no-deps cute-kernels`" in last
+
+
+def test_the_version_is_written_once_and_in_the_changelog():
+    assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
+    (latest,) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:1]
+    assert latest == cute_kernels.__version__
+
+
+def test_the_command_is_the_modules():
+    module, _, name = PROJECT["scripts"]["cute-kernels"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_extras_are_those_that_the_pages_name():
+    extras = PROJECT["optional-dependencies"]
+    assert {"transformers", "vllm", "checkpoints", "docs", "bench", "dev"} <= extras.keys()
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"cute-kernels\[(\w+)\]", page.read_text())}
+    assert named <= extras.keys()
