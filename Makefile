@@ -51,7 +51,7 @@ notebooks: setup
 # Warnings are errors: a link that leads nowhere, a page that no other names.
 docs: setup
 	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs build/site
-	@echo "build/site/index.html"
+	$(PY) tools/check_site.py build/site
 
 dist: setup
 	$(PY) tools/dist.py

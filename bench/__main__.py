@@ -120,7 +120,17 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--suite", default="main")
     table.add_argument("--readme", type=Path, help="write it between this file's marks, <!-- bench:... -->, instead")
     table.set_defaults(run=_table)
+
+    pages = commands.add_parser("pages", help="the README's tables and docs/performance.md, from bench/results")
+    pages.set_defaults(run=_pages)
     return parser
+
+
+def _pages(_: argparse.Namespace) -> int:
+    from bench import pages
+
+    print("\n".join(pages.write()) or "nothing changed")
+    return 0
 
 
 def _count(text: str) -> int:

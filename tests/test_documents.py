@@ -11,11 +11,18 @@ import pytest
 import torch
 
 from cute_kernels.runtime import native
+from layouts.kv import Int4Row
+from tools import formats
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PAGES = ("api", "kv_cache", "layouts", "linear", "mla", "moe", "runtime")
-RUN = ("README.md", *(f"docs/{page}.md" for page in PAGES))
+ROOT_PAGES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "examples/README")
+DOCUMENTS = sorted([*(ROOT / f"{name}.md" for name in ROOT_PAGES), *(ROOT / "docs").rglob("*.md")])
+PAGES = ("api", "kv_cache", "layouts", "linear", "mla", "moe", "quickstart", "runtime")
+TASKS = ("checkpoints", "engine", "layouts", "transformers")
+PORTS = ("fbgemm", "flashattention", "flashmla", "vllm")
+FOLDERS = {"docs": PAGES, "docs/tasks": TASKS, "docs/port": PORTS}
+RUN = ("README.md", *(f"{folder}/{page}.md" for folder, pages in FOLDERS.items() for page in pages))
+NEEDS = {"docs/tasks/transformers.md": "transformers", "docs/tasks/checkpoints.md": "safetensors"}
 BLOCK = re.compile(r"^```python(?P<where>[ \w]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)(?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -31,6 +38,8 @@ def test_python_blocks_run_in_order(document: str):
     """The blocks of one document share their names, as a reader would type them; "```python gpu" needs a GPU."""
     if document == "docs/runtime.md" and native.dsl_version() is None:
         pytest.skip("compiling needs nvidia-cutlass-dsl")
+    if document in NEEDS:
+        pytest.importorskip(NEEDS[document])
     text = (ROOT / document).read_text()
     scope: dict[str, object] = {"__name__": document}
     ran = 0
@@ -51,8 +60,10 @@ def test_the_readmes_example_is_ten_lines_and_agrees_with_the_reference():
     assert len([line for line in block["code"].splitlines() if line]) <= 10
     scope: dict[str, Any] = {}
     exec(block["code"], {}, scope)
-    out, q, row = scope["out"], scope["q"], scope["row"]
+    out, q = scope["out"], scope["q"]
+    row = Int4Row(128, 4)  # what "int4" stands for
     k_rows, v_rows = (row.quantize(scope[key]) for key in ("k", "v"))
+    assert torch.equal(scope["k_cache"].cpu(), k_rows.cpu()) and torch.equal(scope["v_cache"].cpu(), v_rows.cpu())
     want, _ = decode_attention_reference(
         q, k_rows, v_rows, scope["seq_lens"], kv_format="int4_g4", compute_dtype=torch.float64
     )
@@ -87,6 +98,11 @@ def test_links_within_the_repository_lead_somewhere(document: Path):
 def test_no_anchor_is_there_twice(document: Path):
     found = anchors(document)
     assert len(found) == len(set(found)), [anchor for anchor in found if found.count(anchor) > 1]
+
+
+def test_the_tables_of_formats_are_the_formats():
+    text = formats.PAGE.read_text()
+    assert formats.page(text) == text, "want `python -m tools.formats`"
 
 
 def test_every_design_page_is_in_the_index_and_begins_with_where_it_stands():

@@ -183,7 +183,7 @@ def sparse_mla_decode(
 
 def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
     """The kernels' lse, +inf where a query sees nothing, with -inf there; every other number stays, NaN too."""
-    return torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+    return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
 
 
 def _old_order(third: torch.Tensor, rest: tuple[Any, ...], block_table: Any) -> tuple[Any, Any]:

@@ -1,0 +1,251 @@
+"""What pages show of the records in bench/results: `python -m bench pages` writes it, a test compares.
+
+The README has one short table for each family, between marks; docs/performance.md has all records in full.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bench import accuracy_report, linear, mla, moe, report
+from bench import record as records
+from bench.environment import ROOT
+from bench.report import MARK_END, OURS, Record, filled, number
+
+README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+PUBLISHED = ROOT / "bench/published.json"
+BATCHES = (1, 32, 128, 512)
+ROWS = (1, 16, 64, 256, 1024)
+TOKENS = (1, 8, 32, 128, 2048)
+ATTENDED = ("sparse", "dense")  # suites of MLA that the README shows
+MLA_BATCH, MLA_HEADS = 128, (16, 64, 128)
+
+
+def load(name: str) -> Record:
+    """A record of bench/results."""
+    return records.load(records.RESULTS / f"{name}.json")
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    cells = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
+    return "".join("| " + " | ".join(line) + " |\n" for line in cells)
+
+
+def origin(record: Record) -> str:
+    environment = record["environment"]
+    gpu, torch = environment["gpu"], environment["versions"]["torch"]
+    return f"{gpu}, driver {environment.get('driver')}, torch {torch}, {str(environment['date'])[:10]}"
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+
+def _by_batch(rows: Iterable[Record], kv_format: str) -> dict[int, Record]:
+    usual = {"seq_len": 8192, "num_q_heads": 8, "num_kv_heads": 1, "q_len": 1, "page_size": 0}
+    rows = (row for row in rows if row["kv_format"] == kv_format and row.get("us"))
+    return {row["shape"]["batch"]: row for row in rows if all(row["shape"][key] == usual[key] for key in usual)}
+
+
+def _fastest(row: Record) -> tuple[float, str] | None:
+    """The least time of a peer, and the peer."""
+    times = [(peer["us"], name) for name, peer in row.get("peers", {}).items() if peer.get("us")]
+    return min(times, default=None)
+
+
+def headline() -> str:
+    """The one figure: the largest batch, INT4 beside the fastest 16-bit attention of the same run."""
+    main = load("main")["rows"]
+    batch = max(BATCHES)
+    ours, exact = _by_batch(main, "int4_g4")[batch], _by_batch(main, "bf16")[batch]
+    best = _fastest(exact)
+    assert best is not None
+    us, peer = ours["us"]["median_us"], best[1].replace("SDPA cudnn", "cuDNN")
+    return (
+        f"Attention of {batch} requests over 8192 cached tokens each: **{number(us, 0)} us** from an INT4 cache, where "
+        f"the fastest 16-bit kernel, {peer}'s, takes {number(best[0], 0)} us: **{number(best[0] / us)} times** as "
+        f"long. {number(ours['gb_per_s'] / 1000)} TB/s, {number(100 / ours['floor_ratio'], 0)} % of what reading alone "
+        "reaches.\n"
+    )
+
+
+def decode() -> str:
+    """Decode attention: formats by batch, beside the fastest 16-bit kernel and INT4 kernels of others."""
+    main, cache = load("main"), load("cache")
+    head = [
+        "KV cache",
+        "kernel",
+        *(f"{batch} requests" if batch > 1 else "1 request" for batch in BATCHES),
+        "over the floor",
+    ]
+    lines = []
+    exact = _by_batch(main["rows"], "bf16")
+    best = {batch: _fastest(exact[batch]) for batch in BATCHES}
+    names = {found[1] for found in best.values() if found}
+    cells = [number(found[0]) if found else "-" for found in best.values()]
+    last = max(BATCHES)
+    peer = best[last]
+    ratio = number(peer[0] / exact[last]["floor"]["us"], 2) if peer else "-"
+    lines.append(["BF16", ", ".join(sorted(names)).replace("SDPA cudnn", "cuDNN"), *cells, ratio])
+    shown = [(main, "bf16", "BF16"), (cache, "int8_token_head", "INT8"), (cache, "e4m3_token_head", "FP8")]
+    shown += [(main, "int4_g4", "INT4, 4 groups"), (main, "int4_g1", "INT4, 1 group")]
+    for record, name, label in shown:
+        rows = _by_batch(record["rows"], name)
+        cells = [f"**{number(rows[batch]['us']['median_us'])}**" if batch in rows else "-" for batch in BATCHES]
+        lines.append([label, OURS, *cells, number(rows[last]["floor_ratio"], 2)])
+    floors = {name: _by_batch(main["rows"], name)[last]["floor"]["us"] for name in ("int4_g1", "int4_g4")}
+    notes = []
+    for row in json.loads(PUBLISHED.read_text())["rows"]:
+        us = row["us"]
+        measured = row["date"] is not None
+        mark = str(len(notes) + 1) if (note := _note(row)) not in notes else str(notes.index(note) + 1)
+        notes += [] if note in notes else [note]
+        cells = [number(us.get(str(batch))) if str(batch) in us else "-" for batch in BATCHES]
+        groups = "1 group" if row["kv_format"] == "int4_g1" else "4 groups"
+        over = number(us[str(last)] / floors[row["kv_format"]], 2) if measured else "-"
+        lines.append([f"INT4, {groups}", f"{row['kernel']} [{mark}]", *cells, over])
+    said = "\n".join(f"[{index}] {note}.  " for index, note in enumerate(notes, 1))
+    return f'{table(head, lines)}\nus; {origin(main)}. "Over the floor": of {last} requests.\n\n{said}\n'
+
+
+def _note(row: Record) -> str:
+    return f"{row['gpu']}, {row['date']}: {row['source']}" if row["date"] else f"{row['gpu']}, {row['source']}"
+
+
+def layers() -> str:
+    """Weight-only layers: time, in brackets cuBLAS's with 16-bit weights and the fastest other 4-bit kernel's."""
+    record = load("linear")
+    groups: dict[str, dict[int, Record]] = {}
+    for row in record["linear"]:
+        if row["format"] == "w4a16":
+            groups.setdefault(f"{row['shape']['n']} x {row['shape']['k']}", {})[row["shape"]["m"]] = row
+    lines = [[name, *(_layer_cell(rows[m]) for m in ROWS)] for name, rows in groups.items()]
+    head = ["N x K", *(f"M = {m}" for m in ROWS)]
+    return f"{table(head, lines)}\nus (cuBLAS with bf16 weights, the faster of Marlin and Machete); {origin(record)}.\n"
+
+
+def _layer_cell(row: Record) -> str:
+    peers = {name: peer["us"] for name, peer in row["peers"].items() if peer.get("us")}
+    dense = peers.pop("cuBLAS bf16")
+    return f"**{number(row['us']['median_us'])}** ({number(dense)}, {number(min(peers.values()))})"
+
+
+def experts() -> str:
+    """Layers of experts: time, in brackets Marlin's."""
+    record = load("moe")
+    by_model: dict[str, dict[int, Record]] = {}
+    for row in record["moe"]:
+        by_model.setdefault(row["shape"]["model"]["name"], {})[row["shape"]["tokens"]] = row
+    lines = [
+        [
+            name,
+            *(
+                f"**{number(rows[t]['eager_us'])}** ({number(rows[t]['peers']['Marlin MoE'].get('layer_us'))})"
+                for t in TOKENS
+            ),
+        ]
+        for name, rows in by_model.items()
+    ]
+    head = ["layer", *(f"{t} tokens" if t > 1 else "1 token" for t in TOKENS)]
+    return f"{table(head, lines)}\nus (vLLM's Marlin); {origin(record)}.\n"
+
+
+def latent() -> str:
+    """MLA decode beside FlashMLA."""
+    record = load("mla")
+    lines = []
+    for row in record["mla"]:
+        peer = row["peers"].get("FlashMLA", {})
+        shape = row["shape"]
+        shown = row["suite"] in ATTENDED and shape["batch"] == MLA_BATCH and shape["num_heads"] in MLA_HEADS
+        if not (shown and peer.get("us")):
+            continue
+        seen = f"{shape['topk']} chosen of {shape['seq_len']}" if shape["topk"] else f"all of {shape['seq_len']}"
+        kind = row["kv_format"].removeprefix("mla_").upper().replace("MODEL1", "FP8, MODEL1")
+        cells = [kind, seen, str(shape["batch"]), str(shape["num_heads"]), str(shape["q_len"])]
+        us = row["us"]["median_us"]
+        lines.append([*cells, f"**{number(us)}**", number(peer["us"]), number(peer["us"] / us, 2)])
+    head = ["tokens", "attended", "requests", "heads", "queries", OURS, "FlashMLA", "times as long"]
+    return f"{table(head, lines)}\nus; {origin(record)}.\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "<!-- bench:headline -->": headline,
+    "<!-- bench:caches -->": decode,
+    "<!-- bench:layers -->": layers,
+    "<!-- bench:experts -->": experts,
+    "<!-- bench:latent -->": latent,
+}
+
+
+def readme(text: str) -> str:
+    """The README with everything between its marks made anew."""
+    for mark, make in PARTS.items():
+        text = filled(text, mark, make())
+    return text
+
+
+# -- docs/performance.md ----------------------------------------------------------------------------------------------
+
+FULL: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
+    (
+        "Decode attention",
+        "main",
+        "T = 8192 cached tokens, 8 query heads on 1 KV head, head_dim 128.",
+        report.markdown,
+    ),
+    (
+        "KV caches",
+        "cache",
+        "8-bit formats, pages, several queries, ragged batches, MHA.",
+        lambda r: report.markdown(r, "cache"),
+    ),
+    ("Other shapes", "shapes", "Head dimensions, contexts, grouped heads.", lambda r: report.markdown(r, "shapes")),
+    ("MLA decode", "mla", "Chosen tokens and whole contexts, beside FlashMLA.", mla.markdown),
+    ("Linear layers, H200", "linear", "4- and 8-bit weights, beside cuBLAS, Marlin and Machete.", linear.markdown),
+    ("Linear layers, H100", "linear_h100", "The same.", linear.markdown),
+    ("Mixtures of experts, H200", "moe", "4-bit weights, beside torch and Marlin.", moe.markdown),
+    ("Mixtures of experts, H100", "moe_h100", "The same.", moe.markdown),
+    ("What formats cost in accuracy", "accuracy", "A small model's perplexity.", accuracy_report.markdown),
+)
+FIGURES = {
+    "main": ("decode_ratio", "Time over the streaming floor, by batch"),
+    "shapes": ("decode_shapes", "Time over the streaming floor, by shape"),
+    "mla": ("mla_rates", "Rates of MLA decode beside FlashMLA's"),
+    "linear": ("linear_speed", "cuBLAS's time in bf16 over a layer's, by rows of x; dashed the fastest other library"),
+    "accuracy": ("accuracy", "Increase of perplexity by bytes of a token"),
+}
+
+
+def performance() -> str:
+    """The page: every record, with its peers, floors, GPU and date."""
+    parts = [
+        "<!-- made by `python -m bench pages` from bench/results; a test compares -->\n",
+        "# Performance\n",
+        "Every figure was measured; each table says on which GPU and when.",
+        "Peers ran in the same process, on the same tensors.",
+        "The *floor* is what the fastest of a set of read-only kernels takes for the bytes that the step must read.",
+        "[How a number is made](benchmarks.md#how-a-number-is-made).\n",
+    ]
+    for title, name, about, markdown in FULL:
+        parts += [f"## {title}\n", f"{about}\n"]
+        if name in FIGURES:
+            figure, words = FIGURES[name]
+            parts.append(f"![{words}](figures/{figure}.svg)\n")
+        parts.append(markdown(load(name)))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def write() -> list[str]:
+    """Writes both; returns the names of files that changed."""
+    changed: list[str] = []
+    wanted: dict[Any, str] = {README: readme(README.read_text()), PERFORMANCE: performance()}
+    for path, text in wanted.items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            changed.append(str(path.relative_to(ROOT)))
+    return changed
+
+
+__all__ = ["MARK_END", "PARTS", "performance", "readme", "write"]

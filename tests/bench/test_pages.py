@@ -1,0 +1,44 @@
+"""Pages show what the records hold: the README's tables and docs/performance.md are those that bench.pages makes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench import pages
+
+
+def test_the_readme_shows_the_records():
+    text = pages.README.read_text()
+    assert pages.readme(text) == text, "want `python -m bench pages`"
+
+
+def test_the_performance_page_shows_the_records():
+    assert pages.PERFORMANCE.read_text() == pages.performance(), "want `python -m bench pages`"
+
+
+@pytest.mark.parametrize("mark", pages.PARTS)
+def test_another_figure_in_the_readme_would_be_found(mark: str):
+    text = pages.README.read_text()
+    before, _, rest = text.partition(mark)
+    part, _, after = rest.partition(pages.MARK_END)
+    figure = re.search(r"\*\*(\d+)", part)
+    assert figure is not None
+    wrong = part[: figure.start(1)] + str(int(figure[1]) + 1) + part[figure.end(1) :]
+    edited = f"{before}{mark}{wrong}{pages.MARK_END}{after}"
+    assert pages.readme(edited) == text != edited
+
+
+def test_figures_that_were_not_measured_beside_ours_are_labelled():
+    table = pages.decode()
+    for row in ("FBGEMM, CUDA [1]", "FBGEMM, CUDA [2]"):
+        assert row in table
+    assert "[1] NVIDIA H200, 2026-11-20: measured" in table and "[2] H100, published by its authors" in table
+
+
+def test_the_readmes_first_screen_has_no_table_of_figures_and_no_commit():
+    text = pages.README.read_text()
+    screen = text.partition("## ")[0]
+    assert "| ---" not in screen and screen.count("](docs/figures/") == 1
+    assert not re.search(r"commit [0-9a-f]{7}", text)
