@@ -88,6 +88,8 @@ class PackedWeight:
     input_scale: torch.Tensor | None = None
     check_values: InitVar[bool] = True
 
+    _is_hf_initialized = True  # what transformers' initialisation of a loaded model asks each `weight` that it finds
+
     def __post_init__(self, check_values: bool) -> None:
         check_format(self.bits, self.group_size, self.shape)
         check_tensors(codes=self.codes, scales=self.scales)
