@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,13 @@ from torch import nn
 from cute_kernels.arguments import check_flag, device_of
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
 from cute_kernels.linear.quantize import check_options
-from cute_kernels.moe.module import QuantizedMoE, is_moe_block
+from cute_kernels.model_config import record_layers
+from cute_kernels.model_layers import is_dense, survey, take_hooks, weight_bytes
+from cute_kernels.model_report import QuantizationReport, ReportedLayer
+from cute_kernels.moe.blocks import is_moe_block
+from cute_kernels.moe.module import QuantizedMoE
+
+_log = logging.getLogger(__name__)
 
 
 def quantize_model(
@@ -29,9 +37,16 @@ def quantize_model(
     """Swaps the nn.Linear layers of a model for `QuantizedLinear`, and its mixtures of experts for `QuantizedMoE`.
 
     That is done in place, one after the other; each layer's weight is freed before the next one is quantised, if
-    nothing else holds it. A layer that stands in several places is quantised once. Subclasses of nn.Linear stay as they
-    are, since their forward is their own, and so do mixtures of experts that `QuantizedMoE.from_block` does not know.
-    Routers stay as they are; the Linear layers of shared experts are layers like any other.
+    nothing else holds it. A layer that stands in several places is quantised once. GPT-2's Conv1D is a Linear, too.
+    Forward hooks of a layer go on. Subclasses of nn.Linear stay as they are, since their forward is their own. So do
+    layers whose weight or hooks a quantised layer cannot take over, and mixtures of experts that
+    `QuantizedMoE.from_block` does not know. Routers stay as they are; the Linear layers of shared experts are layers
+    like any other.
+
+    ``model.quantization_report`` says what was done, what stayed and why
+    (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning says if nothing was quantised,
+    or less than half of what could be. The configuration of a transformers model gets a "quantization_config", with
+    which `from_pretrained` reads the saved model once `cute_kernels.integrations.hf_quantizer.register` was called.
 
     Args:
         bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
@@ -50,7 +65,7 @@ def quantize_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nn.Module")
-    if isinstance(model, nn.Linear):
+    if is_dense(model):
         raise TypeError("model: got an nn.Linear itself, want a module around it, or QuantizedLinear.from_linear")
     if is_moe_block(model):
         raise TypeError("model: got a mixture of experts itself, want a module around it, or QuantizedMoE.from_block")
@@ -61,29 +76,43 @@ def quantize_model(
     check_options(bits, group_size, zero_point, dtype)
     check_flag("batch_invariant", batch_invariant)
     device = device_of(device)
-    places: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        wanted = type(module) is nn.Linear or is_moe_block(module)
-        if wanted and not _is_skipped(name, skip):
-            places.setdefault(module, []).append(name)
-    total = len(places)
-    for done in range(1, total + 1):
-        module = next(iter(places))
-        names = places.pop(module)
-        make = QuantizedLinear.from_linear if isinstance(module, nn.Linear) else QuantizedMoE.from_block
+    found = survey(model, skip)
+    done: list[ReportedLayer] = []
+    total = len(found.places)
+    while found.places:
+        module = next(iter(found.places))
+        names = found.places.pop(module)
+        make: Any = QuantizedLinear.from_linear if is_dense(module) else QuantizedMoE._from_known_block
         try:
-            layer = make(module, bits, group_size, zero_point, dtype, device=device)  # pyright: ignore[reportArgumentType]
+            layer = make(module, bits, group_size, zero_point, dtype, device=device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{names[0]}: {error}") from error
         layer.batch_invariant = batch_invariant
+        take_hooks(layer, module)
         for name in names:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer)
+        done.append(_reported(names[0], module, layer))
         del module
         if progress is not None:
-            progress(names[0], done, total)
+            progress(names[0], len(done), total)
+    _tell(model, QuantizationReport(tuple(done), found.left))
     return model
 
 
-def _is_skipped(name: str, skip: Sequence[str]) -> bool:
-    return any(fnmatchcase(candidate, pattern) for pattern in skip for candidate in (name, name.rpartition(".")[2]))
+def _reported(name: str, swapped: Any, layer: Any) -> ReportedLayer:
+    kind = type(swapped).__name__
+    if isinstance(layer, QuantizedLinear):
+        return ReportedLayer(name, kind, weight_bytes(swapped), layer.weight.nbytes)
+    packed = layer.gate_up.weight.nbytes + layer.down.weight.nbytes
+    return ReportedLayer(name, kind, weight_bytes(swapped.experts), packed)
+
+
+def _tell(model: Any, report: QuantizationReport) -> None:
+    """Keeps a report with the model, logs it, warns of what few expect, and has the configuration say it."""
+    model.quantization_report = report
+    problem = record_layers(model) if report.quantized else None
+    _log.info("%s: %s", type(model).__name__, report.summary)
+    for text in (report.warning, problem):
+        if text is not None:
+            warnings.warn(f"quantize_model, {type(model).__name__}: {text}", UserWarning, stacklevel=3)

@@ -30,6 +30,12 @@ def take_buffers(module: nn.Module, tensors: dict[str, torch.Tensor | None], dev
             setattr(module, name, new.to(device, copy=True))
 
 
+def is_conv1d(module: object) -> bool:
+    """Whether it is a Conv1D of transformers: y = x W + bias with W [in_features, out_features]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
 class QuantizedLinear(nn.Module):
     """nn.Linear with a `PackedWeight`: y = (x * input_scale) W^T + bias. For inference: it has no gradient.
 
@@ -72,7 +78,7 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: nn.Module,
         bits: int = 4,
         group_size: int | None = 128,
         zero_point: bool = False,
@@ -80,11 +86,16 @@ class QuantizedLinear(nn.Module):
         *,
         device: torch.device | str | None = None,
     ) -> QuantizedLinear:
-        """The layer with a Linear's weight quantised; arguments and errors as for `quantize_weight`."""
-        if not isinstance(linear, nn.Linear):
+        """The layer with a Linear's weight quantised; other arguments and errors as for `quantize_weight`.
+
+        ``linear`` is an nn.Linear or a transformers.pytorch_utils.Conv1D, GPT-2's Linear with a transposed weight.
+        """
+        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear")
-        weight = quantize_weight(linear.weight, bits, group_size, zero_point, dtype, device=device)
-        layer = cls(weight, None if linear.bias is None else linear.bias.detach())
+        own: Any = linear
+        w = own.weight.detach()
+        weight = quantize_weight(w.T if is_conv1d(linear) else w, bits, group_size, zero_point, dtype, device=device)
+        layer = cls(weight, None if own.bias is None else own.bias.detach())
         return layer.train(linear.training)
 
     @property

@@ -89,6 +89,8 @@ class PackedWeight:
     input_scale: torch.Tensor | None = None
     check_values: InitVar[bool] = True
 
+    _is_hf_initialized = True  # what transformers' initialisation of a loaded model asks each `weight` that it finds
+
     def __post_init__(self, check_values: bool) -> None:
         if self.group_size == -1:
             object.__setattr__(self, "group_size", None)

@@ -7,18 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn import functional
 
 from cute_kernels.linear.experts import PackedExperts, quantize_experts
 from cute_kernels.linear.module import take_buffers
 from cute_kernels.moe import ops
+from cute_kernels.moe.blocks import SHARED_GATE, SHARED_NAMES, is_moe_block, refusal, shared_of, with_shared
 from cute_kernels.moe.checks import check_experts, check_pair
 
 TENSOR_NAMES = ("codes", "scales", "zeros")
-SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
-SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
-_PROBE_TOKENS = 2
-_PROBE_TOLERANCE = 0.05  # relative; what another meaning would change is far more, what rounding to bf16 does far less
 
 
 class QuantizedExperts(nn.Module):
@@ -164,8 +160,9 @@ class QuantizedMoE(nn.Module):
 
         The block is one of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
         router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj``
-        [E, hidden, I], and possibly shared experts. Two tokens through the block tell whether it means what this layer
-        computes. Router and shared experts become this layer's; they stay as and where they are.
+        [E, hidden, I], and possibly shared experts. Its code, and tokens of several sizes through it, tell whether it
+        means what this layer computes (`cute_kernels.moe.blocks`). Router and shared experts become this layer's; they
+        stay as and where they are.
 
         Raises:
             TypeError, ValueError: the block is not such a one, a weight has values that are not finite, or an argument
@@ -176,15 +173,29 @@ class QuantizedMoE(nn.Module):
                 f"block: got {type(block).__name__}, want one with a router 'gate' and 'experts' that hold "
                 "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU"
             )
-        experts: Any = block.experts
-        if not experts.gate_up_proj.is_meta:
-            _check_meaning(block)
+        reason = refusal(block)
+        if reason is not None:
+            raise ValueError(f"block: got a {type(block).__name__} that is not served: {reason}")
+        return cls._from_known_block(block, bits, group_size, zero_point, dtype, device=device)
+
+    @classmethod
+    def _from_known_block(
+        cls,
+        block: Any,
+        bits: int,
+        group_size: int | None,
+        zero_point: bool,
+        dtype: torch.dtype | None,
+        *,
+        device: torch.device | str | None,
+    ) -> QuantizedMoE:
+        """As `from_block`, of a block that was found to be served."""
+        experts = block.experts
         gate_up = quantize_experts(
             experts.gate_up_proj.detach(), bits, group_size, zero_point, dtype, device=device, halves_in_turn=True
         )
         down = quantize_experts(experts.down_proj.detach(), bits, group_size, zero_point, dtype, device=device)
-        gate: Any = block.gate
-        return cls(gate, gate_up, down, _shared_of(block)).train(block.training)
+        return cls(block.gate, gate_up, down, shared_of(block)).train(block.training)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of hidden_states [..., hidden], which are of the scales' dtype."""
@@ -195,30 +206,8 @@ class QuantizedMoE(nn.Module):
         experts, options = (modules["gate_up"].weight, modules["down"].weight), (None, self.batch_invariant, None)
         y = ops.apply_moe(x, *experts, ids, weights, "swiglu", *options)
         if self._shared is not None:
-            y = _with_shared(self, self._shared, x, y)
+            y = with_shared(self, self._shared, x, y)
         return y if flat else y.view_as(hidden_states)
-
-
-def is_moe_block(module: Any) -> bool:
-    """Whether it is a module with the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
-    if not isinstance(module, nn.Module):
-        return False
-    children = dict(module.named_children())
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    others = children.keys() - {"gate", "experts", *SHARED_NAMES, SHARED_GATE}
-    if own or others or not {"gate", "experts"} <= children.keys() or all(name in children for name in SHARED_NAMES):
-        return False
-    experts: Any = children["experts"]
-    weights = dict(experts.named_parameters())
-    if weights.keys() != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
-        return False
-    count, rows, hidden = weights["gate_up_proj"].shape
-    return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(experts, "act_fn", None))
-
-
-def _is_silu(function: Any) -> bool:
-    values = torch.linspace(-4, 4, 9)
-    return callable(function) and torch.allclose(torch.as_tensor(function(values)), functional.silu(values))
 
 
 def _checked_shared(shared: Any) -> dict[str, nn.Module]:
@@ -234,45 +223,3 @@ def _checked_shared(shared: Any) -> dict[str, nn.Module]:
     if all(name in found for name in SHARED_NAMES):
         raise ValueError(f"shared: got both {' and '.join(SHARED_NAMES)}, want one of them")
     return found
-
-
-def _shared_of(block: nn.Module) -> dict[str, nn.Module]:
-    return {name: child for name, child in block.named_children() if name in (*SHARED_NAMES, SHARED_GATE)}
-
-
-def _with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y and what the shared expert says of x."""
-    z = module.get_submodule(shared)(x)
-    if hasattr(module, SHARED_GATE):
-        z = torch.sigmoid(module.get_submodule(SHARED_GATE)(x)) * z
-    return y + z
-
-
-@torch.no_grad()
-def _check_meaning(block: nn.Module) -> None:
-    """Raises ValueError unless two random tokens come out of the block as they would of a `QuantizedMoE`."""
-    experts: Any = block.experts
-    w = experts.gate_up_proj
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator).to(w.device, w.dtype)
-    training = block.training
-    block.eval()
-    try:
-        found, router = block(x[None].clone()), block.gate(x)  # pyright: ignore[reportCallIssue]
-    finally:
-        block.train(training)
-    shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
-    if shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape:
-        y = torch.zeros_like(x, dtype=torch.float32)
-        for token, (shares, ids) in enumerate(zip(router[1].tolist(), router[2].tolist(), strict=True)):
-            for share, e in zip(shares, ids, strict=True):
-                gate, up = functional.linear(x[token], w[e]).float().chunk(2)
-                y[token] += share * (experts.down_proj[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
-        shared = next(iter(_shared_of(block).keys() & {*SHARED_NAMES}), None)
-        wanted = y if shared is None else _with_shared(block, shared, x, y)
-        if (found[0].float() - wanted.float()).norm() <= _PROBE_TOLERANCE * wanted.float().norm():
-            return
-    raise ValueError(
-        f"block: got a {type(block).__name__} that computes something else than its experts with gated SiLU, weighted "
-        "by what its router says, plus its shared expert"
-    )

@@ -77,7 +77,8 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
     """Scales in ``dtype``: bf16 or fp16, by default their own, and bf16 if that is neither.
 
     Raises:
-        TypeError, ValueError: dtype is another one, or a scale is not finite, before or after rounding.
+        TypeError, ValueError: dtype is another one, a scale is not finite, before or after rounding, or all are 0: a
+            layer that was never filled. A scale of 0 among others is taken: its group is 0, as in every formula.
     """
     if dtype is None:
         dtype = scales.dtype if scales.dtype in SCALE_DTYPES else torch.bfloat16
@@ -86,6 +87,8 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
     rounded = scales.to(dtype)
     if not bool(rounded.isfinite().all()):
         raise ValueError(f"{name}: got values that are not finite in {dtype}, want finite ones")
+    if scales.numel() and not bool(rounded.any()):
+        raise ValueError(f"{name}: got 0 everywhere in {dtype}, a layer without values, want some scale that is not 0")
     return rounded
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cute_kernels import QuantizedLinear, quantize_model
-from cute_kernels.integrations.checkpoints import files, load_quantized_linears, load_safetensors
+from cute_kernels.integrations.checkpoints import layer_formats, load_quantized_linears, load_safetensors
 from tests.integrations.checkpoints import goldens
 
 NAMES = ("model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj")
@@ -51,7 +51,8 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, A
 
 
 CONFIGURED = [(name, configured) for name in WRITERS for configured in (True, False)]
-CONFIGURED.remove(("gptq_v2", False))  # nothing but the configuration tells v2 from v1
+for gptq in ("gptq", "gptq_v2"):  # nothing but the configuration tells v2 from v1
+    CONFIGURED.remove((gptq, False))
 
 
 @pytest.mark.parametrize(("name", "configured"), CONFIGURED)
@@ -255,18 +256,173 @@ def test_a_bad_layer_is_named_and_leaves_the_model_as_it_was(tmp_path, changes, 
 def test_no_layer_that_has_lost_a_tensor_is_passed_over(tmp_path, name):
     store, _ = WRITERS[name]
     tensors = prefixed({key: store(layer) for key, layer in golden_layers().items()})
-    form = next(form for form in files.LAYER_FORMATS if form.name == name)
+    form = next(form for form in layer_formats.LAYER_FORMATS if form.name == name)
     for lost in form.required:
         write(tmp_path, {key: tensor for key, tensor in tensors.items() if key != f"{NAMES[1]}.{lost}"})
         with pytest.raises(ValueError, match=f"^{NAMES[1]}.{lost}: got no such tensor, want it beside"):
             load_safetensors(tmp_path)
 
 
-def test_scales_beside_a_whole_weight_are_no_layer_that_has_lost_one(tmp_path):
+FOREIGN = {
+    "fp8": {"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn)},
+    "fp8 with scales": {"weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(4, 1)},
+    "int8": {"weight": torch.zeros(4, 4).char(), "weight_scale": torch.ones(4, 1)},
+    "int8 alone": {"weight": torch.zeros(4, 4).char()},
+    "fp8 in blocks": {"weight": torch.zeros(4, 4).bfloat16(), "weight_scale_inv": torch.ones(1, 1)},
+    "marlin": {"qweight": torch.zeros(4, 4).int(), "g_idx": torch.zeros(4).int()},
+    "bitsandbytes": {"weight": torch.zeros(8, 1).byte(), "weight.absmax": torch.ones(1)},
+    "LLM.int8": {"weight": torch.zeros(4, 4).char(), "SCB": torch.ones(4)},
+}
+
+
+@pytest.mark.parametrize("foreign", FOREIGN.values(), ids=list(FOREIGN))
+def test_a_layer_of_a_format_that_is_not_read_is_refused_not_passed_over(tmp_path, foreign):
+    tensors = prefixed({NAMES[0]: goldens.awq(golden_layers()[NAMES[0]]), "model.other": foreign})
+    write(tmp_path, tensors, WRITERS["awq"][1])
+    with pytest.raises(
+        ValueError, match=r"^model\.other\.[a-z_A-Z.]+.*: got .*(format that is not read|no such tensor)"
+    ):
+        load_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors"])
+@pytest.mark.parametrize("extra", ["weight_global_scale", "act_scales", "lora_a"])
+def test_a_tensor_beside_a_layer_that_nobody_reads_is_refused(tmp_path, name, extra):
+    store, config = WRITERS[name]
+    tensors = prefixed({key: store(layer) for key, layer in golden_layers().items()})
+    path = write(tmp_path, tensors | {f"{NAMES[1]}.{extra}": torch.ones(1)}, config)
+    with pytest.raises(ValueError, match=f"^{NAMES[1]}.{extra}: got a tensor that {name} does not have"):
+        load_safetensors(path)
+
+
+# -- where the configuration stands ------------------------------------------------------------------------------------
+
+
+def write_config(path: Path, settings: dict[str, Any], file: str = "config.json") -> None:
+    (path / file).write_text(json.dumps(settings))
+
+
+V2: dict[str, Any] = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4}
+PLACES: dict[str, dict[str, Any]] = {
+    "text_config": {"text_config": {"quantization_config": V2}},
+    "deeper": {"thinker_config": {"text_config": {"quantization_config": V2}}},
+    "compression_config": {"compression_config": V2},
+    "both alike": {"quantization_config": V2, "text_config": {"quantization_config": V2}},
+    "wrapped": {"quantization_config": {"quant_method": "gptq", "sparsity_config": {}, "quantization_config": V2}},
+}
+
+
+@pytest.mark.parametrize("settings", PLACES.values(), ids=list(PLACES))
+def test_a_configuration_is_found_wherever_it_stands(tmp_path, settings):
     layers = golden_layers()
-    tensors = prefixed({name: goldens.compressed_tensors(layer) for name, layer in layers.items()})
-    write(tmp_path, tensors | {"fp8.weight": torch.zeros(4, 4), "fp8.weight_scale": torch.ones(4, 1)})
-    assert [name for name, _ in load_safetensors(tmp_path)] == sorted(NAMES)
+    path = write(tmp_path, prefixed({key: goldens.gptq(layer, 2) for key, layer in layers.items()}))
+    write_config(path, settings)
+    for key, layer in load_safetensors(path):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+@pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json", "quantization_config.json"])
+def test_a_configuration_beside_config_json_is_found(tmp_path, file):
+    layers = golden_layers()
+    path = write(tmp_path, prefixed({key: goldens.gptq(layer, 2) for key, layer in layers.items()}))
+    write_config(path, {"model_type": "llama", "quantization_config": None})
+    write_config(path, V2, file)
+    for key, layer in load_safetensors(path):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+def test_configurations_that_differ_are_refused(tmp_path):
+    path = write(tmp_path, prefixed({key: goldens.gptq(layer, 2) for key, layer in golden_layers().items()}))
+    v1 = V2 | {"checkpoint_format": "gptq"}
+    write_config(path, {"quantization_config": V2, "text_config": {"compression_config": v1}})
+    with pytest.raises(ValueError, match="differ in quantization_config, text_config.compression_config"):
+        load_safetensors(path)
+    write_config(path, {})
+    write_config(path, {"quantization": {}}, "hf_quant_config.json")
+    with pytest.raises(ValueError, match="^hf_quant_config.json: got a checkpoint of ModelOpt"):
+        load_safetensors(path)
+
+
+def test_zero_points_of_gptq_without_a_configuration_are_refused_since_v1_and_v2_differ(tmp_path):
+    for version in (1, 2):
+        path = write(tmp_path, prefixed({key: goldens.gptq(layer, version) for key, layer in golden_layers().items()}))
+        with pytest.raises(ValueError, match=f"^{NAMES[0]}.qzeros: got zero points that may be of format 'gptq' or"):
+            list(load_safetensors(path))
+    layers = golden_layers(symmetric=True)
+    tensors = {key: goldens.gptq(layer) | {"g_idx": torch.arange(128).int() // 64} for key, layer in layers.items()}
+    for key, layer in load_safetensors(write(tmp_path, prefixed(tensors))):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+def test_groups_of_inputs_that_nobody_tells_the_order_of_are_refused(tmp_path):
+    tensors = {key: goldens.gptq(layer) for key, layer in golden_layers(act_order=True).items()}
+    for own in tensors.values():
+        del own["g_idx"]
+    path = write(tmp_path, prefixed(tensors), {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"})
+    with pytest.raises(ValueError, match=rf"^{NAMES[0]}.g_idx: got no such tensor, .* nothing of the order of inputs"):
+        list(load_safetensors(path))
+
+
+def test_packed_weights_without_zero_points_want_a_configuration(tmp_path):
+    layers = golden_layers(symmetric=True)
+    tensors = {key: goldens.compressed_tensors(layer) for key, layer in layers.items()}
+    for own in tensors.values():
+        own.pop("weight_zero_point", None)
+    with pytest.raises(ValueError, match=f"^{NAMES[0]}.weight_zero_point: got no such tensor, .* nothing of zero"):
+        list(load_safetensors(write(tmp_path, prefixed(tensors))))
+    for key, layer in load_safetensors(write(tmp_path, prefixed(tensors), groups(SYMMETRIC))):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+
+
+def test_a_layer_whose_scales_are_all_0_is_refused_and_one_0_among_others_is_not(tmp_path):
+    golden = golden_layers()[NAMES[0]]
+    tensors = goldens.awq(golden)
+    path = write(tmp_path, prefixed({NAMES[0]: tensors | {"scales": torch.zeros(2, 72).half()}}), WRITERS["awq"][1])
+    with pytest.raises(ValueError, match=f"^{NAMES[0]}.scales: got 0 everywhere"):
+        list(load_safetensors(path))
+    tensors["scales"][1, 3] = 0
+    ((_, layer),) = load_safetensors(write(tmp_path, prefixed({NAMES[0]: tensors}), WRITERS["awq"][1]))
+    want = golden.dense.clone()
+    want[3, 64:] = 0
+    assert torch.equal(layer.weight.dequantize(FP64), want)
+
+
+# -- several groups of compressed-tensors ------------------------------------------------------------------------------
+
+
+def test_each_layer_has_the_group_that_its_name_is_in(tmp_path):
+    layers = {NAMES[0]: golden_layers()[NAMES[0]], NAMES[1]: goldens.layer(72, 192, 128, 8, dtype=torch.bfloat16)}
+    tensors = {key: goldens.compressed_tensors(layer) for key, layer in layers.items()}
+    config = groups({"num_bits": 4, "group_size": 64}, {"num_bits": 8, "group_size": 128})
+    config["config_groups"]["group_1"]["targets"] = ["re:.*up_proj"]
+    for key, layer in load_safetensors(write(tmp_path, prefixed(tensors), config)):
+        assert torch.equal(layer.weight.dequantize(FP64), layers[key].dense)
+    config["config_groups"]["group_0"]["targets"] = [NAMES[1]]
+    with pytest.raises(ValueError, match=f"^{NAMES[0]}.config_groups: got none whose targets are"):
+        list(load_safetensors(write(tmp_path, prefixed(tensors), config)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "nvfp4-pack-quantized"}, "format: got 'nvfp4-pack-quantized', want 'pack-quantized'"),
+        ({"weights": {"type": "float", "num_bits": 4}}, "type: got weights of type 'float', want 'int'"),
+        ({"targets": "Linear"}, "config_groups: got targets 'Linear', want a list of names"),
+    ],
+)
+def test_a_group_that_is_not_understood_is_refused_by_its_layer(tmp_path, change, message):
+    tensors = {key: goldens.compressed_tensors(layer) for key, layer in golden_layers().items()}
+    config = groups({"num_bits": 4})
+    config["config_groups"]["group_0"] |= change
+    with pytest.raises((TypeError, ValueError), match=f"^{NAMES[0]}.{message}"):
+        list(load_safetensors(write(tmp_path, prefixed(tensors), config)))
+
+
+def test_weights_whose_inputs_are_rotated_are_refused(tmp_path):
+    tensors = {key: goldens.compressed_tensors(layer) for key, layer in golden_layers().items()}
+    config = groups({"num_bits": 4}) | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}
+    with pytest.raises(ValueError, match=f"^{NAMES[0]}.transform_config: got transforms of inputs"):
+        list(load_safetensors(write(tmp_path, prefixed(tensors), config)))
 
 
 SYMMETRIC, ASYMMETRIC = {"symmetric": True, "num_bits": 4}, {"symmetric": False, "num_bits": 4}
@@ -473,7 +629,7 @@ def test_directories_without_layers_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method: got 'fp8', want one of awq, gptq for layers with qweight"),
+        ({"quant_method": "fp8"}, "quant_method: got 'fp8', want one of awq, gptq, auto-round for layers with qweight"),
         ({"quant_method": "awq", "version": "gemv"}, f"{NAMES[0]}.version: got 'gemv', want 'gemm'"),
         ({"quant_method": "awq", "bits": 8}, f"{NAMES[0]}.bits: got 8, want 4 for AWQ"),
     ],
@@ -484,6 +640,6 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path, config, message):
         list(load_safetensors(path))
 
 
-def test_the_formats_that_share_a_mark_are_the_two_that_shapes_tell_apart():
-    marks = [form.mark for form in files.LAYER_FORMATS]
+def test_the_formats_that_share_a_mark_are_those_that_shapes_or_a_configuration_tell_apart():
+    marks = [form.mark for form in layer_formats.LAYER_FORMATS]
     assert {mark for mark in marks if marks.count(mark) > 1} == {"qweight"}

@@ -1,0 +1,164 @@
+"""What a checkpoint says of its quantised layers: where that stands, and what of it goes for one layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cute_kernels.integrations.checkpoints.headers import read_json
+
+Config = Mapping[str, Any]
+
+KEYS = ("quantization_config", "compression_config")  # the latter of llm-compressor's first releases
+FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Beside config.json: AutoGPTQ's and GPTQModel's, AutoAWQ's, AutoRound's."""
+_FOREIGN_FILES = {"hf_quant_config.json": "ModelOpt"}  # that importers do not read
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+COMPRESSED = ("compressed-tensors", "compressed_tensors")
+
+
+def checked(name: str, config: Any) -> Config:
+    """The configuration, if it is a mapping; TypeError else."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{name}: got {type(config).__name__}, want the quantisation configuration, a mapping")
+    return _unwrapped(config)
+
+
+def read_config(path: Path) -> Config:
+    """The quantisation configuration beside the files, or an empty one.
+
+    Of config.json it is taken from wherever it stands: some models have it in "text_config" or deeper.
+
+    Raises:
+        TypeError, ValueError: config.json has several that differ, or one that is no mapping.
+    """
+    directory = path if path.is_dir() else path.parent
+    file = directory / "config.json"
+    if file.exists():
+        found = list(_all_configs(read_json(file), ""))
+        if any(config != found[0][1] for _, config in found):
+            places = ", ".join(place for place, _ in found)
+            raise ValueError(
+                f"config.json: got quantisation configurations that differ in {places}, want one: give config"
+            )
+        if found:
+            return found[0][1]
+    for name in FILES:
+        if (directory / name).exists():
+            return checked(name, read_json(directory / name))
+    for name, owner in _FOREIGN_FILES.items():
+        if (directory / name).exists():
+            raise ValueError(
+                f"{name}: got a checkpoint of {owner}, want one of a format that is read (docs/checkpoints.md)"
+            )
+    return {}
+
+
+def _all_configs(settings: Any, prefix: str) -> Iterator[tuple[str, Config]]:
+    """(place, configuration) of each one in settings, the outermost first."""
+    if not isinstance(settings, Mapping):
+        return
+    for key in KEYS:
+        if settings.get(key):
+            yield prefix + key, checked(f"config.json, {prefix}{key}", settings[key])
+    for key, value in settings.items():
+        if key not in KEYS:
+            yield from _all_configs(value, f"{prefix}{key}.")
+
+
+def _unwrapped(config: Config) -> Config:
+    """A configuration that transformers wraps beside one of sparsity, without the wrapping."""
+    inner = config.get("quantization_config")
+    if isinstance(inner, Mapping):
+        outer = {key: value for key, value in config.items() if key != "quantization_config"}
+        return {**outer, **inner}
+    return config
+
+
+# -- what goes for one layer -------------------------------------------------------------------------------------------
+
+
+def config_of(config: Config, name: str) -> Config:
+    """The configuration of a layer, with what patterns of names say of it.
+
+    Those are GPTQModel's "dynamic", AutoRound's "extra_config", and the "config_groups" of compressed-tensors, of
+    which the layer's own becomes "group".
+
+    Raises:
+        TypeError, ValueError: a pattern is not as its project writes it, or no group is the layer's.
+    """
+    config = {**config, **_dynamic_of(config, name)}
+    if config.get("quant_method") in AUTO_ROUND:
+        config |= _extra_of(config, name)
+    if config.get("config_groups"):
+        config["group"] = _group_of(config, name)
+    return config
+
+
+def _dynamic_of(config: Config, name: str) -> Config:
+    """GPTQModel's values for layers whose names a pattern matches from the start; "-:" is of layers left alone."""
+    dynamic = _mappings("dynamic", config)
+    for pattern, own in dynamic.items():
+        if _compiled("dynamic", pattern, "+:").match(name):
+            return own
+    return {}
+
+
+def _extra_of(config: Config, name: str) -> Config:
+    """AutoRound's values for a layer: of its name, or else of the first pattern that is found in its name."""
+    extra = _mappings("extra_config", config)
+    if name in extra:
+        return extra[name]
+    for pattern, own in extra.items():
+        try:
+            found = re.search(pattern, name)
+        except re.error:
+            continue  # as AutoRound does
+        if found and own:
+            return own
+    return {}
+
+
+def _mappings(key: str, config: Config) -> Mapping[str, Config]:
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping) or not all(isinstance(own, Mapping) for own in found.values()):
+        raise TypeError(f"{key}: got {found!r}, want values for each pattern of names")
+    return found
+
+
+def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
+    """The regular expression behind a prefix."""
+    try:
+        return re.compile(pattern.removeprefix(prefix))
+    except re.error as error:
+        raise ValueError(f"{key}: got {pattern!r} ({error}), want a regular expression") from error
+
+
+def _group_of(config: Config, name: str) -> Config:
+    """The group of a compressed-tensors configuration that a quantised layer is in.
+
+    Targets are names, patterns behind "re:", or classes, in this order; a layer whose weight is packed is a Linear.
+    """
+    groups: Any = config["config_groups"]
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise TypeError(f"config_groups: got {groups!r}, want groups of layers by name, each a mapping")
+    ranked = []
+    for group in groups.values():
+        targets = group.get("targets") or ["Linear"]
+        if not isinstance(targets, (list, tuple)) or not all(isinstance(target, str) for target in targets):
+            raise TypeError(f"config_groups: got targets {targets!r}, want a list of names")
+        ranked += [(rank, group) for target in targets if (rank := _rank(target, name)) is not None]
+    if not ranked:
+        raise ValueError(
+            "config_groups: got none whose targets are this layer's name or Linear, want the layer's group"
+        )
+    return min(ranked, key=lambda item: item[0])[1]
+
+
+def _rank(target: str, name: str) -> int | None:
+    """How specific a target that matches is, 0 most; None if it does not match."""
+    if target.startswith("re:"):
+        return 1 if _compiled("config_groups", target, "re:").match(name) else None
+    return 0 if target == name else 2 if target == "Linear" else None

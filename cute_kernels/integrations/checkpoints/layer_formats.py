@@ -1,0 +1,291 @@
+"""How checkpoints keep a layer: the tensors it has, by which it is known, and who converts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.integrations.checkpoints.awq import from_awq
+from cute_kernels.integrations.checkpoints.compressed_tensors import from_compressed_tensors
+from cute_kernels.integrations.checkpoints.configuration import AUTO_ROUND, COMPRESSED, Config
+from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
+from cute_kernels.integrations.checkpoints.headers import Entry
+from cute_kernels.integrations.checkpoints.hqq import from_hqq
+from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How a checkpoint keeps a layer.
+
+    Args:
+        name: what errors call it.
+        methods: the configuration's `quant_method` that go with it.
+        mark: the tensor whose name tells that a layer is of this format.
+        required, optional: the tensors that are read, without "bias".
+        convert: tensors by those names, the configuration of the layer, further options -> weight.
+        ignored: tensors beside them that say nothing of the result.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    mark: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    convert: Callable[..., PackedWeight]
+    ignored: tuple[str, ...] = ()
+
+
+# -- converters --------------------------------------------------------------------------------------------------------
+
+
+def _awq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    if config.get("bits", config.get("w_bit", 4)) != 4:
+        raise ValueError(f"bits: got {config.get('bits', config.get('w_bit'))}, want 4 for AWQ")
+    version = config.get("version") or config.get("format") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":  # AutoAWQ's first versions wrote "GEMM"
+        raise ValueError(f"version: got {version!r}, want 'gemm', how AutoAWQ packs by default")
+    weight = from_awq(**tensors, group_size=config.get("group_size", config.get("q_group_size")), **options)
+    if config.get("zero_point") is False:
+        _check_symmetric("qzeros", weight, "zero_point is false")
+    return weight
+
+
+def _gptq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    stored_as = config.get("checkpoint_format") or config.get("format")
+    bits, group_size = config.get("bits", 4), config.get("group_size")
+    weight = from_gptq(
+        **tensors, bits=bits, group_size=group_size, checkpoint_format=stored_as or FORMATS[0], **options
+    )
+    if stored_as is None and not config and weight.zeros is not None:
+        raise ValueError(
+            "qzeros: got zero points that may be of format 'gptq' or 'gptq_v2', want a configuration that says which: "
+            "give config={'quant_method': 'gptq', 'checkpoint_format': ..., 'desc_act': ...}"
+        )
+    if config.get("sym") is True:
+        _check_symmetric("qzeros", weight, "sym is true")
+    desc_act = config.get("desc_act")
+    if desc_act is None:
+        _check_order_is_there("g_idx", tensors, weight, "nothing of the order of inputs (desc_act)")
+    if desc_act is True:
+        _check_order_is_there("g_idx", tensors, weight, "that desc_act is true")
+    if desc_act is False and weight.perm is not None:
+        raise ValueError(
+            "g_idx: got inputs of a group that are not neighbours, want neighbours: the configuration says that "
+            "desc_act is false"
+        )
+    return weight
+
+
+def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    _check_no_transforms(config)
+    group: Config = config.get("group") or {}
+    stored_as = group.get("format") or config.get("format") or "pack-quantized"
+    if stored_as in ("mixed-precision", "dense"):  # which leave it to the groups
+        stored_as = "pack-quantized"
+    if stored_as != "pack-quantized":
+        raise ValueError(f"format: got {stored_as!r}, want 'pack-quantized'")
+    said = group.get("weights") or {}
+    if not isinstance(said, Mapping):
+        raise TypeError(f"weights: got {said!r}, want a mapping")
+    if said.get("type", "int") != "int":
+        raise ValueError(f"type: got weights of type {said['type']!r}, want 'int'")
+    bits, group_size = said.get("num_bits"), said.get("group_size")
+    weight = from_compressed_tensors(**tensors, bits=bits, group_size=group_size, **options)
+    symmetric = said.get("symmetric")
+    if symmetric is True:
+        _check_symmetric("weight_zero_point", weight, "symmetric is true")
+    if (symmetric is False or not group) and "weight_zero_point" not in tensors:
+        wanted = "that symmetric is false" if group else "nothing of zero points (config_groups, weights, symmetric)"
+        raise ValueError(f"weight_zero_point: got no such tensor, want it: the configuration says {wanted}")
+    if said.get("actorder") in ("group", "dynamic"):  # two names of one order; others keep the inputs' own
+        _check_order_is_there("weight_g_idx", tensors, weight, f"that actorder is {said['actorder']!r}")
+    return weight
+
+
+def _check_no_transforms(config: Config) -> None:
+    """Raises ValueError if inputs are rotated before a layer takes them, which nothing here would do."""
+    for key in ("transform_config", "rotation_config", "hadamard_config"):
+        found = config.get(key)
+        if found and (not isinstance(found, Mapping) or any(found.values())):
+            raise ValueError(f"{key}: got transforms of inputs or weights that run with the model, want none")
+
+
+def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
+    """Raises ValueError if a weight has zero points of its own, against the configuration."""
+    if weight.zeros is not None:
+        middle = symmetric_zero(weight.bits)
+        raise ValueError(
+            f"{name}: got zero points other than {middle}, want {middle} everywhere: the configuration says that {said}"
+        )
+
+
+def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, said: str) -> None:
+    """Raises ValueError if the groups of inputs are missing that the configuration promises, or does not rule out."""
+    if name not in tensors and weight.group_size is not None:
+        raise ValueError(f"{name}: got no such tensor, want it: the configuration says {said}")
+
+
+def _hqq(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    shape = tensors.pop("shape").tolist()
+    found = {"nbits": 4, "axis": 1} | dict(config)
+    found |= {name: _integer(name, tensors.pop(name)) for name in ("nbits", "axis") if name in tensors}
+    return from_hqq(**tensors, shape=shape, bits=found["nbits"], axis=found["axis"], **options)
+
+
+def _integer(name: str, tensor: torch.Tensor) -> int:
+    if tensor.numel() != 1 or tensor.is_floating_point():
+        raise ValueError(f"{name}: got {tensor.dtype} {list(tensor.shape)}, want one integer")
+    return int(tensor)
+
+
+def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: Any) -> PackedWeight:
+    weight = PackedWeight.from_state_dict(tensors)
+    if dtype not in (None, weight.dtype):
+        raise TypeError(f"dtype: got {dtype}, want None or {weight.dtype}, that of the packed weight")
+    return weight if device is None else weight.to(device)
+
+
+def _auto_round(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
+    """AutoRound keeps AutoGPTQ's or AutoAWQ's words; zero points less one only where its packing format says so."""
+    _check_no_transforms(config)
+    data_type = config.get("data_type", "int")
+    if data_type not in ("int", "int_asym", "int_sym"):
+        raise ValueError(f"data_type: got {data_type!r}, want 'int'")
+    packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
+    same = {key: config[key] for key in ("bits", "group_size", "sym") if config.get(key) is not None}
+    if "awq" in packing:
+        tensors.pop("g_idx", None)
+        return _awq(tensors, {**same, "version": "gemm"}, **options)
+    if packing not in AUTO_ROUND_PACKINGS:
+        raise ValueError(f"packing_format: got {packing!r}, want {', '.join(AUTO_ROUND_PACKINGS)} or one of AWQ's")
+    return _gptq(tensors, {**same, "checkpoint_format": AUTO_ROUND_PACKINGS[packing], "desc_act": False}, **options)
+
+
+AUTO_ROUND_PACKINGS = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:gptqmodel:exllamav2": "gptq_v2",
+    "auto_round:exllamav2": "gptq_v2",
+    "auto_round:tritonv2": "gptq_v2",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_gptq:exllamav2": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:gptq:exllamav2": "gptq",
+    "auto_gptq": "gptq",
+    "gptq": "gptq",
+}
+"""AutoRound's packing formats as GPTQ's: with zero points as they are, or less one."""
+
+HQQ_META = (
+    "nbits", "axis", "group_size", "packing", "compute_dtype", "view_as_float", "unpack_view_dtype", "optimize",
+    "round_zero", "channel_wise", "stores_quant_config", "offload_meta", "quant_scale", "quant_zero",
+    "encoded_state_dict",
+)  # fmt: skip
+_WORDS = ("qweight", "qzeros", "scales")
+
+LAYER_FORMATS = (
+    LayerFormat("awq", ("awq",), "qweight", _WORDS, (), _awq),
+    LayerFormat("gptq", ("gptq",), "qweight", _WORDS, ("g_idx",), _gptq),
+    LayerFormat("auto-round", AUTO_ROUND, "qweight", _WORDS, ("g_idx",), _auto_round),
+    LayerFormat(
+        "compressed-tensors",
+        COMPRESSED,
+        "weight_packed",
+        ("weight_packed", "weight_scale"),
+        ("weight_shape", "weight_zero_point", "weight_g_idx"),
+        _compressed_tensors,
+        ("input_scale", "input_zero_point", "output_scale", "output_zero_point"),  # of activations, which stay 16-bit
+    ),
+    LayerFormat("hqq", ("hqq",), "W_q", ("W_q", "scale", "zero", "shape"), ("nbits", "axis"), _hqq, HQQ_META),
+    LayerFormat("cute_kernels", ("cute_kernels",), "codes", ("codes", "scales", "format"), TENSOR_NAMES[2:], _own),
+)
+OWN = LAYER_FORMATS[-1]
+
+FOREIGN = (
+    "weight_scale", "weight_zero_point", "weight_packed", "weight_shape", "weight_g_idx", "weight_global_scale",
+    "weight_scale_inv", "weight_scale_2", "qweight", "qzeros", "scales", "g_idx", "W_q", "absmax", "SCB", "quant_map",
+    "bitmask", "compressed", "trellis", "codebooks", "Qidxs",
+)  # fmt: skip
+"""Tensors of quantised layers, of formats that are read and of others."""
+FOREIGN_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U16", "I16", "U32", "I32")  # of a "weight"
+
+
+# -- which layer is of which -------------------------------------------------------------------------------------------
+
+
+def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, LayerFormat]:
+    """The quantised layers of a checkpoint by name.
+
+    Raises:
+        ValueError: a layer lacks a tensor, has one that nobody reads, or is of a format that is not read; or there is
+            no quantised layer. The message names it.
+    """
+    marks = {form.mark for form in LAYER_FORMATS}
+    layers: dict[str, LayerFormat] = {}
+    owned: dict[str, set[str]] = {}
+    for key in sorted(entries):
+        name, _, own = key.rpartition(".")
+        owned.setdefault(name, set()).add(own)
+        if own in marks:
+            form = _format_of(entries, name, own, config)
+            for wanted in form.required:
+                if join(name, wanted) not in entries:
+                    raise ValueError(f"{join(name, wanted)}: got no such tensor, want it beside {own} ({form.name})")
+            layers[name] = form
+    for name, form in layers.items():
+        known = {*form.required, *form.optional, *form.ignored, "bias"}
+        if more := sorted(owned[name] - known):
+            raise ValueError(
+                f"{join(name, more[0])}: got a tensor that {form.name} does not have, want none beside a layer's"
+            )
+    for name in sorted(owned.keys() - layers.keys()):
+        _check_not_quantised(entries, name, owned[name])
+    if not layers:
+        raise ValueError(
+            f"path: got no tensor named {', '.join(sorted(marks))}, want a checkpoint that has such layers"
+        )
+    return layers
+
+
+def _check_not_quantised(entries: Mapping[str, Entry], name: str, owned: set[str]) -> None:
+    """Raises ValueError for a layer that is quantised in a way nobody reads, rather than pass it over."""
+    for form in LAYER_FORMATS:
+        rest = [each for each in form.required if each != form.mark]
+        if "weight" not in owned and owned.issuperset(rest):
+            raise ValueError(f"{join(name, form.mark)}: got no such tensor, want it beside {' and '.join(rest)}")
+    found = sorted(owned & {*FOREIGN})
+    stored = entries[join(name, "weight")].dtype if "weight" in owned else ""
+    if found or stored in FOREIGN_DTYPES:
+        what = join(name, found[0]) if found else f"{join(name, 'weight')} of {stored}"
+        raise ValueError(
+            f"{what}: got a layer that is quantised in a format that is not read, want one of "
+            f"{', '.join(form.name for form in LAYER_FORMATS)} (docs/checkpoints.md)"
+        )
+
+
+def _format_of(entries: Mapping[str, Entry], name: str, mark: str, config: Config) -> LayerFormat:
+    fitting = [form for form in LAYER_FORMATS if form.mark == mark]
+    method = config.get("quant_method")
+    named = [form for form in fitting if method in form.methods]
+    if named or fitting == [OWN]:  # which says by itself what it is
+        return (named or fitting)[0]
+    if method is not None:
+        names = ", ".join(form.name for form in fitting)
+        raise ValueError(f"quant_method: got {method!r}, want one of {names} for layers with {mark}")
+    if len(fitting) == 1:
+        return fitting[0]
+    # AWQ packs along N, GPTQ along K: only GPTQ's words have as many columns as the scales.
+    scales = entries.get(join(name, "scales"))
+    along_k = scales is not None and entries[join(name, mark)].shape[-1:] == scales.shape[-1:]
+    return next(form for form in fitting if form.name == ("gptq" if along_k else "awq"))
+
+
+def join(name: str, own: str) -> str:
+    """The name of a layer's tensor."""
+    return f"{name}.{own}" if name else own

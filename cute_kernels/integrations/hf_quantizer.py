@@ -1,0 +1,250 @@
+"""Quantised models through transformers' own calls: `save_pretrained` and `from_pretrained`.
+
+    import cute_kernels.integrations.hf_quantizer as quantizer
+
+    quantizer.register()
+    cute_kernels.quantize_model(model).save_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)  # the same layers, the same bytes
+
+    config = quantizer.CuteKernelsConfig(bits=4, group_size=128)  # or quantised while it is loaded
+    model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=config)
+
+Without `register` transformers does not know the method: it says so in a log line and goes on with random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.module import QuantizedLinear, is_conv1d
+from cute_kernels.linear.quantize import check_options
+from cute_kernels.linear.weight import TILE_BYTES, TILE_N, PackedWeight, check_format, num_groups, padded_shape
+from cute_kernels.model_config import METHOD, describe_layers, forms_of
+from cute_kernels.model_layers import is_dense
+from cute_kernels.models import quantize_model
+from cute_kernels.moe.blocks import is_moe_block, refusal, shared_of
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+from layouts.weights import hopper
+
+_OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
+_FORMAT = "format"
+
+
+class CuteKernelsConfig(QuantizationConfigMixin):
+    """How the layers of a model are quantised: of a saved one the form of each, of a dense one what to do.
+
+    Args:
+        bits, group_size, zero_point, skip, batch_invariant: as for `cute_kernels.quantize_model`, for a dense model
+            that is quantised while it is loaded.
+        layers: of a saved model, what `cute_kernels.model_config.describe_layers` made; the other arguments are
+            then not given.
+    """
+
+    def __init__(self, quant_method: str = METHOD, **fields: Any) -> None:
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method: got {quant_method!r}, want {METHOD!r}")
+        self.quant_method = METHOD  # pyright: ignore[reportAttributeAccessIssue]
+        self.layers: dict[str, Any] | None = None
+        self.options: dict[str, Any] = {}
+        if "linear" in fields or "experts" in fields:
+            self.layers = {"quant_method": METHOD, **fields}
+            for kind in ("linear", "experts"):
+                list(forms_of(self.layers, kind))
+            return
+        unknown = sorted(fields.keys() - {*_OPTIONS})
+        if unknown:
+            raise ValueError(f"{unknown[0]}: got an option of that name, want {', '.join(_OPTIONS)}")
+        self.options = {"bits": 4, "group_size": 128, "zero_point": False} | fields
+        check_options(self.options["bits"], self.options["group_size"], self.options["zero_point"], None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json keeps."""
+        return {"quant_method": METHOD, **self.options} if self.layers is None else dict(self.layers)
+
+    def __iter__(self) -> Any:
+        yield from self.to_dict().items()
+
+
+class CuteKernelsQuantizer(HfQuantizer):
+    """Gives a skeleton layers that fit a saved model and checks what was loaded, or quantises a dense model."""
+
+    requires_calibration = False
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise ValueError("device_map: got layers on the disk, want quantised layers on GPUs or a CPU")
+
+    def update_dtype(self, dtype: Any) -> Any:
+        """The dtype of the layers' scales, which is that of activations."""
+        found = {form["dtype"] for kind in ("linear", "experts") for _, form in self._forms(kind)}
+        if self.pre_quantized and len(found) == 1 and dtype not in (None, *found):
+            (wanted,) = found
+            raise ValueError(f"dtype: got {dtype}, want {wanted}, that of the quantised layers' activations")
+        return dtype
+
+    def _forms(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
+        layers = getattr(self.quantization_config, "layers", None)
+        return [] if layers is None else list(forms_of(layers, kind))
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.pre_quantized:
+            return model
+        if getattr(self.quantization_config, "layers", None) is None:
+            raise ValueError(
+                "quantization_config: got no forms of layers, want those that quantize_model puts into a saved "
+                "model's config.json"
+            )
+        modules = dict(model.named_modules(remove_duplicate=False))
+        made: dict[nn.Module, nn.Module] = {}
+        for name, form in self._forms("linear"):
+            _swap(model, name, made, modules, lambda dense, form=form: _empty_linear(dense, form))
+        pairs: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, form in self._forms("experts"):
+            parent, _, own = name.rpartition(".")
+            pairs.setdefault(parent, {})[own] = form
+        for name, pair in pairs.items():
+            _swap(model, name, made, modules, lambda block, pair=pair: _empty_moe(block, pair))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.pre_quantized:
+            quantize_model(model, **self.quantization_config.options)  # pyright: ignore[reportAttributeAccessIssue]
+            self.quantization_config = CuteKernelsConfig(**describe_layers(model))
+            self.pre_quantized = True
+            model.config.quantization_config = self.quantization_config
+            return model
+        for name, module in model.named_modules():
+            if isinstance(module, (QuantizedLinear, QuantizedExperts)):
+                _check_loaded(name, module)
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Makes `from_pretrained` know the quantisation method "cute_kernels". May be called again."""
+    if AUTO_QUANTIZATION_CONFIG_MAPPING.get(METHOD) is not CuteKernelsConfig:
+        register_quantization_config(METHOD)(CuteKernelsConfig)
+    if AUTO_QUANTIZER_MAPPING.get(METHOD) is not CuteKernelsQuantizer:
+        register_quantizer(METHOD)(CuteKernelsQuantizer)
+
+
+# -- skeletons ---------------------------------------------------------------------------------------------------------
+
+
+def _swap(model: nn.Module, name: str, made: Any, modules: dict[str, nn.Module], make: Any) -> None:
+    module = modules.get(name)
+    if module is None:
+        raise ValueError(f"{name}: got no such layer in {type(model).__name__}, want the model that was saved")
+    if module not in made:
+        try:
+            made[module] = make(module).train(module.training)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, made[module])
+
+
+def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
+    if not is_dense(dense):
+        raise TypeError(f"got {type(dense).__name__} in the model, want an nn.Linear")
+    shape = tuple(dense.weight.shape)
+    shape = (shape[1], shape[0]) if is_conv1d(dense) else shape
+    tensors = _empty_tensors(shape, form)
+    bias = torch.empty(shape[0], dtype=form["dtype"], device="meta") if "bias" in form["tensors"] else None
+    weight = PackedWeight(**tensors, bits=form["bits"], group_size=form["group_size"], shape=shape, check_values=False)
+    layer = QuantizedLinear(weight, bias)
+    layer.batch_invariant = form["batch_invariant"]
+    _expect_format(layer, weight.state_dict()[_FORMAT])
+    return layer
+
+
+def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> QuantizedMoE:
+    if not is_moe_block(block) or (reason := refusal(block)) is not None:
+        raise TypeError(f"got a {type(block).__name__} in the model that is not served: {reason}")
+    if pair.keys() != {"gate_up", "down"}:
+        raise ValueError(f"got {', '.join(sorted(pair))}, want gate_up and down")
+    experts = {}
+    for own, dense in (("gate_up", block.experts.gate_up_proj), ("down", block.experts.down_proj)):
+        form, (count, n, k) = pair[own], dense.shape
+        tensors = {
+            name: None if tensor is None else tensor.new_empty((count, *tensor.shape))
+            for name, tensor in _empty_tensors((n, k), form).items()
+            if name in ("codes", "scales", "zeros")
+        }
+        options: Any = {"bits": form["bits"], "group_size": form["group_size"], "shape": (n, k)}
+        experts[own] = PackedExperts(**tensors, **options, check_values=False)
+    layer = QuantizedMoE(block.gate, **experts, shared=shared_of(block))
+    layer.batch_invariant = pair["down"]["batch_invariant"]
+    for own, weight in experts.items():
+        _expect_format(getattr(layer, own), weight.state_dict()[_FORMAT])
+    return layer
+
+
+def _empty_tensors(shape: Any, form: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a `PackedWeight` on the meta device."""
+    bits, group_size, dtype = form["bits"], form["group_size"], form["dtype"]
+    check_format(bits, group_size, shape)
+    n_pad, k_pad = padded_shape(shape, group_size)
+    per_group = (n_pad // TILE_N, num_groups(shape, group_size), TILE_N)
+
+    def empty(size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=kind, device="meta")
+
+    optional = {
+        "zeros": lambda: empty(per_group, torch.uint8),
+        "perm": lambda: empty((shape[1],), torch.int32),
+        "input_scale": lambda: empty((shape[1],), dtype),
+    }
+    tensors = {name: make() if name in form["tensors"] else None for name, make in optional.items()}
+    codes = empty((n_pad // TILE_N, k_pad // hopper.tile_k(bits), TILE_BYTES), torch.uint8)
+    return {"codes": codes, "scales": empty(per_group, dtype), **tensors}
+
+
+# -- what was loaded ---------------------------------------------------------------------------------------------------
+
+
+def _expect_format(layer: Any, wanted: torch.Tensor) -> None:
+    """Has transformers load the layer's "format" too; `_check_loaded` takes it away again."""
+    layer.register_buffer(_FORMAT, torch.empty_like(wanted, device="meta"))
+
+
+def _check_loaded(name: str, layer: Any) -> None:
+    """Raises ValueError unless all of a layer's tensors came from the files, and are what the configuration said.
+
+    transformers gives a tensor that is missing random values and says so in a table; a layer would compute with them.
+    """
+    for own, tensor in layer._buffers.items():
+        if tensor is not None and (tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False)):
+            raise ValueError(f"{name}.{own}: got no such tensor in the files, want what config.json says")
+    found, wanted = layer._buffers.pop(_FORMAT).tolist(), layer.weight.state_dict()[_FORMAT].tolist()
+    if found != wanted:
+        raise ValueError(f"{name}.{_FORMAT}: got {found}, want {wanted}, as config.json says")
+    weight = layer.weight
+    tensors = {own: tensor for own, tensor in layer._buffers.items() if own != "bias"}
+    try:  # once with a look at the values
+        type(weight)(**tensors, bits=layer.bits, group_size=layer.group_size, shape=layer.shape)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}.{error}") from error

@@ -1,0 +1,99 @@
+"""What a saved model says of its quantised layers: the "quantization_config" of its config.json.
+
+It lists the form of each layer, so that a skeleton of the model can be given layers that fit before tensors are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_kernels.linear.module import QuantizedLinear
+from cute_kernels.linear.weight import FORMAT_VERSION, SCALE_DTYPES
+from cute_kernels.moe.module import QuantizedExperts, QuantizedMoE
+
+METHOD = "cute_kernels"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALE_DTYPES}
+
+
+def describe_layers(model: nn.Module) -> dict[str, Any]:
+    """The "quantization_config" of a model: its `QuantizedLinear` and the pairs of experts of its `QuantizedMoE`.
+
+    "linear" and "experts" are lists of forms (bits, group_size, dtype, the optional tensors that are there,
+    batch_invariant), each with the names of the layers that have it.
+    """
+    linear: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    experts: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedLinear):
+            optional = tuple(
+                each for each in ("zeros", "perm", "input_scale", "bias") if getattr(module, each) is not None
+            )
+            linear.setdefault(_form(module, optional, module.batch_invariant), []).append(name)
+        elif isinstance(module, QuantizedMoE):
+            for own in ("gate_up", "down"):
+                part: QuantizedExperts = getattr(module, own)
+                optional = ("zeros",) if part.zeros is not None else ()
+                experts.setdefault(_form(part, optional, module.batch_invariant), []).append(f"{name}.{own}")
+    return {
+        "quant_method": METHOD,
+        "format_version": FORMAT_VERSION,
+        "linear": [{**_listed(form), "names": names} for form, names in linear.items()],
+        "experts": [{**_listed(form), "names": names} for form, names in experts.items()],
+    }
+
+
+def record_layers(model: Any) -> str | None:
+    """Puts `describe_layers` into a transformers model's configuration; what hinders that, or None.
+
+    A model without such a configuration is left alone: its state dict says all that there is to say.
+    """
+    config: Any = getattr(model, "config", None)
+    if not (hasattr(config, "to_dict") and hasattr(config, "save_pretrained")):
+        return None
+    there = getattr(config, "quantization_config", None)
+    method = there.get("quant_method") if isinstance(there, Mapping) else getattr(there, "quant_method", None)
+    if there is not None and method != METHOD:
+        return (
+            f"its configuration has a quantization_config of {str(method)!r}, which stays: save_pretrained would not "
+            "say which layers are quantised here, keep the state dict instead"
+        )
+    config.quantization_config = describe_layers(model)
+    return None
+
+
+def _form(layer: Any, optional: tuple[str, ...], batch_invariant: bool) -> tuple[tuple[str, Any], ...]:
+    dtype = str(layer.scales.dtype).removeprefix("torch.")
+    fields = ("bits", layer.bits), ("group_size", layer.group_size), ("dtype", dtype)
+    return (*fields, ("tensors", optional), ("batch_invariant", bool(batch_invariant)))
+
+
+def _listed(form: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in form}
+
+
+def forms_of(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, form) of each layer of a kind, "linear" or "experts"; dtype as a torch.dtype.
+
+    Raises:
+        TypeError, ValueError: the configuration is not one that `describe_layers` makes; the message says where.
+    """
+    if config.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"format_version: got {config.get('format_version')!r}, want {FORMAT_VERSION}")
+    groups: Any = config.get(kind)
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"{kind}: got {groups!r}, want a list of forms, each with names")
+    for group in groups:
+        wanted = {"bits", "group_size", "dtype", "tensors", "batch_invariant", "names"}
+        if group.keys() != wanted or group["dtype"] not in _DTYPES or not isinstance(group["names"], list):
+            raise ValueError(f"{kind}: got {dict(group)!r}, want {', '.join(sorted(wanted))}")
+        form = {key: value for key, value in group.items() if key != "names"}
+        for name in group["names"]:
+            yield name, form | {"dtype": _DTYPES[group["dtype"]]}
+
+
+def meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,194 @@
+"""Which layers of a model `quantize_model` swaps, and why it leaves the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from cute_kernels.linear.module import QuantizedLinear, is_conv1d
+from cute_kernels.model_report import ReportedLayer
+from cute_kernels.moe.blocks import is_moe_block, refusal
+from cute_kernels.moe.module import QuantizedExperts
+
+FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_OTHER_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The modules to swap, each with all its names, and what is left."""
+
+    places: dict[nn.Module, list[str]]
+    left: tuple[ReportedLayer, ...]
+
+
+def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
+    """Looks at every module of a model that has weights of its own."""
+    routers = _routers(model)
+    places: dict[nn.Module, list[str]] = {}
+    left: dict[nn.Module, ReportedLayer] = {}
+    experts_reasons: dict[nn.Module, tuple[str, bool]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module in places:
+            if not _is_skipped(name, skip):
+                places[module].append(name)
+            continue
+        if is_moe_block(module):
+            skipped = _is_skipped(name, skip)
+            reason = "skip says so" if skipped else refusal(module) or _hooks_reason(module, module.experts)  # pyright: ignore[reportArgumentType]
+            if reason is None:
+                places[module] = [name]
+                experts_reasons[module.get_submodule("experts")] = "", False
+            else:
+                experts_reasons[module.get_submodule("experts")] = reason, not skipped
+            continue
+        if module in experts_reasons:
+            reason, counts = experts_reasons[module]
+            if reason:
+                left[module] = _left(name, module, reason, counts)
+            continue
+        if not is_dense(module):
+            if module not in left and (entry := _other(name, module, routers, skip)) is not None:
+                left[module] = entry
+            continue
+        found = _reason_of(module, name, routers, skip)
+        if found is None:
+            places[module] = [name]
+            left.pop(module, None)
+        else:
+            left.setdefault(module, _left(name, module, *found))
+    return Survey(places, tuple(left.values()))
+
+
+def is_dense(module: nn.Module) -> bool:
+    """Whether it is an nn.Linear, or the transposed one of transformers' GPT-2, and no subclass of them."""
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def take_hooks(layer: nn.Module, swapped: nn.Module) -> None:
+    """Gives a layer the forward hooks of the module it stands for; their handles go on removing them."""
+    for name in FORWARD_HOOKS:
+        setattr(layer, name, getattr(swapped, name))
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a module's own parameters and buffers of two or more dimensions."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own if tensor.dim() >= 2)
+
+
+def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequence[str]) -> tuple[str, bool] | None:
+    """Why a dense layer is left, and whether that counts; None if it is to be swapped."""
+    if _is_skipped(name, skip):
+        return "skip says so", False
+    if module in routers:
+        return "the router of a mixture of experts, which stays in 16 bits", False
+    reason = _tensors_reason(module) or _hooks_reason(module)
+    return None if reason is None else (reason, True)
+
+
+def _tensors_reason(module: nn.Module) -> str | None:
+    """Why a Linear's tensors are no plain weight and bias, or None."""
+    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    others = sorted(own.keys() - {"weight", "bias"})
+    if others or "weight" not in own:
+        return f"it has {', '.join(others) or 'no weight'}: quantised by another library, or a weight made by hooks"
+    weight = own["weight"]
+    if type(weight) not in (torch.Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}: quantised or distributed by another library"
+    if weight.dtype not in _WEIGHT_DTYPES:
+        return f"its weight is of {weight.dtype}, want a floating one of 16 bits or more"
+    return None
+
+
+def _hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | None:
+    """Why a module's hooks cannot be kept, or None; ``inner`` is a part of it that goes, hooks and all."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (accelerate's hooks do so)"
+    lost = [name for name in _OTHER_HOOKS if getattr(module, name, None)]
+    if inner is not None:
+        lost += [f"{name} of its experts" for name in (*FORWARD_HOOKS, *_OTHER_HOOKS) if getattr(inner, name, None)]
+        lost += ["a forward of its experts' instance"] if "forward" in vars(inner) else []
+    return f"it has {lost[0].lstrip('_')}, which a quantised layer cannot keep" if lost else None
+
+
+def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence[str]) -> ReportedLayer | None:
+    """The entry of a module that is no dense layer but has weights of its own, or None."""
+    if isinstance(module, (QuantizedLinear, QuantizedExperts)):
+        return ReportedLayer(name, type(module).__name__, weight_bytes(module), 0, "it is quantised already", False)
+    if isinstance(module, nn.Linear) and module not in routers and not _is_skipped(name, skip):
+        return _left(name, module, "a subclass of nn.Linear, whose forward is its own", True)
+    if not any(tensor.dim() >= 2 for tensor in module.parameters(recurse=False)):
+        packed = [b for b in module.buffers(recurse=False) if b.dim() >= 2 and not b.is_floating_point()]
+        known = [key for key, _ in module.named_buffers(recurse=False) if key in ("qweight", "weight_packed", "W_q")]
+        if packed and known:
+            return _left(name, module, f"it has {known[0]}: quantised by another library", True)
+        return None
+    if _is_skipped(name, skip):
+        return _left(name, module, "skip says so", False)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return _left(name, module, "an embedding", False)
+    if isinstance(module, _CONVOLUTIONS):
+        return _left(name, module, "a convolution", False)
+    if module in routers:
+        return _left(name, module, "the router of a mixture of experts, which stays in 16 bits", False)
+    is_named = "expert" in name.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+    if is_named and any(tensor.dim() == 3 for tensor in module.parameters(recurse=False)):
+        names = ", ".join(key for key, _ in module.named_parameters(recurse=False))
+        reason = (
+            f"experts with {names} in a block that QuantizedMoE.from_block does not know: it wants a router 'gate' and "
+            "'experts' with gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU and nothing else"
+        )
+        return _left(name, module, reason, True)
+    return _left(name, module, "not an nn.Linear", True)
+
+
+def _routers(model: nn.Module) -> set[nn.Module]:
+    """Modules in a gate or router beside experts that have a row for each of them."""
+    found: set[nn.Module] = set()
+    for parent in model.modules():
+        children = dict(parent.named_children())
+        counts = {count for name, child in children.items() if (count := _num_experts(name, child)) is not None}
+        for name, child in children.items():
+            if not counts or not any(part in name for part in ("gate", "router")):
+                continue
+            for module in child.modules():
+                weight = getattr(module, "weight", None)
+                if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] in counts:
+                    found.add(module)
+    return found
+
+
+def _num_experts(name: str, module: nn.Module) -> int | None:
+    """How many experts a module holds, or None if it holds none: in stacked weights, or in a list."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) if "expert" in name and len(module) > 1 else None
+    sizes = {tensor.shape[0] for tensor in module.parameters(recurse=False) if tensor.dim() == 3}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _left(name: str, module: nn.Module, reason: str, counts: bool) -> ReportedLayer:
+    return ReportedLayer(name, type(module).__name__, weight_bytes(module), 0, reason, counts)
+
+
+def _is_skipped(name: str, skip: Sequence[str]) -> bool:
+    return any(fnmatchcase(candidate, pattern) for pattern in skip for candidate in (name, name.rpartition(".")[2]))

@@ -1,0 +1,87 @@
+"""What `quantize_model` did to a model, what it left, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+_SHOWN_NAMES = 3  # of the layers that are left for one reason
+
+
+@dataclass(frozen=True)
+class ReportedLayer:
+    """A layer that `quantize_model` came across.
+
+    Args:
+        name: qualified; of a layer that stands in several places the first.
+        kind: the name of its class, before it was swapped.
+        nbytes: bytes of its weights as they came.
+        packed_nbytes: bytes of its packed weights, 0 if it was left.
+        reason: why it was left, "" if it was not.
+        counts: whether it multiplies with its weights and was not left because `skip` says so.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    packed_nbytes: int = 0
+    reason: str = ""
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What `quantize_model` did; printing it gives a table.
+
+    Args:
+        quantized: the layers that are quantised now.
+        left: the layers with weights of two or more dimensions that are as they were, each with its reason.
+    """
+
+    quantized: tuple[ReportedLayer, ...]
+    left: tuple[ReportedLayer, ...]
+
+    @property
+    def summary(self) -> str:
+        """Counts and bytes in one line."""
+        before, after = (sum(getattr(x, name) for x in self.quantized) for name in ("nbytes", "packed_nbytes"))
+        left = sum(layer.nbytes for layer in self.left)
+        return (
+            f"quantised {len(self.quantized)} layers, {_size(before)} to {_size(after)}; "
+            f"left {len(self.left)}, {_size(left)}"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """What a user is warned of: that nothing is quantised, or less than half of what could be; else None."""
+        missed = [layer for layer in self.left if layer.counts]
+        done, open_ = (sum(layer.nbytes for layer in layers) for layers in (self.quantized, missed))
+        if self.quantized and done >= open_:
+            return None
+        reasons = "; ".join(_reasons(missed)) or "it has no layers with weights"
+        if not self.quantized:
+            return f"nothing is quantised: {reasons}"
+        return f"most of the weights, {_size(open_)} of {_size(done + open_)}, stay as they are: {reasons}"
+
+    def __str__(self) -> str:
+        kinds = Counter(layer.kind for layer in self.quantized)
+        done = [f"  {count} {kind}" for kind, count in sorted(kinds.items())]
+        return "\n".join([self.summary, *done, *(f"  left: {line}" for line in _reasons(self.left))])
+
+
+def _reasons(layers: tuple[ReportedLayer, ...] | list[ReportedLayer]) -> list[str]:
+    """A line for each reason and class, the most bytes first."""
+    groups: dict[tuple[str, str], list[ReportedLayer]] = {}
+    for layer in layers:
+        groups.setdefault((layer.kind, layer.reason), []).append(layer)
+    ordered = sorted(groups.items(), key=lambda item: -sum(layer.nbytes for layer in item[1]))
+    lines = []
+    for (kind, reason), members in ordered:
+        names = ", ".join(layer.name for layer in members[:_SHOWN_NAMES])
+        more = f" and {len(members) - _SHOWN_NAMES} more" if len(members) > _SHOWN_NAMES else ""
+        lines.append(f"{kind} {names}{more} ({_size(sum(layer.nbytes for layer in members))}): {reason}")
+    return lines
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,158 @@
+"""Which mixtures of experts of other libraries mean what `QuantizedMoE` computes.
+
+A block is looked at in three ways, since none sees all: its parts and what its router asks for; the experts' own gated
+activation over the whole range of numbers; and tokens of several sizes and both signs through the whole block, which
+see what its forward does besides.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+SHARED_NAMES = ("shared_experts", "shared_expert")  # an expert that takes all tokens
+SHARED_GATE = "shared_expert_gate"  # what its result is multiplied with, after a sigmoid
+
+_PROBE_TOKENS = 2
+_PROBE_TOLERANCE = 0.05  # relative; what another meaning would change is far more, what rounding to bf16 does far less
+_MAGNITUDES = (0.5, 4.0, 30.0, 500.0, 1e4)  # of the largest gate or up; published clamps are at 7 to 16
+_FP16_MAGNITUDE = 100.0  # its square, what the second product takes, is still a number in fp16
+
+
+def is_moe_block(module: Any) -> bool:
+    """Whether it is a module with the parts, and no others, that `QuantizedMoE.from_block` makes a layer of."""
+    if not isinstance(module, nn.Module):
+        return False
+    children = dict(module.named_children())
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    others = children.keys() - {"gate", "experts", *SHARED_NAMES, SHARED_GATE}
+    if own or others or not {"gate", "experts"} <= children.keys() or all(name in children for name in SHARED_NAMES):
+        return False
+    experts: Any = children["experts"]
+    weights = dict(experts.named_parameters())
+    if weights.keys() != {"gate_up_proj", "down_proj"} or any(weight.dim() != 3 for weight in weights.values()):
+        return False
+    count, rows, hidden = weights["gate_up_proj"].shape
+    return weights["down_proj"].shape == (count, hidden, rows // 2) and _is_silu(getattr(experts, "act_fn", None))
+
+
+def shared_of(block: nn.Module) -> dict[str, nn.Module]:
+    """The block's shared expert and its gate by name, if it has them."""
+    return {name: child for name, child in block.named_children() if name in (*SHARED_NAMES, SHARED_GATE)}
+
+
+def with_shared(module: nn.Module, shared: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y and what the shared expert says of x."""
+    z = module.get_submodule(shared)(x)
+    if hasattr(module, SHARED_GATE):
+        z = torch.sigmoid(module.get_submodule(SHARED_GATE)(x)) * z
+    return y + z
+
+
+def refusal(block: nn.Module) -> str | None:
+    """Why a block with the parts of one (`is_moe_block`) cannot be served, or None if it can.
+
+    Of a block on the meta device its code is looked at alone.
+    """
+    reason = _router_refusal(block) or _activation_refusal(block.get_submodule("experts"))
+    if reason is None and not any(tensor.is_meta for tensor in block.parameters()):
+        reason = _probe_refusal(block)
+    return reason
+
+
+def _router_refusal(block: nn.Module) -> str | None:
+    """Why the router does not choose experts by hidden states alone."""
+    asked = inspect.signature(block.get_submodule("gate").forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    wanted = [each.name for each in asked if each.default is inspect.Parameter.empty and each.kind in kinds]
+    if len(wanted) == 1:
+        return None
+    gate = type(block.get_submodule("gate")).__name__
+    return f"its router {gate} takes {', '.join(wanted) or 'nothing'}, want one that takes hidden states alone"
+
+
+def _activation_refusal(experts: nn.Module) -> str | None:
+    """Why the experts' own gated activation, where it is a function of its own, is not silu(gate) * up."""
+    apply: Any = getattr(experts, "_apply_gate", None)
+    if apply is None:
+        return None
+    sizes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device="cpu")
+    values = torch.cat((-sizes.flip(0), sizes))
+    gate, up = values.repeat_interleave(len(values)), values.repeat(len(values))
+    try:
+        with torch.device("cpu"):  # also while a skeleton is made on the meta device
+            found = apply(torch.cat((gate, up))[None])[0].float()
+    except Exception as error:  # whatever another library's code raises
+        return f"its experts' gated activation cannot be tried ({type(error).__name__}: {error})"
+    wanted = functional.silu(gate) * up
+    off = ~torch.isclose(found, wanted, rtol=1e-3, atol=1e-6) if found.shape == wanted.shape else torch.ones_like(gate)
+    if not bool(off.any()):
+        return None
+    first = int(off.int().argmax())
+    result = f"{found[first].item():.6g}" if found.shape == wanted.shape else f"shape {list(found.shape)}"
+    return (
+        f"its experts' gated activation gives {result} for gate {gate[first].item():g} and up {up[first].item():g}, "
+        f"want silu(gate) * up = {wanted[first].item():.6g} (a clamp, or another activation)"
+    )
+
+
+def _is_silu(function: Any) -> bool:
+    with torch.device("cpu"):  # also while a skeleton is made on the meta device
+        sizes = torch.tensor((*range(5), 30.0, 500.0, 1e4), dtype=torch.float32)
+        values = torch.cat((-sizes, sizes))
+        return callable(function) and torch.allclose(torch.as_tensor(function(values)), functional.silu(values))
+
+
+@torch.no_grad()
+def _probe_refusal(block: nn.Module) -> str | None:
+    """Why tokens do not come out of the block as they would of a `QuantizedMoE`, or None."""
+    experts: Any = block.experts
+    w = experts.gate_up_proj
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_PROBE_TOKENS, w.shape[2], generator=generator).to(w.device, w.dtype)
+    x = torch.cat((x, -x))
+    top = _FP16_MAGNITUDE if w.dtype == torch.float16 else _MAGNITUDES[-1]
+    training = block.training
+    block.eval()
+    try:
+        size = max(functional.linear(x, w[e]).abs().max().item() for e in range(min(len(w), 8)))
+        for magnitude in (size, *(each for each in _MAGNITUDES if each <= top)):
+            inputs = x * (magnitude / size) if size else x
+            found, router = block(inputs[None].clone()), block.gate(inputs)  # pyright: ignore[reportCallIssue]
+            if not _agree(block, inputs, found, router):
+                return (
+                    f"for gates and ups up to {magnitude:.3g} it computes something else than its experts with gated "
+                    "SiLU, weighted by what its router says, plus its shared expert"
+                )
+    except Exception as error:  # whatever another library's code raises
+        return f"its forward cannot be tried with hidden states alone ({type(error).__name__}: {error})"
+    finally:
+        block.train(training)
+    return None
+
+
+def _agree(block: nn.Module, x: torch.Tensor, found: Any, router: Any) -> bool:
+    """Whether what the block and its router made of x is what a `QuantizedMoE` would make of it, token by token."""
+    experts: Any = block.experts
+    shapes_fit = isinstance(found, torch.Tensor) and found.numel() == x.numel()
+    if not (shapes_fit and isinstance(router, tuple) and len(router) == 3 and router[1].shape == router[2].shape):
+        return False
+    y = torch.zeros_like(x, dtype=torch.float32)
+    for token, (shares, ids) in enumerate(zip(router[1].tolist(), router[2].tolist(), strict=True)):
+        for share, e in zip(shares, ids, strict=True):
+            gate, up = functional.linear(x[token], experts.gate_up_proj[e]).float().chunk(2)
+            y[token] += share * (experts.down_proj[e] @ (functional.silu(gate) * up).to(x.dtype)).float()
+    shared = next(iter(shared_of(block).keys() & {*SHARED_NAMES}), None)
+    wanted = (y if shared is None else with_shared(block, shared, x, y)).float()
+    off = (found.reshape(x.shape).float() - wanted).norm(dim=1) > _PROBE_TOLERANCE * wanted.norm(dim=1)
+    if not bool(wanted.isfinite().all()):
+        return _has_bad_weights(block)  # the weights are to blame, which quantising says by name
+    return not bool(off.any())
+
+
+def _has_bad_weights(block: nn.Module) -> bool:
+    return not all(bool(expert.isfinite().all()) for w in block.get_submodule("experts").parameters() for expert in w)

@@ -1,0 +1,203 @@
+"""Quantised models through `save_pretrained` and `from_pretrained`: the same bytes come back, or an error does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model, quantize_weight
+from cute_kernels.integrations import hf_quantizer
+from tests.moe import blocks
+
+BF16 = torch.bfloat16
+IDS = torch.arange(1, 25).view(2, 12)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    hf_quantizer.register()
+    hf_quantizer.register()  # twice is once
+
+
+def load(path: Any, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+def llama(tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attention_bias=True, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return model.eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=2))
+    return model.eval()
+
+
+def dense(make: Any, path: Path) -> Any:
+    """The model in bf16 as from_pretrained makes it, whose rotary frequencies stay in fp32."""
+    make().save_pretrained(path / "dense")
+    return load(path / "dense", dtype=BF16)
+
+
+MAKERS = (llama, lambda: llama(tied=True), gpt2, *blocks.MODELS)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["llama", "tied", "gpt2", "mixtral", "qwen3", "deepseek"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
+    path = tmp_path / "packed"
+    model: Any = quantize_model(dense(make, tmp_path), bits=4, group_size=32, zero_point=True)
+    model.save_pretrained(path, max_shard_size="40KB" if sharded else "50GB")
+    assert len(list(path.glob("*.safetensors"))) > 1 or not sharded
+    loaded, info = load(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    for name, module in model.named_modules():
+        assert type(loaded.get_submodule(name)) is type(module), name
+    again = tmp_path / "again"
+    loaded.save_pretrained(again)
+    with torch.no_grad():
+        assert torch.equal(load(again)(IDS).logits, model(IDS).logits)
+
+
+def test_layers_of_several_forms_come_back(tmp_path):
+    model = dense(llama, tmp_path)
+    quantize_model(model, bits=8, group_size=64, skip=("lm_head", "*.mlp.*"), batch_invariant=True)
+    quantize_model(model, bits=4, group_size=None)
+    layer = model.model.layers[0].mlp.up_proj
+    weight = quantize_weight(torch.randn(192, 128).to(BF16), 4, 32)
+    perm, scale = torch.randperm(128).int(), torch.rand(128).to(BF16)
+    fields = {"codes": weight.codes, "scales": weight.scales, "zeros": None, "perm": perm, "input_scale": scale}
+    changed = QuantizedLinear(type(weight)(**fields, bits=4, group_size=32, shape=(192, 128)))  # pyright: ignore
+    model.model.layers[0].mlp.up_proj = changed
+    assert layer.shape == changed.shape
+    with pytest.warns(UserWarning, match="nothing is quantised"):
+        quantize_model(model)  # has nothing left to do
+    from cute_kernels.model_config import record_layers
+
+    record_layers(model)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.model.layers[0].mlp.up_proj.perm is not None
+    assert (
+        loaded.model.layers[0].self_attn.q_proj.batch_invariant
+        and not loaded.model.layers[0].mlp.down_proj.batch_invariant
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_dense_model_is_quantised_while_it_is_loaded(tmp_path):
+    model = dense(llama, tmp_path)
+    config = hf_quantizer.CuteKernelsConfig(bits=4, group_size=64)
+    loaded = load(tmp_path / "dense", dtype=BF16, quantization_config=config)
+    want: Any = quantize_model(model, bits=4, group_size=64)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, want(IDS).logits)
+    loaded.save_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        again = load(tmp_path / "packed")
+        assert torch.equal(again(IDS).logits, want(IDS).logits)
+    assert loaded.quantization_report.quantized
+
+
+# -- what is not as saved ----------------------------------------------------------------------------------------------
+
+
+def saved(path: Path, make: Any = llama) -> Any:
+    model: Any = quantize_model(make().to(BF16), bits=4, group_size=64)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("own", ["codes", "scales", "format", "bias"])
+def test_a_tensor_that_is_missing_is_an_error_not_random_weights(tmp_path, own):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"model.layers.1.self_attn.q_proj.{own}"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^model\.layers\.1\.self_attn\.q_proj\.{own}: got no such tensor"):
+        load(tmp_path)
+
+
+def test_a_form_other_than_the_configurations_is_an_error(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.format"][3] = 8
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.up_proj\.format: got \[1, 192, 128, 8, 64\], want"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 9}, "format_version: got 9, want 1"),
+        ({"linear": None}, "linear: got None, want a list of forms"),
+        ({"linear": [{"bits": 4}]}, "linear: got {'bits': 4}, want"),
+    ],
+)
+def test_a_configuration_that_was_not_written_so_is_refused(tmp_path, change, message):
+    saved(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    with pytest.raises((TypeError, ValueError), match=message):
+        load(tmp_path)
+
+
+def test_layers_that_the_model_has_not_are_refused(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["linear"][0]["names"].append("model.layers.7.mlp.up_proj")
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="^model.layers.7.mlp.up_proj: got no such layer in LlamaForCausalLM"):
+        load(tmp_path)
+
+
+def test_another_dtype_than_the_layers_is_refused(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(ValueError, match="^dtype: got torch.float16, want torch.bfloat16"):
+        load(tmp_path, dtype=torch.float16)
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="^bits: got 3"):
+        hf_quantizer.CuteKernelsConfig(bits=3)
+    with pytest.raises(ValueError, match="^bit: got an option of that name"):
+        hf_quantizer.CuteKernelsConfig(bit=4)
+    with pytest.raises(ValueError, match="^quant_method: got 'gptq'"):
+        hf_quantizer.CuteKernelsConfig("gptq")
+
+
+def test_experts_come_back_as_experts(tmp_path):
+    saved(tmp_path, blocks.mixtral_model)
+    loaded = load(tmp_path)
+    assert isinstance(loaded.model.layers[1].mlp, QuantizedMoE)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(key for key in tensors if key.endswith("gate_up.scales"))
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"mlp\.gate_up\.scales: got no such tensor"):
+        load(tmp_path)

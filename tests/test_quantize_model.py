@@ -1,0 +1,278 @@
+"""`quantize_model` says what it did, what it left and why, and changes no meaning: clamps, routers, hooks, Conv1D."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model
+from tests.moe import blocks
+
+BF16 = torch.bfloat16
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def filled(module: nn.Module) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return module.to(BF16).eval()
+
+
+def reasons(model: Any) -> dict[str, str]:
+    return {layer.name: layer.reason for layer in model.quantization_report.left}
+
+
+# -- mixtures of experts of another meaning ----------------------------------------------------------------------------
+
+
+def deepseek_v4(kind: str) -> Any:
+    from transformers.models.deepseek_v4 import configuration_deepseek_v4 as configuration
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    options: dict[str, Any] = {"num_local_experts": 8, "mlp_layer_types": [kind, "moe"]}
+    config = configuration.DeepseekV4Config(
+        hidden_size=64,
+        moe_intermediate_size=96,
+        num_experts_per_tok=2,
+        n_routed_experts=8,
+        num_hidden_layers=2,
+        **options,
+    )
+    return filled(modeling.DeepseekV4SparseMoeBlock(config, 0))
+
+
+def step3p7(limit: float | None) -> Any:
+    from transformers.models.step3p7 import configuration_step3p7 as configuration
+    from transformers.models.step3p7 import modeling_step3p7 as modeling
+
+    config = configuration.Step3p7TextConfig(
+        hidden_size=64, moe_intermediate_size=96, share_expert_dim=96, num_local_experts=8, num_experts_per_tok=2,
+        num_hidden_layers=1, moe_router_scaling_factor=1.0,
+    )  # fmt: skip
+    config.swiglu_limits = None if limit is None else [limit]
+    config.swiglu_limits_shared = None
+    return filled(modeling.Step3p7SparseMoeBlock(config, 0))
+
+
+@pytest.mark.parametrize("make", [lambda: deepseek_v4("moe"), lambda: step3p7(7.0)], ids=["deepseek_v4", "step3p7"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_clamp_that_small_inputs_do_not_reach_is_refused(make, device):
+    with pytest.raises(ValueError, match="block: got a .* that is not served: its experts' gated activation gives"):
+        QuantizedMoE.from_block(make().to(device))
+
+
+def test_the_same_block_without_its_clamp_is_served_whatever_the_inputs():
+    block = step3p7(None)
+    layer, x = QuantizedMoE.from_block(block, bits=8, group_size=32), torch.randn(1, 6, 64).to(BF16)
+    for scale in (1, 30, 1000):
+        with torch.no_grad():
+            got, want = layer(scale * x), block(scale * x)
+        assert (got - want).float().norm() < 0.02 * want.float().norm()
+
+
+class InlineClamp(type(blocks.mixtral().experts)):
+    """Clamps in its forward alone, where no function says so."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for token in range(len(hidden_states)):
+            for e, share in zip(top_k_index[token], top_k_weights[token], strict=True):
+                gate, up = nn.functional.linear(hidden_states[token], self.gate_up_proj[e]).chunk(2)
+                hidden = nn.functional.silu(gate) * up.clamp(-self.bound, self.bound)
+                out[token] += share * nn.functional.linear(hidden, self.down_proj[e])
+        return out
+
+
+@pytest.mark.parametrize("bound", [1.0, 12.0, 200.0, 5000.0])
+def test_a_clamp_that_only_the_forward_knows_is_refused(bound):
+    block = blocks.mixtral()
+    block.experts.__class__ = InlineClamp
+    block.experts.bound = 1e9
+    QuantizedMoE.from_block(block)
+    block.experts.bound = bound
+    with pytest.raises(ValueError, match=r"for gates and ups up to .* it computes something else than its experts"):
+        QuantizedMoE.from_block(block)
+
+
+def test_a_hash_router_is_refused_by_name_and_left_by_quantize_model():
+    block = deepseek_v4("hash_moe")
+    with pytest.raises(ValueError, match="its router DeepseekV4HashRouter takes hidden_states, input_ids"):
+        QuantizedMoE.from_block(block)
+    model: Any = nn.ModuleDict({"mlp": block, "proj": nn.Linear(64, 64).to(BF16)})
+    with pytest.warns(UserWarning, match="most of the weights, .* stay as they are: DeepseekV4Experts mlp.experts"):
+        quantize_model(model, group_size=32)
+    assert model.mlp is block and isinstance(model.proj, QuantizedLinear)
+    assert isinstance(block.shared_experts.up_proj, QuantizedLinear)
+    assert "takes hidden_states, input_ids" in reasons(model)["mlp.experts"]
+    assert "router" in reasons(model)["mlp.gate"]
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+
+def gpt_oss() -> Any:
+    return filled(tf.GptOssForCausalLM(tf.GptOssConfig(**SMALL)))
+
+
+def minimax() -> Any:
+    return filled(tf.MiniMaxM2ForCausalLM(tf.MiniMaxM2Config(**SMALL)))
+
+
+def llama4() -> Any:
+    config = tf.Llama4TextConfig(**SMALL, intermediate_size_mlp=96, moe_layers=[0])
+    return filled(tf.Llama4ForCausalLM(config))
+
+
+@pytest.mark.parametrize("make", [gpt_oss, minimax, llama4], ids=["gpt_oss", "minimax", "llama4"])
+def test_experts_that_stay_in_16_bits_are_warned_of_by_name(make):
+    model = make()
+    with pytest.warns(UserWarning, match=r"most of the weights, .*Experts model\.layers\.0\.[a-z_]+\.experts"):
+        quantize_model(model, group_size=32)
+    (name,) = [name for name in reasons(model) if name.endswith(".experts")]
+    assert "gate_up_proj" in reasons(model)[name]
+    routers = [name for name in reasons(model) if name.endswith((".router", ".gate"))]
+    assert len(routers) == 1 and type(model.get_submodule(routers[0])) is not QuantizedLinear
+    assert "experts" in str(model.quantization_report)
+
+
+def test_gpt2s_transposed_layers_are_quantised():
+    torch.manual_seed(0)
+    dense: Any = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=2))
+    dense = dense.to(BF16).eval()
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        want = dense(ids).logits.float()
+        weight, bias = dense.transformer.h[0].mlp.c_fc.weight.T.clone(), dense.transformer.h[0].mlp.c_fc.bias.clone()
+        quantize_model(dense, bits=8, group_size=32)
+        got = dense(ids).logits.float()
+    layers = [module for module in dense.modules() if isinstance(module, QuantizedLinear)]
+    assert len(layers) == 8 and len(dense.quantization_report.quantized) == 8
+    layer = dense.transformer.h[0].mlp.c_fc
+    assert (layer.weight.dequantize() - weight).abs().max() < 0.01 * weight.abs().max() and torch.equal(
+        layer.bias, bias
+    )
+    assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_a_report_counts_bytes_and_names_each_layer_once():
+    model = blocks.mixtral_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_model(model, bits=4, group_size=32)
+    report = model.quantization_report
+    assert {layer.kind for layer in report.quantized} == {"Linear", "MixtralSparseMoeBlock"}
+    packed = sum(
+        module.weight.nbytes for module in model.modules() if hasattr(module, "codes")
+    )  # fmt: skip
+    assert sum(layer.packed_nbytes for layer in report.quantized) == packed
+    assert reasons(model)["lm_head"] == "skip says so" and reasons(model)["model.embed_tokens"] == "an embedding"
+    assert report.warning is None and report.summary.startswith(f"quantised {len(report.quantized)} layers")
+
+
+def test_nothing_to_quantise_is_warned_of():
+    with pytest.warns(UserWarning, match="nothing is quantised: it has no layers with weights"):
+        quantize_model(nn.Sequential(nn.ReLU()))
+    model: Any = nn.Sequential(nn.Bilinear(3, 4, 5), nn.Conv1d(3, 4, 5))
+    with pytest.warns(UserWarning, match="nothing is quantised"):
+        quantize_model(model)
+    assert reasons(model) == {"0": "not an nn.Linear", "1": "a convolution"}
+
+
+# -- Linear layers that are more than a weight and a bias --------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    """A weight as other libraries' quantised tensors are."""
+
+
+def with_weight(weight: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(64, 64)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def with_parameter() -> nn.Linear:
+    linear = nn.Linear(64, 64)
+    linear.register_parameter("weight_scale", nn.Parameter(torch.ones(64)))
+    return linear
+
+
+def with_forward() -> nn.Linear:
+    linear = nn.Linear(64, 64)
+    linear.forward = linear.forward
+    return linear
+
+
+def with_backward_hook() -> nn.Linear:
+    linear = nn.Linear(64, 64)
+    linear.register_full_backward_hook(lambda *_: None)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("linear", "reason"),
+    [
+        (with_weight(torch.randn(64, 64).as_subclass(Subclass)), "its weight is a Subclass: quantised or distributed"),
+        (with_weight(torch.zeros(64, 64).to(torch.float8_e4m3fn)), "its weight is of torch.float8_e4m3fn"),
+        (with_parameter(), "it has weight_scale: quantised by another library"),
+        (nn.utils.weight_norm(nn.Linear(64, 64)), "it has weight_g, weight_v"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), "a subclass of nn.Linear"),
+        (with_forward(), "its forward was replaced on the instance"),
+        (with_backward_hook(), "it has backward_hooks, which a quantised layer cannot keep"),
+    ],
+    ids=["subclass", "float8", "scale", "weight_norm", "parametrised", "forward", "backward"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_linear_that_is_more_than_its_weight_is_left_and_named(linear, reason):
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.ModuleDict({"odd": linear}))
+    quantize_model(model, group_size=32)
+    assert model[1].odd is linear and isinstance(model[0], QuantizedLinear)
+    assert reasons(model)["1.odd"].startswith(reason)
+
+
+def test_forward_hooks_go_on_and_can_be_removed():
+    model: Any = nn.Sequential(nn.Linear(64, 64)).to(BF16)
+    seen: list[str] = []
+    before = model[0].register_forward_pre_hook(lambda module, args: seen.append("before"))
+    after = model[0].register_forward_hook(lambda module, args, kwargs, out: out + 1, with_kwargs=True)
+    quantize_model(model, group_size=32)
+    x = torch.randn(3, 64).to(BF16)
+    with_hook = model(x)
+    after.remove()
+    assert torch.equal(with_hook, model(x) + 1) and seen == ["before"] * 2
+    before.remove()
+    model(x)
+    assert len(seen) == 2
+
+
+def test_a_router_that_is_a_linear_layer_stays():
+    gate = nn.Linear(64, 4, bias=False)
+    experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": gate, "experts": experts})})
+    quantize_model(model, group_size=32)
+    assert model.mlp.gate is gate and all(isinstance(expert, QuantizedLinear) for expert in experts)
+
+
+def test_a_model_of_another_method_keeps_its_configuration_and_is_warned_of():
+    model: Any = filled(tf.LlamaForCausalLM(tf.LlamaConfig(**{k: v for k, v in SMALL.items() if "expert" not in k})))
+    model.config.quantization_config = {"quant_method": "torchao"}
+    with pytest.warns(UserWarning, match="has a quantization_config of 'torchao', which stays"):
+        quantize_model(model, group_size=32)
+    assert model.config.quantization_config == {"quant_method": "torchao"}
