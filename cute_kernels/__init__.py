@@ -19,6 +19,7 @@ from cute_kernels.mla import mla_decode, sparse_mla_decode
 from cute_kernels.mla_cache import append_mla, quantize_mla_kv
 from cute_kernels.models import quantize_model
 from cute_kernels.moe import PackedExperts, QuantizedMoE, fused_moe, grouped_linear
+from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -42,11 +43,13 @@ __all__ = [
     "fused_moe",
     "grouped_linear",
     "interleave_weights",
+    "layer_norm",
     "merge_states",
     "mla_decode",
     "quantize_kv",
     "quantize_mla_kv",
     "quantize_model",
     "quantize_weight",
+    "rms_norm",
     "sparse_mla_decode",
 ]
