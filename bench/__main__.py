@@ -94,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     mla.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
     mla.set_defaults(run=_mla)
 
+    norm = commands.add_parser("norm", help="RMSNorm with and without a residual beside torch and the floor")
+    norm.add_argument("--samples", type=_count, default=16, help="timed calls per figure")
+    norm.add_argument("--json", type=Path, help="where the record goes; default: bench/results/, by date and GPU")
+    norm.set_defaults(run=_norm)
+
     accuracy = commands.add_parser("accuracy", help="what each KV cache format costs in accuracy; no GPU needed")
     accuracy.add_argument(
         "--minutes", type=_minutes, help="training of the small model; default: 2.5 on CUDA, 1 on a CPU"
@@ -254,6 +259,16 @@ def _mla(options: argparse.Namespace) -> int:
     suites = mla_workloads.SUITES if options.suite == "all" else (options.suite,)
     mla.run(bench, suites, () if options.no_peers else mla_peers.PEERS)
     return _finish(bench.recorder, mla.text)
+
+
+def _norm(options: argparse.Namespace) -> int:
+    bench = _gpu_bench("norm", options)
+    if bench is None:
+        return 2
+    from bench import norm
+
+    norm.run(bench)
+    return _finish(bench.recorder, norm.text)
 
 
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:

@@ -34,6 +34,7 @@ from cute_kernels.moe import (
     quantize_experts,
     stack_experts,
 )
+from cute_kernels.norm import layer_norm, rms_norm
 from cute_kernels.runtime.device import UnsupportedGPUError
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "grouped_linear",
     "interleave_experts",
     "interleave_weights",
+    "layer_norm",
     "merge_states",
     "mla_decode",
     "quantize_experts",
@@ -66,6 +68,7 @@ __all__ = [
     "quantize_model",
     "quantize_weight",
     "quantized_linear",
+    "rms_norm",
     "sparse_mla_decode",
     "stack_experts",
 ]

@@ -22,6 +22,7 @@ MODULES = (
     "cute_kernels.mla",
     "cute_kernels.mla_cache",
     "cute_kernels.moe",
+    "cute_kernels.norm",
     "cute_kernels.runtime",
     "layouts.kv",
 )

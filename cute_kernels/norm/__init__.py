@@ -1,0 +1,133 @@
+"""RMSNorm and LayerNorm over rows, with the residual sum in the same launch.
+
+Read on in `call` (what a checked call is), `reference` (what it means), `config`, `kernel`, `compile`, `ops`.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from cute_kernels.norm import ops
+from cute_kernels.norm.call import NormCall
+
+__all__ = ["layer_norm", "rms_norm"]
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    out: torch.Tensor | None = ...,
+    residual_out: None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: torch.Tensor,
+    eps: float = ...,
+    weight_offset: float = ...,
+    out: torch.Tensor | None = ...,
+    residual_out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of each row (Zhang and Sennrich 2019), optionally of the sum with a residual: one launch.
+
+    s = x + residual, rounded to x's dtype as a separate addition would; y = s * (mean(s^2) + eps)^-0.5 * (weight +
+    weight_offset), in fp32 and rounded once.
+
+    Args:
+        x: bf16 or fp16 [..., n]; n a multiple of 8 up to 16384. Rows may lie any multiple of 16 bytes apart, as those
+            of a part of a wider tensor do.
+        weight: [n], in x's dtype or fp32.
+        residual: as x, or None.
+        eps: a number of at least 0.
+        weight_offset: added to the weight: 1 for Gemma, whose checkpoints hold weight - 1.
+        out: where to write y: contiguous, as x. It may be x itself.
+        residual_out: where to write s, with a residual: contiguous, as x. It may be ``residual`` itself, or x.
+
+    Returns:
+        y [..., n] in x's dtype; with a residual (y, s). Equal inputs give bitwise equal outputs, and no row's result
+        depends on the others.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    return ops.norm(NormCall("rms", x, weight, None, residual, eps, weight_offset, out, residual_out))
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    out: torch.Tensor | None = ...,
+    residual_out: None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    residual: torch.Tensor,
+    eps: float = ...,
+    out: torch.Tensor | None = ...,
+    residual_out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """LayerNorm of each row (Ba et al. 2016), optionally of the sum with a residual: one launch.
+
+    s = x + residual, rounded to x's dtype; y = (s - mean(s)) * (var(s) + eps)^-0.5 * weight + bias, in fp32 and rounded
+    once. The variance is that of the differences from the mean, so large means cost no accuracy.
+
+    Args:
+        x, residual, eps, out, residual_out: as for :func:`rms_norm`.
+        weight: [n], in x's dtype or fp32.
+        bias: [n], in weight's dtype, or None.
+
+    Returns:
+        y [..., n] in x's dtype; with a residual (y, s).
+
+    Raises: as :func:`rms_norm`.
+    """
+    return ops.norm(NormCall("layer", x, weight, bias, residual, eps, 0.0, out, residual_out))

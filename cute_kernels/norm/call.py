@@ -1,0 +1,147 @@
+"""A call of a norm as one object, and its checks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.arguments import check_tensors, check_together, shape_of
+from cute_kernels.norm.config import MAX_COLUMNS, VECTOR, NormKind
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+VECTOR_BYTES = 16
+MAX_ROWS = 2**31 - 1  # CTAs of a grid
+
+
+class NormCall(NamedTuple):
+    """The arguments of a call, as :func:`cute_kernels.rms_norm` and :func:`cute_kernels.layer_norm` describe them."""
+
+    kind: NormKind
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    eps: float
+    weight_offset: float
+    out: torch.Tensor | None
+    residual_out: torch.Tensor | None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are given, by name; x first."""
+        names = ("x", "weight", "bias", "residual", "out", "residual_out")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def check_call(call: NormCall) -> None:
+    """Raises TypeError or ValueError, which name the argument, unless a norm can be taken."""
+    check_tensors(**call.tensors)
+    x = call.x
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype}, want torch.bfloat16 or torch.float16")
+    n = x.shape[-1] if x.dim() else 0
+    if not n or n % VECTOR or n > MAX_COLUMNS:
+        raise ValueError(f"x: got shape {shape_of(x)}, want [..., n] with n a multiple of {VECTOR} up to {MAX_COLUMNS}")
+    if x.numel() // n > MAX_ROWS:
+        raise ValueError(f"x: got {x.numel() // n} rows, want at most {MAX_ROWS}")
+    check_together(**call.tensors)
+    _check_number("eps", call.eps, least=0.0)
+    _check_number("weight_offset", call.weight_offset)
+    _check_weight("weight", call.weight, n, (x.dtype, torch.float32))
+    if call.bias is not None:
+        _check_weight("bias", call.bias, n, (call.weight.dtype,))
+    if call.residual is None and call.residual_out is not None:
+        raise ValueError("residual_out: got a tensor without a residual, want None")
+    for name in ("residual", "out", "residual_out"):
+        _check_like_x(name, getattr(call, name), x)
+    for name in ("x", "residual"):
+        _check_rows(name, getattr(call, name))
+    for name in ("out", "residual_out"):
+        tensor = getattr(call, name)
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
+    _check_places(call)
+
+
+def _check_number(name: str, value: object, least: float | None = None) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, want a number")
+    if not math.isfinite(value) or (least is not None and value < least):
+        wanted = "a finite number" if least is None else f"a finite number of at least {least:g}"
+        raise ValueError(f"{name}: got {value}, want {wanted}")
+
+
+def _check_weight(name: str, tensor: torch.Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(map(str, dict.fromkeys(dtypes)))
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {wanted}")
+    if shape_of(tensor) != [n]:
+        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {[n]}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: got strides {tensor.stride()}, want it contiguous")
+
+
+def _check_like_x(name: str, tensor: torch.Tensor | None, x: torch.Tensor) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != x.dtype:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {x.dtype}, that of x")
+    if tensor.shape != x.shape:
+        raise ValueError(f"{name}: got shape {shape_of(tensor)}, want {shape_of(x)}, that of x")
+
+
+def row_stride(tensor: torch.Tensor) -> int | None:
+    """Elements from one row [..., n] to the next, None if rows lie at no one distance."""
+    n = tensor.shape[-1]
+    if tensor.stride(-1) != 1 and n > 1:
+        return None
+    outer = [(size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+    if not outer:
+        return n
+    step = outer[-1][1]
+    rows = 1
+    for size, stride in reversed(outer):
+        if stride != step * rows:
+            return None
+        rows *= size
+    return step
+
+
+def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
+    if tensor is None or not tensor.numel():
+        return
+    stride = row_stride(tensor)
+    if stride is None or stride * tensor.element_size() % VECTOR_BYTES or not 0 <= stride < 2**31:
+        raise ValueError(
+            f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want columns side by side and rows "
+            f"at one distance, a multiple of {VECTOR_BYTES} bytes"
+        )
+
+
+def _check_places(call: NormCall) -> None:
+    """Results may take the place of x or of the residual, but not of each other, nor of a part of an input."""
+    outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
+    if len(outputs) == 2 and _overlap(*outputs.values()):
+        raise ValueError("residual_out: got memory that out takes too, want another tensor's")
+    for name, result in outputs.items():
+        for other, given in call.tensors.items():
+            if other in outputs or not _overlap(result, given):
+                continue
+            same = other in ("x", "residual") and result.data_ptr() == given.data_ptr()
+            if not (same and given.is_contiguous()):
+                raise ValueError(f"{name}: got memory that {other} takes too, want {other} itself or another tensor's")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors' memory may overlap, by their first and last elements."""
+    if a.device.type == "meta" or not a.numel() or not b.numel():
+        return False
+    (first, last), (other_first, other_last) = map(_span, (a, b))
+    return first < other_last and other_first < last
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()

@@ -1,0 +1,63 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.norm.config import VECTOR, NormConfig, launch_shape
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+# Hidden sizes of models; rows of other lengths share their kernels or compile on first use.
+SHIPPED_COLUMNS = {"rms": (512, 1024, 2048, 4096, 8192, 16384), "layer": (1024, 4096, 8192)}
+
+
+@dataclass(frozen=True, eq=False)
+class NormSpec(KernelSpec):
+    """One norm kernel: takes what `NormKernel.__call__` describes, on torch's current stream."""
+
+    config: NormConfig
+    family: ClassVar[str] = "norm"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def compile(self, arch: str) -> Any:
+        return compile_norm(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile: hidden sizes of models in bf16. Others compile on demand."""
+    configs = dict.fromkeys(
+        NormConfig(kind, "bf16", *launch_shape(n), has_residual=has_residual, has_bias=kind == "layer")
+        for kind, sizes in SHIPPED_COLUMNS.items()
+        for n in sizes
+        for has_residual in (False, True)
+    )
+    return [NormSpec(config) for config in configs]
+
+
+def compile_norm(config: NormConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.norm.kernel import NormKernel
+
+    check_config(config)
+    dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+    shape = (cute.sym_int(), cute.sym_int(divisibility=VECTOR))
+    return cute.compile(
+        NormKernel(config),
+        make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16),
+        *[cutlass.Int64(0)] * 5,
+        *[cutlass.Int32(1)] * 2,
+        *[cutlass.Float32(1.0)] * 3,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )

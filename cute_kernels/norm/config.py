@@ -1,0 +1,75 @@
+"""What a norm kernel is compiled for, and which one serves a row length. No GPU types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+NormKind = Literal["rms", "layer"]
+DTYPES = ("bf16", "fp16")
+VECTOR = 8  # elements of 16 bits in one access of 16 bytes
+THREADS = (64, 128, 256, 512, 1024)
+VECTORS = (1, 2, 4)
+MAX_COLUMNS = 16384  # what a CTA's registers hold beside fp32 weights and a bias, without spills
+USUAL_THREADS = 512  # of a CTA where that is enough: 2 or more CTAs then share an SM, which hides a row's reductions
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """One compiled variant; a CTA takes one row and keeps it in registers.
+
+    kind: "rms" or "layer". dtype: of x. fp32_weight: whether weight and bias are fp32, not x's dtype. has_bias: "layer"
+    alone. has_residual: whether a residual is added first and the sum stored. threads: of a CTA. vectors: of 16 bytes
+    that a thread holds.
+    """
+
+    kind: str
+    dtype: str
+    threads: int
+    vectors: int
+    has_residual: bool = False
+    has_bias: bool = False
+    fp32_weight: bool = False
+
+    warp: ClassVar[int] = 32
+
+    @property
+    def columns(self) -> int:
+        """Of the longest row that the kernel takes."""
+        return self.threads * self.vectors * VECTOR
+
+    @property
+    def warps(self) -> int:
+        return self.threads // self.warp
+
+    @property
+    def asks_early(self) -> bool:
+        """Whether weights are asked for before the wait for the kernel before: where they fit beside a row."""
+        return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
+
+    @property
+    def name(self) -> str:
+        options = "_residual" * self.has_residual + "_bias" * self.has_bias + "_fp32w" * self.fp32_weight
+        return f"norm_{self.kind}_{self.dtype}_t{self.threads}_v{self.vectors}{options}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.kind not in ("rms", "layer"):
+            return f"kind {self.kind!r} is not 'rms' or 'layer'"
+        if self.dtype not in DTYPES:
+            return f"dtype {self.dtype!r} is not one of {', '.join(map(repr, DTYPES))}"
+        if self.threads not in THREADS or self.vectors not in VECTORS:
+            return f"{self.threads} threads of {self.vectors} vectors, want one of {THREADS} and of {VECTORS}"
+        if self.columns > MAX_COLUMNS:
+            return f"{self.threads} threads of {self.vectors} vectors take {self.columns} columns, want {MAX_COLUMNS}"
+        return "an RMSNorm has no bias" if self.has_bias and self.kind == "rms" else None
+
+
+def launch_shape(n: int) -> tuple[int, int]:
+    """(threads, vectors of a thread) for rows of n columns, n a multiple of 8 up to MAX_COLUMNS.
+
+    The fewest vectors with at most `USUAL_THREADS` threads, then the fewest threads: what a row takes is the latency
+    of its loads and of one or two reductions, not its bytes.
+    """
+    shapes = [(t, v) for v in VECTORS for t in THREADS if n <= t * v * VECTOR <= MAX_COLUMNS]
+    return min(shapes, key=lambda shape: (shape[0] > USUAL_THREADS, shape[1] > 2, shape[1], shape[0]))

@@ -1,0 +1,165 @@
+"""Norms on the GPU: a CTA a row, which stays in its registers between the loads, the reductions and the store.
+
+Weights do not depend on the kernel before this one, so they are asked for before the wait for it (programmatic
+dependent launch); the next kernel may start as soon as all CTAs of this one have. Every sum is taken in one order,
+whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import lanes, numbers, ptx
+from cute_kernels.norm.config import VECTOR, NormConfig
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Addresses and strides of what has one row a CTA; run-time values."""
+
+    x: Any
+    residual: Any
+    total: Any
+    out: Any
+    n: Any
+    x_stride: Any  # elements
+    residual_stride: Any
+
+
+class NormKernel:
+    """One compiled variant; :class:`NormConfig` says which."""
+
+    def __init__(self, config: NormConfig):
+        self.config = config
+        if config.dtype == "bf16":
+            self.halves, self.pack = (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float), ptx.pack_bf16x2
+        else:
+            self.halves, self.pack = (ptx.half2_low_to_float, ptx.half2_high_to_float), ptx.pack_f16x2
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        x: Int64,
+        residual: Int64,
+        total: Int64,
+        weight: Int64,
+        bias: Int64,
+        x_stride: Int32,
+        residual_stride: Int32,
+        inverse_n: Float32,
+        eps: Float32,
+        weight_offset: Float32,
+        stream,
+    ):
+        """Launches over the rows of ``out`` [rows, n], of the configuration's dtype.
+
+        Addresses, on 16 bytes: x and residual, whose rows are x_stride and residual_stride elements apart; total [rows,
+        n], their sum; weight and bias [n]. Those that the configuration has no use for are not read. inverse_n: 1 / n.
+        """
+        shape: Any = out.shape
+        rows = Rows(x, residual, total, ptx.address(out), shape[1], x_stride, residual_stride)
+        self.kernel(rows, weight, bias, inverse_n, eps, weight_offset).launch(
+            grid=(shape[0], 1, 1), block=(self.config.threads, 1, 1), use_pdl=True, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, rows, weight: Int64, bias: Int64, inverse_n: Float32, eps: Float32, weight_offset: Float32):
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        row = Int64(cute.arch.block_idx()[0])
+        sums = cutlass.utils.SmemAllocator().allocate(4 * config.warps, byte_alignment=16).toint()
+        columns = [(v * config.threads + thread) * VECTOR for v in range(config.vectors)]
+        # Threads past the row's end read its last vector, which counts for nothing.
+        places = [cutlass.min(column, rows.n - VECTOR) for column in columns]
+        scales, shifts = self.load_weights(weight, bias, places) if config.asks_early else ([], [])
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        words = [self.load_row(rows.x, row * rows.x_stride + place) for place in places]
+        if const_expr(config.has_residual):
+            others = [self.load_row(rows.residual, row * rows.residual_stride + place) for place in places]
+            words = [self.add(mine, other) for mine, other in zip(words, others, strict=True)]
+            self.store(rows.total, row * rows.n, columns, words, rows.n)
+        values = [self.unpack(vector) for vector in words]
+        if const_expr(config.kind == "layer"):
+            mean = self.row_sum(values, columns, rows.n, sums, thread) * inverse_n
+            values = [[value - mean for value in vector] for vector in values]
+            cute.arch.barrier()  # the sums' memory is used again
+        squares = [[value * value for value in vector] for vector in values]
+        variance = self.row_sum(squares, columns, rows.n, sums, thread) * inverse_n
+        scale = numbers.reciprocal_root(variance + eps)
+        if const_expr(not config.asks_early):
+            scales, shifts = self.load_weights(weight, bias, places)
+        results = self.scaled(values, scale, scales, weight_offset, shifts)
+        self.store(rows.out, row * rows.n, columns, results, rows.n)
+
+    def scaled(self, vectors, scale, weights, weight_offset, shifts) -> list[list[Any]]:
+        """Words of the results: values times scale and weight, plus the bias where there is one."""
+        results = []
+        for v, vector in enumerate(vectors):
+            normed = [value * scale * (w + weight_offset) for value, w in zip(vector, weights[v], strict=True)]
+            if shifts:
+                normed = [value + shift for value, shift in zip(normed, shifts[v], strict=True)]
+            results.append(self.pack_all(normed))
+        return results
+
+    def load_row(self, start, element) -> list[Any]:
+        """Four words of a row. The kernel before this one may have written them."""
+        return ptx.load_global_words(start + Int64(element) * 2, 0, 4, constant=False)
+
+    def load_weights(self, weight, bias, places) -> tuple[list[Any], list[Any]]:
+        """(weights, biases) of the vectors at ``places``; no biases where there are none."""
+        scales = [self.load_weight(weight, place) for place in places]
+        return scales, [self.load_weight(bias, place) for place in places] if self.config.has_bias else []
+
+    def load_weight(self, start, column) -> list[Any]:
+        """Eight weights as fp32."""
+        if not self.config.fp32_weight:
+            return self.unpack(ptx.load_global_words(start + Int64(column) * 2, 0, 4))
+        at = start + Int64(column) * 4
+        words = [*ptx.load_global_words(at, 0, 4), *ptx.load_global_words(at, 16, 4)]
+        return [word.bitcast(Float32) for word in words]
+
+    def unpack(self, words: Sequence[Any]) -> list[Any]:
+        return [half(word) for word in words for half in self.halves]
+
+    def pack_all(self, values: Sequence[Any]) -> list[Any]:
+        return [self.pack(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+    def add(self, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+        """The sum of two vectors, rounded: what a separate addition gives."""
+        return self.pack_all([x + y for x, y in zip(self.unpack(a), self.unpack(b), strict=True)])
+
+    @cute.jit
+    def store(self, start, element, columns, vectors, n):
+        """The vectors of a row that exist."""
+        for column, words in zip(columns, vectors, strict=True):
+            if column < n:
+                ptx.store_global(start + (element + column) * 2, words)
+
+    def row_sum(self, vectors, columns, n, sums, thread):
+        """The sum over a row, the same in every thread. ``sums``: shared memory of one fp32 a warp."""
+        parts = [lanes.in_pairs(operator.add, vector) for vector in vectors]
+        counted = [cutlass.select_(column < n, part, Float32(0.0)) for column, part in zip(columns, parts, strict=True)]
+        own = lanes.lane_sum(lanes.in_pairs(operator.add, counted), lanes.neighbours(self.config.warp))
+        self.publish(own, sums, thread)
+        cute.arch.barrier()
+        words = [w for i in range(0, self.config.warps, 4) for w in self.load_sums(sums, i)]
+        return lanes.in_pairs(operator.add, words)
+
+    @cute.jit
+    def publish(self, value, sums, thread):
+        """Each warp's sum, where all threads find it."""
+        if thread % self.config.warp == 0:
+            ptx.store_shared(sums + thread // self.config.warp * 4, 0, [value])
+
+    def load_sums(self, sums, first: int) -> list[Any]:
+        count = min(4, self.config.warps - first)
+        return [word.bitcast(Float32) for word in ptx.load_shared_vector(sums, 4 * first, count)]

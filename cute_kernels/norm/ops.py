@@ -1,0 +1,182 @@
+"""Calling the norm kernels, and the registered operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import needs_dispatch, shape_of
+from cute_kernels.norm.call import DTYPES, VECTOR_BYTES, NormCall, check_call, row_stride
+from cute_kernels.norm.compile import NormSpec
+from cute_kernels.norm.config import NormConfig, launch_shape
+from cute_kernels.norm.reference import norm_reference
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.memory import Blank, blank, empty_strided
+from cute_kernels.runtime.plans import identity, keep
+
+Results = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
+def norm(call: NormCall) -> Any:
+    """y, or (y, sum) with a residual, where the tensors are."""
+    if needs_dispatch(**call.tensors):
+        y, total = _through_operator(call)
+    else:
+        y, total = (_launch if call.x.is_cuda else _on_cpu)(call)
+    return y if call.residual is None else (y, total)
+
+
+def _through_operator(call: NormCall) -> Results:
+    check_call(call)
+    y, total = torch.ops.cute_kernels.norm(
+        call.x, call.weight, call.bias, call.residual, call.kind, call.eps, call.weight_offset
+    )
+    y = y if call.out is None else call.out.copy_(y)
+    if call.residual_out is not None:
+        total = call.residual_out.copy_(total)
+    return y, total
+
+
+def _on_cpu(call: NormCall) -> Results:
+    check_call(call)
+    y, total = norm_reference(call)
+    if call.residual_out is not None and total is not None:
+        total = call.residual_out.copy_(total)
+    return (y if call.out is None else call.out.copy_(y)), total
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a launch stays the same between calls of the same shapes, strides, dtypes, device and options.
+
+    Attributes:
+        function: the compiled kernel; None where there is no row.
+        new: what a result that the caller gives no tensor for is made of.
+        flat: [rows, n], as the kernel takes its output.
+        numbers: what follows the addresses in the function's arguments.
+    """
+
+    function: Callable[..., Any] | None
+    device_index: int
+    new: Blank
+    flat: tuple[int, int]
+    numbers: tuple[int | float, ...]
+
+    def launch(self, call: NormCall) -> Results:
+        """Launches on the current stream of the plan's device."""
+        if self.device_index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device_index):
+                return self.launch(call)
+        x, residual, bias, total = call.x, call.residual, call.bias, call.residual_out
+        y = empty_strided(*self.new) if call.out is None else call.out
+        if residual is not None and total is None:
+            total = empty_strided(*self.new)
+        if self.function is not None:
+            self.function(
+                y.view(self.flat),
+                x.data_ptr(),
+                0 if residual is None else residual.data_ptr(),
+                0 if total is None else total.data_ptr(),
+                call.weight.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                *self.numbers,
+            )
+        return y, total
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def _launch(call: NormCall) -> Results:
+    given = (call.residual, call.out, call.residual_out, call.bias)
+    key = (
+        call.kind,
+        identity(call.x),
+        identity(call.weight),
+        *(None if tensor is None else identity(tensor) for tensor in given),
+        call.eps,
+        call.weight_offset,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        check_call(call)
+        plan = keep(_plans, key, _make_plan(call))
+    elif call.out is not None or call.residual_out is not None:
+        check_call(call)  # whose memory they are is no part of the key
+    return plan.launch(call)
+
+
+def config_of(call: NormCall) -> NormConfig:
+    """The kernel that a checked call is served by."""
+    return NormConfig(
+        call.kind,
+        DTYPES[call.x.dtype],
+        *launch_shape(call.x.shape[-1]),
+        has_residual=call.residual is not None,
+        has_bias=call.bias is not None,
+        fp32_weight=call.weight.dtype == torch.float32,
+    )
+
+
+def _make_plan(call: NormCall) -> Plan:
+    for name, tensor in call.tensors.items():
+        past = tensor.data_ptr() % VECTOR_BYTES
+        if past:
+            raise ValueError(
+                f"{name}: got a tensor that starts {past} bytes past a multiple of {VECTOR_BYTES}, "
+                f"want it aligned to {VECTOR_BYTES} bytes"
+            )
+    x, n, index = call.x, call.x.shape[-1], call.x.get_device()
+    strides = row_stride(x) or 0, 0 if call.residual is None else row_stride(call.residual) or 0
+    return Plan(
+        function=load(NormSpec(config_of(call)), arch_of(index)) if x.numel() else None,
+        device_index=index,
+        new=blank(tuple(shape_of(x)), x.dtype),
+        flat=(x.numel() // n, n),
+        numbers=(*strides, 1.0 / n, float(call.eps), float(call.weight_offset)),
+    )
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str kind, float eps, float weight_offset) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _call_of(x, weight, bias, residual, kind, eps, weight_offset) -> NormCall:
+    return NormCall(kind, x, weight, bias, residual, eps, weight_offset, None, None)
+
+
+def _both(results: Results) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator returns tensors alone: an empty one stands for no sum."""
+    y, total = results
+    return y, y.new_empty(0) if total is None else total
+
+
+def _operator_on_cpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _both(_on_cpu(_call_of(*arguments)))
+
+
+def _operator_on_cuda(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _both(_launch(_call_of(*arguments)))
+
+
+def _operator_on_meta(x, weight, bias, residual, kind, eps, weight_offset):
+    y = x.new_empty(x.shape)
+    return y, x.new_empty(x.shape if residual is not None else 0)
+
+
+_library.impl("norm", _operator_on_cpu, "CPU")
+_library.impl("norm", _operator_on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::norm", _operator_on_meta, lib=_library)

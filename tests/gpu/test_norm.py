@@ -1,0 +1,105 @@
+"""Norms on a GPU: against fp64, poisoned results, strides, graphs, repeatable bits, and in place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels import layer_norm, rms_norm
+from cute_kernels.norm.compile import NormSpec
+from cute_kernels.norm.config import MAX_COLUMNS, NormConfig, launch_shape
+from tests.gpu.compiled import assert_replays, compiled
+from tests.norm.cases import assert_close, in_fp64, random_case
+
+pytestmark = pytest.mark.gpu
+
+KINDS = {"rms": rms_norm, "layer": layer_norm}
+SIZES = (8, 64, 520, 2048, 2880, 4096, 5120, 7168, 8192, MAX_COLUMNS)
+ROWS = (1, 3, 64, 1000)
+
+
+def specs() -> list[NormSpec]:
+    """The kernels of the sizes above with every option."""
+    return [
+        NormSpec(NormConfig(kind, dtype, *shape, residual, bias, wide))
+        for kind in KINDS
+        for dtype in ("bf16", "fp16")
+        for shape in dict.fromkeys(map(launch_shape, SIZES))
+        for residual in (False, True)
+        for bias in ((False, True) if kind == "layer" else (False,))
+        for wide in (False, True)
+    ]
+
+
+def poisoned(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Places for the results, full of NaN."""
+    places = {"out": torch.full_like(given["x"], math.nan)}
+    if "residual" in given:
+        places["residual_out"] = torch.full_like(given["x"], math.nan)
+    return places
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", SIZES)
+def test_a_norm_is_that_of_fp64(kind, dtype, n):
+    for rows in ROWS:
+        for residual in (False, True):
+            for wide in (False, True):
+                weight_dtype = torch.float32 if wide else None
+                given = random_case(
+                    kind, (rows, n), dtype, residual=residual, bias=rows > 1, weight_dtype=weight_dtype,
+                    device="cuda", seed=rows + n,
+                )  # fmt: skip
+                places = poisoned(given)
+                KINDS[kind](**given, **places, eps=1e-5)
+                assert_close(places["out"], in_fp64(kind, given, 1e-5))
+                if residual:
+                    assert torch.equal(places["residual_out"], given["x"] + given["residual"])
+
+
+def test_a_row_does_not_depend_on_the_others():
+    given = random_case("rms", (300, 4096), residual=True, device="cuda")
+    y, total = rms_norm(**given)
+    for row in (0, 7, 299):
+        alone = {name: t if name == "weight" else t[row : row + 1] for name, t in given.items()}
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(rms_norm(**alone), (y, total), strict=True))
+
+
+def test_rows_of_a_wider_tensor_are_taken_as_they_lie():
+    wide = torch.randn(100, 3 * 4096, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(4096, dtype=torch.bfloat16, device="cuda")
+    part = wide[:, 4096:8192]
+    assert torch.equal(rms_norm(part, weight), rms_norm(part.contiguous(), weight))
+    with pytest.raises(ValueError, match="x: got a tensor that starts 8 bytes past"):
+        rms_norm(torch.randn(4104, dtype=torch.bfloat16, device="cuda")[4:4100], weight)
+
+
+def test_in_place_and_in_a_graph():
+    given = random_case("rms", (16, 4096), residual=True, device="cuda")
+    want, total = rms_norm(**given)
+    x, residual = given["x"].clone(), given["residual"].clone()
+    rms_norm(x, given["weight"], residual=residual, out=x, residual_out=residual)
+    assert torch.equal(x, want) and torch.equal(residual, total)
+    others = [random_case("rms", (16, 4096), residual=True, device="cuda", seed=seed) for seed in (1, 2)]
+
+    def step(x, weight, residual):
+        y, total = rms_norm(x, weight, residual=residual)
+        return rms_norm(y, weight, residual=total)[0]
+
+    order = ("x", "weight", "residual")
+    assert_replays(step, [given[name] for name in order], [[other[name] for name in order] for other in others])
+    assert torch.equal(compiled(step)(**given), step(**given))
+
+
+def test_rows_beyond_32_bits_of_bytes():
+    n = MAX_COLUMNS
+    rows = 2**32 // (2 * n) + 3
+    x = torch.zeros(rows, n, dtype=torch.bfloat16, device="cuda")
+    x[-1] = torch.randn(n, device="cuda")
+    weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
+    y = rms_norm(x, weight)
+    assert torch.equal(y[-1:], rms_norm(x[-1:].clone(), weight)) and not y[:-1].any()
