@@ -19,6 +19,26 @@ def shape_of(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
 
 
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in elements; of a dimension of size 1, where torch allows any, what the shape of the next ones says."""
+    strides = list(tensor.stride())
+    for i in reversed(range(tensor.dim())):
+        if tensor.shape[i] <= 1:
+            strides[i] = strides[i + 1] * max(tensor.shape[i + 1], 1) if i + 1 < tensor.dim() else 1
+    return tuple(strides)
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, or lie so entangled that it would take more than a look at sizes to say no."""
+    reach = 1  # elements from the first to behind the last one of the dimensions looked at
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
 # Whether every call's values are checked, too. Read once: looking at the environment would cost a call 0.7 us.
 DEBUG = os.environ.get("CUTE_KERNELS_DEBUG", "") not in ("", "0")
 

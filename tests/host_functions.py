@@ -41,8 +41,8 @@ def decode_with_features(
     q: cute.Tensor, k_cache: cute.Tensor, v_cache: cute.Tensor, seq_lens: cute.Tensor, out: cute.Tensor, lse: Int64,
     workspace: Int64, k_scale: Int64, v_scale: Int64, k_scale_stride: Int32, v_scale_stride: Int32,
     softmax_scale: Float32, num_splits: Int32, mode: Int32, more_rows: Int32, shares: Int32, block_table: Int64,
-    max_pages: Int32, window: Int32, soft_cap: Float32, sinks: Int64, alibi_slopes: Int64, bias: Int64,
-    bias_stride_request: Int64, bias_stride_query: Int64, bias_stride_head: Int64, bias_stride_key: Int64,
+    max_pages: Int32, table_stride: Int32, window: Int32, soft_cap: Float32, sinks: Int64, alibi_slopes: Int64,
+    bias: Int64, bias_stride_request: Int64, bias_stride_query: Int64, bias_stride_head: Int64, bias_stride_key: Int64,
 ):  # fmt: skip
     pass
 

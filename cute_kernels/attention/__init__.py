@@ -105,17 +105,23 @@ def decode_attention(
     biased by position and by ``attn_bias``, then masked, in this order.
 
     Args:
-        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256.
-        k_cache, v_cache: rows in ``kv_format``, contiguous. Without a block table [batch, max_seq_len, num_kv_heads,
-            row], with one [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Alike but
-            for their rows: V's may have another head_dim. num_kv_heads divides num_q_heads, and query head h reads KV
-            head h // (num_q_heads // num_kv_heads).
+        q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim]; q_len 1 to 16, head_dim 64, 80, 96, 128, 192 or 256. It
+            may be a view of a fused projection: the last two dimensions contiguous, other strides any multiples of 16
+            bytes.
+        k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Alike but for their rows:
+            V's may have another head_dim. num_kv_heads divides num_q_heads, and query head h reads KV head h //
+            (num_q_heads // num_kv_heads). Rows are contiguous and do not overlap; other strides are free, so K and V
+            may be views of one tensor, such as ``kv[:, 0]`` and ``kv[:, 1]`` of [num_pages, 2, ...]. Strides are
+            multiples of 16 bytes, or of 4 in formats whose rows carry their scales. Of these, caches are slower whose
+            tokens do not touch (in HND: the tokens of a head), and slower still whose strides are no multiples of 16.
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. It is
             read on the device: one captured CUDA graph serves changing lengths.
         kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's; "int4", "int8" and "fp8"
             stand for the recommended ones. A "bf16" or "fp16" cache wants q in its dtype.
-        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
-            block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
+        block_table: int32 [batch, max_pages], columns side by side, any stride of rows: token t of request b is row
+            t % page_size of page block_table[b, t // page_size]. Entries of pages without a token that some query sees
+            may hold anything.
         cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
             page_size, row].
         k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]

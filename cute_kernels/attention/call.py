@@ -7,7 +7,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_tensors, shape_of, strides_of
 from cute_kernels.attention import checks
 from cute_kernels.attention.checks import MAX_TOKENS
 from cute_kernels.attention.features import Features
@@ -114,12 +114,14 @@ class CacheOperand:
     """K or V of a call.
 
     Attributes:
-        cache: contiguous, 4 dimensions as the call's layout orders them.
+        cache: 4 dimensions as the call's layout orders them; rows are contiguous, other strides free.
         form: its format.
         head_dim: elements that a row stands for.
         block_stride, token_stride, head_stride: bytes from one block (a page, or a request's contiguous cache), token
             or KV head to the next. Where the row of a token lies: block * block_stride + place in the block *
             token_stride + head * head_stride; the sum may exceed 32 bits.
+        tokens_touch: whether tokens lie one behind the other, of all KV heads or, head-major, of each of them.
+        heads_touch: whether the rows of a token's KV heads do or, head-major, the tokens of a block's.
         scale: where the format wants one that is given.
     """
 
@@ -129,7 +131,13 @@ class CacheOperand:
     block_stride: int
     token_stride: int
     head_stride: int
+    tokens_touch: bool
+    heads_touch: bool
     scale: GivenScale | None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.cache.shape[3] * self.cache.element_size()
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +154,7 @@ class AttentionCall:
     """One checked call.
 
     Attributes:
-        q: [batch, q_len, num_q_heads, head_dim], contiguous.
+        q: [batch, q_len, num_q_heads, head_dim], the last two dimensions contiguous.
         k, v: the caches.
         seq_lens: int32 [batch].
         block_table: int32 [batch, max_pages], columns side by side, or None for contiguous caches.
@@ -376,17 +384,23 @@ def _check_caches(
 def _operand(
     scale_name: str, cache: torch.Tensor, form: KvFormat, head_dim: int, blocks: _Blocks, scale: torch.Tensor | None
 ) -> CacheOperand:
-    # From the shape: dimensions of size 1 may have any stride.
     row = cache.shape[3] * cache.element_size()
-    token_stride, head_stride = (row, blocks.tokens * row) if blocks.head_major else (blocks.num_kv_heads * row, row)
+    block_stride, outer_stride, inner_stride = (stride * cache.element_size() for stride in strides_of(cache)[:3])
+    inner_touch = inner_stride == row
+    outer_touch = inner_touch and outer_stride == cache.shape[2] * row
+    token_stride, head_stride, tokens_touch, heads_touch = outer_stride, inner_stride, outer_touch, inner_touch
+    if blocks.head_major:
+        token_stride, head_stride, tokens_touch, heads_touch = inner_stride, outer_stride, inner_touch, outer_touch
     strides = checks.check_given_scale(scale_name, scale, form, blocks.num_kv_heads, head_dim)
     return CacheOperand(
         cache=cache,
         form=form,
         head_dim=head_dim,
-        block_stride=blocks.tokens * blocks.num_kv_heads * row,
+        block_stride=block_stride,
         token_stride=token_stride,
         head_stride=head_stride,
+        tokens_touch=tokens_touch,
+        heads_touch=heads_touch,
         scale=None if scale is None or strides is None else GivenScale(scale, *strides),
     )
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.arguments import shape_of
+from cute_kernels.arguments import overlaps, shape_of, strides_of
+from cute_kernels.attention.tiles import has_headers
 from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
+from cute_kernels.runtime.plans import ALIGNMENT
 
 Q_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 BIAS_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -22,6 +24,7 @@ MAX_BATCH = 65535  # the grid's third dimension
 MAX_SPLITS = 65535  # times the tokens of a tile, they fit 32 bits
 MAX_TOKENS = 2**31 - 2**16  # of a request: rounded up to whole tiles, they fit 32 bits
 PAGE_SIZES = range(16, 257, 16)
+WORD = 4  # bytes, of rows that carry their scales
 
 
 # -- any tensor --------------------------------------------------------------------------------------------------------
@@ -60,7 +63,6 @@ def check_formats(kv_format: Any) -> tuple[KvFormat, KvFormat]:
 
 def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
     """Raises TypeError or ValueError unless q can be attended with over caches of these formats."""
-    check_contiguous("q", q)
     if q.dim() != 4:
         raise ValueError(f"q: got {q.dim()} dimensions, want 4: [batch, q_len, num_q_heads, head_dim]")
     if q.dtype not in Q_DTYPES:
@@ -77,6 +79,22 @@ def check_query(q: torch.Tensor, forms: tuple[KvFormat, KvFormat]) -> None:
         raise ValueError(f"q: got a batch of {batch}, want at most {MAX_BATCH}")
     if num_q_heads == 0:
         raise ValueError("q: got no query heads, want at least one per KV head")
+    _check_query_strides(q)
+
+
+def _check_query_strides(q: torch.Tensor) -> None:
+    """Raises ValueError unless the heads of a position lie together, wherever that is."""
+    if not q.is_contiguous() and q.numel():
+        request, query, head, column = strides_of(q)
+        if column != 1 or head != q.shape[3]:
+            raise ValueError(
+                f"q: got strides {q.stride()} for shape {shape_of(q)}, want the last two dimensions contiguous"
+            )
+        if (request | query) * q.element_size() % ALIGNMENT:
+            raise ValueError(
+                f"q: got strides {q.stride()} for shape {shape_of(q)}, want requests and queries on multiples of "
+                f"{ALIGNMENT} bytes"
+            )
 
 
 def check_layout(cache_layout: Any) -> None:
@@ -85,13 +103,33 @@ def check_layout(cache_layout: Any) -> None:
 
 
 def check_cache(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
-    """Raises TypeError or ValueError unless a cache has four dimensions, no gaps and a dtype of its format."""
-    check_contiguous(name, cache)
+    """Raises TypeError or ValueError unless a cache has four dimensions, strides to go by and a dtype of its format."""
     if cache.dim() != 4:
         raise ValueError(f"{name}: got {cache.dim()} dimensions, want 4: {dimensions}")
     if cache.dtype not in form.cache_dtypes:
         wanted = " or ".join(map(str, form.cache_dtypes))
         raise TypeError(f"{name}: got dtype {cache.dtype}, want {wanted} for {form.name}")
+    if not cache.is_contiguous() and cache.numel():
+        _check_cache_strides(name, cache, form, dimensions)
+
+
+def _check_cache_strides(name: str, cache: torch.Tensor, form: KvFormat, dimensions: str) -> None:
+    """Raises ValueError unless rows are contiguous, aligned as copies want them, and apart.
+
+    Rows that carry their scales may begin on any word, the others on 16 bytes; both in blocks less than 2**40 bytes
+    apart, with less than 2**31 bytes from token to token.
+    """
+    found = f"{name}: got strides {cache.stride()} for shape {shape_of(cache)} {dimensions}"
+    strides, size = strides_of(cache), cache.element_size()
+    if strides[3] != 1:
+        raise ValueError(f"{found}, want rows contiguous: a last stride of 1")
+    unit = WORD if has_headers(form) else ALIGNMENT
+    if any(stride * size % unit for stride in strides[:3]):
+        raise ValueError(f"{found}, want rows of {form.name} on multiples of {unit} bytes")
+    if overlaps(cache):
+        raise ValueError(f"{found}, want rows that do not overlap")
+    if strides[0] * size >= 2**40 or max(strides[1:3]) * size >= 2**31:
+        raise ValueError(f"{found}, want blocks less than 2**40 bytes apart, tokens and heads less than 2**31")
 
 
 def check_key_rows(k_cache: torch.Tensor, form: KvFormat, head_dim: int) -> None:
@@ -129,6 +167,8 @@ def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, pag
         )
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         raise ValueError(f"block_table: got strides {block_table.stride()}, want columns side by side")
+    if block_table.shape[0] > 1 and block_table.stride(0) >= 2**31:
+        raise ValueError(f"block_table: got strides {block_table.stride()}, want rows less than 2**31 entries apart")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"k_cache: got pages of {page_size} tokens, want a multiple of 16 from 16 to 256")
     if num_pages == 0 and block_table.numel():

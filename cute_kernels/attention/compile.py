@@ -1,5 +1,6 @@
 """From a configuration to a compiled function; the only module of this room that starts the compiler."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -89,7 +90,7 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
     float_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -97,20 +98,28 @@ def fake_arguments(config: DecodeConfig, memory: Any) -> list[Any]:
         order = tuple(reversed(range(len(shape))))
         return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align, memspace=memory)
 
+    def strided(dtype, shape, free, align):
+        """The first ``free`` dimensions have any strides that keep rows aligned, the others follow from the shape."""
+        strides = [cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in range(free)]
+        dense = [math.prod(shape[i + 1 :]) for i in range(free, len(shape))]
+        return make_fake_tensor(dtype, shape, stride=(*strides, *dense), assumed_align=align, memspace=memory)
+
     batch, q_len, q_heads, blocks, outer, inner = (cute.sym_int() for _ in range(6))
     caches = [
-        tensor(
+        strided(
             float_type.get(form.name, cutlass.Uint8),
             (blocks, outer, inner, form.row_elements(head_dim)),
+            3,
             4 if copy == "word" else 16,
         )
         for form, head_dim, copy in zip(config.formats, config.head_dims, config.copies, strict=True)
     ]
-    q, out = (tensor(float_type[config.q_dtype], (batch, q_len, q_heads, d), 16) for d in config.head_dims)
+    q = strided(float_type[config.q_dtype], (batch, q_len, q_heads, config.head_dim), 2, 16)
+    out = tensor(float_type[config.q_dtype], (batch, q_len, q_heads, config.v_head_dim), 16)
     arguments = [q, *caches, tensor(cutlass.Int32, (batch,), 4), out]
     arguments += [cutlass.Int64(0)] * 4 + [cutlass.Int32(0)] * 2 + [cutlass.Float32(1.0)] + [cutlass.Int32(0)] * 2
     if config.has_features:
         arguments += [cutlass.Int32(0)] * 2
-        arguments += [cutlass.Int64(0), cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0)]
+        arguments += [cutlass.Int64(0), *[cutlass.Int32(0)] * 3, cutlass.Float32(1.0)]
         arguments += [cutlass.Int64(0)] * 7
     return arguments

@@ -237,25 +237,25 @@ class Tiles:
 class Pager:
     """Finds pages; run-time values.
 
-    table: address of int32 [batch, max_pages]. reciprocal: 2**32 over a page's units of 16 tokens, rounded up, so that
-    a product and a shift divide any unit of a request by them.
+    table: address of int32 [batch, max_pages]. stride: entries from a request's to the next one's. reciprocal: 2**32
+    over a page's units of 16 tokens, rounded up, so that a product and a shift divide any unit of a request by them.
     """
 
     table: Any
-    max_pages: Any
+    stride: Any
     page_size: Any
     reciprocal: Any
     num_pages: Any
 
     @staticmethod
-    def of(table, max_pages, page_size, num_pages) -> Pager:
+    def of(table, stride, page_size, num_pages) -> Pager:
         units = cutlass.max(page_size // PAGE_UNIT, 1)
-        return Pager(table, max_pages, page_size, ((Int64(1) << 32) + units - 1) // units, num_pages)
+        return Pager(table, stride, page_size, ((Int64(1) << 32) + units - 1) // units, num_pages)
 
     def locate(self, request, token):
         """(the table's entry, place in the page) of a request's token."""
         index = ((Int64(token // PAGE_UNIT) * self.reciprocal) >> 32).to(Int32)
-        entry = self.table + (Int64(request) * self.max_pages + index) * 4
+        entry = self.table + (Int64(request) * self.stride + index) * 4
         return ptx.load_global_words(entry, 0, 1)[0].to(Int32), token - index * self.page_size
 
     def existing(self, page):
@@ -293,8 +293,8 @@ class RowSource:
     """Raw rows in global memory; run-time values."""
 
     base: Any  # address of the CTA's first head of token 0 of block 0
-    block_bytes: Any  # from one block (a request, or a page) to the next
-    token_bytes: Any  # from one token to the next
+    block_bytes: Any  # from one block (a request, or a page) to the next, 64 bits
+    token_bytes: Any  # from one token to the next, 32 bits, or known at compile time
 
     def address(self, block, token):
         """Where a token's rows lie: the only place that knows. ``block``: None once entered."""
@@ -317,14 +317,13 @@ class RowOperand(_Operand):
         return cache
 
     def open(self, source, ring, place) -> RowSource:
-        shape = place.shape
-        block_bytes = Int64(shape.block_tokens) * (shape.num_kv_heads * self.row_bytes)
-        if self.config.features.head_major:
-            token_bytes, head_bytes = Int32(self.row_bytes), Int64(shape.block_tokens) * self.row_bytes
-        else:
-            token_bytes, head_bytes = shape.num_kv_heads * self.row_bytes, Int64(self.row_bytes)
+        block_bytes, outer_bytes, inner_bytes = (Int64(stride) for stride in source.stride[:3])  # elements are bytes
+        head_major = self.config.features.head_major
+        token_bytes, head_bytes = (inner_bytes, outer_bytes) if head_major else (outer_bytes, inner_bytes)
         base = ptx.pinned(source.iterator.toint() + Int64(place.first_head) * head_bytes)
-        return RowSource(base, block_bytes, token_bytes)
+        # Known where tokens touch, and the same for K and V.
+        known = WORD_BYTES * self.tile.token_words if self.config.contiguous else Int32(token_bytes)
+        return RowSource(base, block_bytes, known)
 
     def enter(self, source: RowSource, block) -> RowSource:
         """The source of one block: that its tokens need no product of 64 bits each is 80 cycles a tile."""
@@ -400,7 +399,10 @@ class TensorMapOperand(_Operand):
         self.num_boxes = config.tile_tokens // self.box_tokens
 
     def make_source(self, cache: cute.Tensor):
-        """A tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks]."""
+        """A tensor map and its coordinate tensor [tokens of a block, row, num_kv_heads, blocks].
+
+        The map holds the cache's strides, whatever they are: the kernel knows coordinates alone.
+        """
         modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
         view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
         operation = cpasync.CopyBulkTensorTileG2SOp()

@@ -32,7 +32,7 @@ from cute_kernels.attention.copies import Pager, TileCopier
 from cute_kernels.attention.filler import RingFiller
 from cute_kernels.attention.logits import FeatureValues, Logits
 from cute_kernels.attention.merge import LOWEST, Merger, Results
-from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, Roles, Shape, Work
+from cute_kernels.attention.place import RECIPROCAL_BITS, Cta, GivenScales, Place, QueryRows, Roles, Shape, Work
 from cute_kernels.attention.readers import make_readers
 from cute_kernels.attention.readers.common import Query, query_vectors, store_vectors
 from cute_kernels.device import ptx
@@ -77,9 +77,10 @@ class DecodeKernel:
     ):
         """Launches over (splits, groups of KV heads x groups of query blocks, batch).
 
-        q: [batch, q_len, num_q_heads, head_dim]; out: [batch, q_len, num_q_heads, v_head_dim]; caches: [batch,
-        max_seq_len, num_kv_heads, row], 8-bit codes as bytes; seq_lens int32 [batch]. The others are addresses, which
-        cost the caller less than tensors: lse fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
+        q: [batch, q_len, num_q_heads, head_dim], the first two strides free; out: [batch, q_len, num_q_heads,
+        v_head_dim]; caches: [batch, max_seq_len, num_kv_heads, row], 8-bit codes as bytes, all strides free but that of
+        a row's elements; seq_lens int32 [batch]. The others are addresses, which cost the caller less than tensors: lse
+        fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode``;
         workspace: fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for every 4
         their maximum in powers of 2 and their sum), every word EMPTY before and after. Bit 1 of ``mode``: write and
         leave the partial results of all splits.
@@ -87,7 +88,7 @@ class DecodeKernel:
         head's to the next one's (0: one for all); those of a head's columns lie together, aligned to 16 bytes.
         """
         nothing = FeatureValues(Int32(0), Float32(0.0), Int64(0), Int64(0), Int64(0), (Int64(0),) * 4)
-        pages = (Int64(0), Int32(0))
+        pages = (Int64(0), Int32(0), Int32(0))
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
         numbers = (lse, workspace, softmax_scale, num_splits, mode)
@@ -114,6 +115,7 @@ class DecodeKernel:
         shares: Int32,
         block_table: Int64,
         max_pages: Int32,
+        table_stride: Int32,
         window: Int32,
         soft_cap: Float32,
         sinks: Int64,
@@ -131,15 +133,17 @@ class DecodeKernel:
         differ; 0 to cut every row into num_splits whatever they are. shares: of about equal size that all requests
         together are cut into where lengths differ.
         Caches are [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads, tokens, row] if they are head-major; a
-        block is a page with ``block_table`` (address of int32 [batch, max_pages]), else a request. Addresses: sinks and
-        alibi_slopes fp32 [num_q_heads]; bias, fp32 or bf16, with its strides in elements.
+        block is a page with ``block_table`` (address of int32 [batch, max_pages], rows table_stride entries apart),
+        else a request. Addresses: sinks and alibi_slopes fp32 [num_q_heads]; bias, fp32 or bf16, with its strides in
+        elements.
         """
         strides = (bias_stride_request, bias_stride_query, bias_stride_head, bias_stride_key)
         features = FeatureValues(window, soft_cap, sinks, alibi_slopes, bias, strides)
         given = GivenScales(k_scale, v_scale, k_scale_stride, v_scale_stride)
         tensors = (q, k_cache, v_cache, seq_lens, out)
         numbers = (lse, workspace, softmax_scale, num_splits, mode)
-        self.launch(tensors, numbers, given, features, (block_table, max_pages), (more_rows, shares), stream)
+        pages = (block_table, max_pages, table_stride)
+        self.launch(tensors, numbers, given, features, pages, (more_rows, shares), stream)
 
     @cute.jit
     def launch(self, tensors, numbers, given, features, pages, uneven, stream):
@@ -147,7 +151,7 @@ class DecodeKernel:
         config = self.config
         q, k_cache, v_cache, seq_lens, out = tensors
         lse, workspace, softmax_scale, num_splits, mode = numbers
-        block_table, max_pages = pages
+        block_table, max_pages, table_stride = pages
         batch, q_len, num_q_heads, _ = q.shape
         token_mode, head_mode = (2, 1) if config.features.head_major else (1, 2)
         block_tokens, num_kv_heads = k_cache.shape[token_mode], k_cache.shape[head_mode]
@@ -169,11 +173,11 @@ class DecodeKernel:
             max_seq_len=max_seq_len,
             block_tokens=block_tokens,
         )
-        pager = Pager.of(block_table, max_pages, block_tokens, k_cache.shape[0])
+        pager = Pager.of(block_table, table_stride, block_tokens, k_cache.shape[0])
         results = Results(out.iterator.toint(), lse, workspace, mode, features.sinks)
         self.kernel(
             self.copier.make_source(k_cache, v_cache),
-            q.iterator.toint(),
+            QueryRows.of(q),
             seq_lens.iterator.toint(),
             results,
             given,
@@ -195,7 +199,7 @@ class DecodeKernel:
     def kernel(
         self,
         source,
-        q: Int64,
+        q,
         seq_lens: Int64,
         results,
         given,
@@ -361,8 +365,7 @@ class DecodeKernel:
         for block in range(self.config.blocks_per_warp):
             row = cutlass.min(roles.first_row + block * BLOCK_QUERIES + lane // 4, shape.group * shape.q_len - 1)
             query, head = place.query_of(self.config, roles.head, row)
-            place_of_query = (Int64(request) * shape.q_len + query) * shape.num_q_heads + head
-            addresses.append(q + place_of_query * (self.config.head_dim * 2))
+            addresses.append(q.address(self.config, request, query, head))
         return addresses
 
     # -- attending warps --------------------------------------------------------------------------------------------

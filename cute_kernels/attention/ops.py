@@ -55,7 +55,8 @@ def launch(
     compiled function, which compares every tensor's shape, strides, dtype, alignment and device with what it was
     compiled for, in native code, before it launches; when it refuses, the checks here say why in the caller's terms.
     K's cache has V's blocks there, and its row is that of q's head_dim, so the key leaves its shape out; not the dtypes
-    of the caches, for signed bytes pass as unsigned ones.
+    of the caches, for signed bytes pass as unsigned ones, nor their strides, for which the plan has chosen how to copy.
+    Nor whether ``out`` is contiguous: compiled functions compare the strides of rows and their elements alone.
     """
     try:
         offset = (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT
@@ -69,6 +70,8 @@ def launch(
             kv_format,
             num_splits,
             offset,
+            strides_key(k_cache, v_cache),
+            out is None or out.is_contiguous(),
             None if options is None else options_key(options),
         )
         plan = _plans.get(key)
@@ -88,6 +91,12 @@ def launch(
     except (TypeError, ValueError, RuntimeError):
         _checked(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options)
         raise
+
+
+def strides_key(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[Any, ...] | None:
+    """What of the caches' strides decides a plan; None where there are no gaps."""
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    return None if dense else (k_cache.stride(), v_cache.stride())
 
 
 def options_key(options: CallOptions) -> tuple[Any, ...]:

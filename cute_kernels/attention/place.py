@@ -32,6 +32,28 @@ class GivenScales:
 
 
 @dataclass(frozen=True)
+class QueryRows:
+    """q in global memory: its address, and bytes from one request, and from one query position, to the next.
+
+    The rows of a position's heads touch; the rest may be part of something larger, such as a fused projection.
+    """
+
+    base: Any
+    request_bytes: Any
+    query_bytes: Any
+
+    @staticmethod
+    def of(q) -> QueryRows:
+        """``q``: tensor [batch, q_len, num_q_heads, head_dim] of 16 bits."""
+        return QueryRows(q.iterator.toint(), Int64(q.stride[0]) * 2, Int64(q.stride[1]) * 2)
+
+    def address(self, config: DecodeConfig, request, query, head):
+        """Of a query head's row."""
+        address = self.base + Int64(request) * self.request_bytes + Int64(head) * (config.head_dim * 2)
+        return address + Int64(query) * self.query_bytes if config.features.queries else address
+
+
+@dataclass(frozen=True)
 class Cta:
     """What a CTA's threads know from the beginning; run-time values."""
 

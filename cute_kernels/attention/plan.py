@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.attention.call import NO_OPTIONS, AttentionCall
+from cute_kernels.attention.call import NO_OPTIONS, AttentionCall, CacheOperand
 from cute_kernels.attention.checks import Q_DTYPES
 from cute_kernels.attention.compile import DecodeSpec
 from cute_kernels.attention.config import KEEP_PARTIALS, PAGE_TOKENS, WRITE_LSE, DecodeConfig
@@ -35,8 +35,7 @@ class Plan:
         num_words: of workspace, 0 if there is nothing to combine.
         k_scale_stride, v_scale_stride: of given scales, elements from head to head.
         takes_features: whether the function takes the arguments of features, which the rest is for.
-        copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
-        numbers: max_pages, window, soft cap.
+        numbers: max_pages, entries from a row of the block table to the next, window, soft cap.
         bias_strides: elements from one request, query, head and key to the next.
     """
 
@@ -52,8 +51,7 @@ class Plan:
     k_scale_stride: int = 0
     v_scale_stride: int = 0
     takes_features: bool = False
-    copies_table: bool = False
-    numbers: tuple[int, int, float] = (0, 0, 1.0)
+    numbers: tuple[int, int, int, float] = (0, 0, 0, 1.0)
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
 
     def launch(
@@ -113,13 +111,10 @@ class Plan:
 
     def _features(self, options: Any) -> tuple[Any, ...]:
         """The arguments of features."""
-        table, (max_pages, window, soft_cap) = options["block_table"], self.numbers
-        if self.copies_table:
-            table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
         sinks, slopes, bias = options["sinks"], options["alibi_slopes"], options["attn_bias"]
         uneven = self.schedule.more_rows, self.schedule.shares
         addresses = address_of(sinks), address_of(slopes), address_of(bias)
-        return *uneven, address_of(table), max_pages, window, soft_cap, *addresses, *self.bias_strides
+        return *uneven, address_of(options["block_table"]), *self.numbers, *addresses, *self.bias_strides
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
@@ -157,10 +152,14 @@ def make_plan(
         k_scale_stride=_head_stride(call.k.scale),
         v_scale_stride=_head_stride(call.v.scale),
         takes_features=schedule.config.has_features,
-        copies_table=table is not None and not table.is_contiguous(),
-        numbers=(0 if table is None else table.shape[1], call.window or 0, call.soft_cap or 1.0),
+        numbers=(*((0, 0) if table is None else _columns(table)), call.window or 0, call.soft_cap or 1.0),
         bias_strides=call.bias.strides if call.bias is not None else (0, 0, 0, 0),
     )
+
+
+def _columns(table: torch.Tensor) -> tuple[int, int]:
+    """Columns of a block table, and entries from one row to the next."""
+    return table.shape[1], table.stride(0) if table.shape[0] > 1 else table.shape[1]
 
 
 def _head_stride(scale) -> int:
@@ -177,11 +176,7 @@ def workspace_words(schedule: Schedule, problem: Problem) -> int:
 
 def problem_of(call: AttentionCall, *, after_append: bool = False) -> Problem:
     """What the schedule needs to know of a call."""
-    k_cache, v_cache = call.k.cache, call.v.cache
-    starts = k_cache.data_ptr() | v_cache.data_ptr()
-    blocks = call.k.block_stride | call.v.block_stride
-    if call.head_major:
-        blocks |= call.k.head_stride | call.v.head_stride
+    rows = [operand for operand in (call.k, call.v) if has_headers(operand.form)]
     return Problem(
         batch=call.batch,
         max_seq_len=call.max_seq_len,
@@ -195,10 +190,20 @@ def problem_of(call: AttentionCall, *, after_append: bool = False) -> Problem:
         q_len=call.q_len,
         page_tokens=max(size for size in PAGE_TOKENS if call.page_size % size == 0) if call.features.paged else 0,
         features=call.features,
-        aligned=not (starts | blocks) % ALIGNMENT,
+        aligned=not any(_places(call, operand) % ALIGNMENT for operand in rows),
+        tokens_touch=all(operand.tokens_touch for operand in rows),
+        heads_touch=call.head_major or all(operand.heads_touch for operand in rows),
         num_sms=_num_sms(call.q.device),
         after_append=after_append,
     )
+
+
+def _places(call: AttentionCall, operand: CacheOperand) -> int:
+    """All that where copies of raw rows begin and end is a sum of multiples of, its bits joined."""
+    places = operand.cache.data_ptr() | operand.block_stride
+    # Copies of several tokens are cut where the block ends.
+    places |= call.page_size * operand.token_stride if operand.tokens_touch else operand.token_stride
+    return places if operand.heads_touch and not call.head_major else places | operand.head_stride
 
 
 def _num_sms(device: torch.device) -> int:

@@ -57,8 +57,9 @@ class Problem:
         q_len: queries of a request.
         page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
         features: what the call asks for beyond softmax(q K^T) V.
-        aligned: whether caches of rows with headers start on 16 bytes and a request's part of them is a multiple of 16
-            bytes.
+        aligned: whether what a bulk copy takes of caches of rows with headers begins and ends on 16 bytes.
+        tokens_touch: whether their tokens lie one behind the other, so that a copy may take several.
+        heads_touch: whether the rows of a token do; not asked for of head-major caches.
         num_sms: SMs of the GPU.
         after_append: whether the newest tokens are appended in the same call.
     """
@@ -76,6 +77,8 @@ class Problem:
     page_tokens: int = 0
     features: Features = PLAIN
     aligned: bool = True
+    tokens_touch: bool = True
+    heads_touch: bool = True
     num_sms: int = NUM_SMS
     after_append: bool = False
 
@@ -275,7 +278,7 @@ def candidate_configs(problem: Problem) -> list[DecodeConfig]:
         base = _base_config(problem, names, 1, blocks, contiguous=True, row_copy="")
     else:
         heads = row_heads(problem, names, blocks) if problem.aligned else 0
-        contiguous = problem.features.head_major or (heads or 1) == problem.num_kv_heads
+        contiguous = _is_contiguous(problem, heads or 1)
         row_copy = "bulk" if heads else "word"
         make, counts = row_config, (1, 2, MOST_CTAS) if contiguous else (2,)
         base = _base_config(problem, names, heads or 1, blocks, contiguous=contiguous, row_copy=row_copy)
@@ -296,7 +299,13 @@ def _fits_warpgroups(problem: Problem) -> bool:
         and _fits_four_blocks(problem)
         and (problem.num_kv_heads == 1 or problem.features.head_major)
         and problem.aligned
+        and problem.tokens_touch
     )
+
+
+def _is_contiguous(problem: Problem, num_heads: int) -> bool:
+    """Whether the rows that a CTA with so many KV heads takes of raw rows' tokens lie one behind the other."""
+    return problem.tokens_touch and (problem.features.head_major or num_heads == problem.num_kv_heads)
 
 
 def _with_warpgroups(config: DecodeConfig) -> DecodeConfig:
@@ -370,10 +379,11 @@ def row_heads(problem: Problem, names: tuple[str, str], num_query_blocks: int) -
     forms = [format_of(name) for name in names]
     row_bytes = [form.row_bytes(d) for form, d in zip(forms, dims, strict=True) if has_headers(form)]
     # Head-major caches have one head's tokens side by side.
-    for heads in (1,) if problem.features.head_major else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
+    one_by_one = problem.features.head_major or not problem.heads_touch
+    for heads in (1,) if one_by_one else dict.fromkeys((problem.num_kv_heads, 8, 4, 2, 1)):
         if heads > min(BLOCK_QUERIES, most) or problem.num_kv_heads % heads:
             continue
-        contiguous = problem.features.head_major or heads == problem.num_kv_heads
+        contiguous = _is_contiguous(problem, heads)
         if not contiguous and any(heads * size % BULK_BYTES for size in row_bytes):
             continue
         base = _base_config(problem, names, heads, num_query_blocks, contiguous, "bulk")

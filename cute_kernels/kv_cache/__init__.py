@@ -94,6 +94,7 @@ def append_kv(
         slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].
+            Columns are side by side; the stride of rows is free.
         q, q_out: [tokens, num_q_heads, head_dim] like k, and where to write the rotated q (q itself is allowed).
         qkv_bias: (q's, k's, v's), each [heads * head_dim] in k's dtype, or None.
         rope: see :class:`Rope`.

@@ -13,6 +13,7 @@ from cute_kernels.kv_formats import HEAD_DIMS, KvFormat, format_of
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAYOUTS = ("NHD", "HND")
 MAX_TOKENS = 2**31 - 1
+WITH_STRIDES = ("k", "v", "q", "q_out", "k_cache", "v_cache", "block_table")
 POSITION_DTYPES = (torch.int32, torch.int64)
 
 
@@ -114,7 +115,7 @@ def check_append(call: AppendCall) -> None:
 
 
 def _check_tensors(call: AppendCall) -> None:
-    """What is given is a tensor on k's device; all but q, k, v, their biases and the caches contiguous."""
+    """What is given is a tensor on k's device; what has no strides of its own contiguous."""
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "
         "q_norm k_norm k_scale v_scale"
@@ -128,7 +129,9 @@ def _check_tensors(call: AppendCall) -> None:
         assert tensor is not None
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where k is")
-        if name not in ("k", "v", "q", "q_out", "k_cache", "v_cache") and not tensor.is_contiguous():
+        if name == "block_table" and tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(f"{name}: got strides {tensor.stride()}, want columns side by side")
+        if name not in WITH_STRIDES and not tensor.is_contiguous():
             raise ValueError(f"{name}: got strides {tensor.stride()} for shape {shape_of(tensor)}, want it contiguous")
 
 

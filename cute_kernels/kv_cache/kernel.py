@@ -82,8 +82,9 @@ class AppendKernel:
 
         q, k, v, q_out: [tokens, heads, head_dim], any token stride. Caches: [pages, page_size, num_kv_heads, row] with
         any strides but the last; a contiguous cache has a page of max_seq_len tokens per request. seq_lens: int32
-        [batch]; block_table: int32 [batch, max_pages]. ``mode``, bits of :mod:`cute_kernels.kv_cache.config`, says
-        which of q, seq_lens and block_table count; the others may be any tensors of their kind.
+        [batch]; block_table: int32 [batch, max_pages], any row stride. ``mode``, bits of
+        :mod:`cute_kernels.kv_cache.config`, says which of q, seq_lens and block_table count; the others may be any
+        tensors of their kind.
 
         The 64-bit arguments are addresses, 0 where there is none: cu_seqlens int32 [batch + 1], slots int64 [tokens],
         position_ids int32 or int64 [tokens], biases [heads, head_dim] and norm weights [head_dim] in q's dtype,
@@ -122,6 +123,7 @@ class AppendKernel:
             page_divisor=Int64(2**63 - 1) // Int64(cutlass.max(cache_shape[1], 1)) + 1,
             batch=_any(seq_lens.shape)[0],
             max_pages=table_shape[1],
+            table_stride=Int64(_any(block_table.stride)[0]),
             mode=mode,
         )
         extras = Extras(q_bias, k_bias, v_bias, q_norm, k_norm, k_scale, v_scale, norm_eps)
@@ -347,7 +349,7 @@ class AppendKernel:
         page, row = request, position
         if where.mode & HAS_TABLE != 0:
             index = divide_by(Int64(cutlass.max(position, 0)), where.page_divisor).to(Int32)
-            entry = Int64(request) * where.max_pages + cutlass.min(index, where.max_pages - 1)
+            entry = Int64(request) * where.table_stride + cutlass.min(index, where.max_pages - 1)
             page = self.ask_page(where.block_table + entry * 4, page_slot)
             row = position - index * where.page_size
             inside = inside & (index < where.max_pages)

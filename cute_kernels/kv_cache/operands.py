@@ -47,6 +47,7 @@ class Where:
     page_divisor: Int64
     batch: Int32
     max_pages: Int32
+    table_stride: Int64
     mode: Int32
 
 

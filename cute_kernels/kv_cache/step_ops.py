@@ -124,7 +124,7 @@ def launch(step: Step) -> tuple[torch.Tensor, Any]:
             q.dtype,
             k_cache.dtype,
             v_cache.dtype,
-            k_cache.is_contiguous() and v_cache.is_contiguous(),
+            attention_ops.strides_key(k_cache, v_cache),
             (k_cache.data_ptr() | v_cache.data_ptr()) % ALIGNMENT,
             q.get_device(),
             kv_format,

@@ -2,74 +2,171 @@
 
 Kernels on one stream run one after the other, so they may share; they leave the words that they used EMPTY again. A
 captured graph may be replayed on any stream at any time, so its launches on a stream share a buffer of their own: a
-piece of memory that was filled before, or one from the graph's memory pool that the graph fills each time it begins.
+piece of a slab that was filled before, or memory from the graph's own pool that the graph fills each time it begins.
+
+How long what lives:
+
+- A stream's buffer lives as long as the process. One that became too small does, too: another thread may have its
+  address and not have launched yet. Sizes double at least, so that all of them are less than twice the last.
+- A graph's piece lives as long as the graph, and all that was instantiated from it: CUDA holds a *user object* for it
+  (:mod:`cute_kernels.runtime.captures`), which it lets go of when the last of them is destroyed and has run. The next
+  capture finds that out and takes the piece again, EMPTY as each replay has left it. So captures may follow each other
+  for ever, and take as much as the graphs that there are at a time.
+- What a graph fills itself lives in the graph's memory pool, which torch frees with the graph. It is held here while
+  its capture lasts and until the next one needs a buffer on the same stream, so that nothing else of the graph gets it.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
 
+from cute_kernels.runtime.captures import capture_of, is_capturing
 from cute_kernels.sm90 import EMPTY_WORD
 
 EMPTY = EMPTY_WORD - 2**32  # as int32: what CTAs wait to see overwritten
 _WORDS = 1 << 18  # per stream, at first
 _GRAPH_SLAB = 1 << 23  # words set aside, per device, for captured launches
+_PIECE = 64  # words that pieces are multiples of: each starts on 256 bytes
+
+
+@dataclass
+class _Slab:
+    """Words in one tensor, and which are free: ranges [first, end), in order, apart."""
+
+    words: torch.Tensor
+    free: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, num_words: int) -> int | None:
+        """The first of so many words that nobody has; None if there are not so many side by side."""
+        for i, (first, end) in enumerate(self.free):
+            if end - first >= num_words:
+                self.free[i : i + 1] = [(first + num_words, end)] if end - first > num_words else []
+                return first
+        return None
+
+    def give_back(self, first: int, num_words: int) -> None:
+        ranges = sorted([*self.free, (first, first + num_words)])
+        self.free = ranges[:1]
+        for start, end in ranges[1:]:
+            if start == self.free[-1][1]:
+                self.free[-1] = (self.free[-1][0], end)
+            else:
+                self.free.append((start, end))
+
+    def address(self, first: int) -> int:
+        return self.words.data_ptr() + first * self.words.element_size()
+
+
+@dataclass
+class _Piece:
+    """Words of a slab that a graph has; ``is_gone``: whether it is destroyed."""
+
+    slab: _Slab
+    first: int
+    num_words: int
+    is_gone: Callable[[], bool]
+
+
+@dataclass
+class _Captured:
+    """What a stream's launches of one capture use; ``owned``: memory of the graph's own pool, None for a piece."""
+
+    capture: int
+    address: int
+    num_words: int
+    owned: list[torch.Tensor] = field(default_factory=list)
 
 
 class WorkspacePool:
-    """Hands out workspaces; not thread-safe beyond what the interpreter lock gives (one dict access)."""
+    """Hands out workspaces. Threads may call it at the same time, for one stream or for several."""
 
     def __init__(self) -> None:
         self._by_stream: dict[tuple[int, int], torch.Tensor] = {}
-        self._by_capture: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._slabs: dict[int, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+        self._by_capture: dict[tuple[int, int], _Captured] = {}
+        self._slabs: dict[int, _Slab] = {}
+        self._pieces: list[_Piece] = []
+        self._lock = threading.Lock()
 
     def get(self, device_index: int, stream: int, num_words: int) -> int:
         """Address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a device."""
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return self._captured(device_index, stream, num_words)
+        if is_capturing():
+            with self._lock:
+                return self._captured(device_index, stream, num_words)
         words = self._by_stream.get((device_index, stream))
         if words is None or words.numel() < num_words:
-            self._prepare_slab(device_index)
-            # Replaced, not resized in place: the allocator keeps memory that launches in flight still use.
-            words = self._by_stream[device_index, stream] = _filled(device_index, max(num_words, _WORDS))
+            with self._lock:
+                words = self._grown(device_index, stream, num_words)
         return words.data_ptr()
+
+    def _grown(self, device_index: int, stream: int, num_words: int) -> torch.Tensor:
+        words = self._by_stream.get((device_index, stream))
+        if words is not None and words.numel() >= num_words:  # another thread was here first
+            return words
+        self._prepare_slab(device_index)
+        size = _WORDS
+        if words is not None:
+            self._outgrown.append(words)
+            size = 2 * words.numel()
+        words = self._by_stream[device_index, stream] = _filled(device_index, max(num_words, size))
+        return words
 
     def _prepare_slab(self, device_index: int) -> None:
         if device_index not in self._slabs:
-            self._slabs[device_index] = _filled(device_index, _GRAPH_SLAB)
-            torch.cuda.current_stream(device_index).synchronize()  # once: a graph on any stream may use it from now on
+            self._slabs[device_index] = _Slab(_filled(device_index, _GRAPH_SLAB), [(0, _GRAPH_SLAB)])
+            _synchronize(device_index)  # once: a graph on any stream may use it from now on
 
     def _captured(self, device_index: int, stream: int, num_words: int) -> int:
-        key = device_index, stream, capture_id(stream)
-        words = self._by_capture.get(key)
-        if words is None or words.numel() < num_words:
-            words = self._by_capture[key] = self._for_capture(device_index, num_words)
-        return words.data_ptr()
+        capture = capture_of(stream)
+        held = self._by_capture.get((device_index, stream))
+        if held is None or held.capture != capture.identity:
+            held = self._by_capture[device_index, stream] = _Captured(capture.identity, 0, 0)
+        if held.num_words < num_words:
+            # What was handed out for earlier launches of the capture stays the graph's.
+            held.num_words = -(-num_words // _PIECE) * _PIECE
+            piece = self._piece(device_index, held.num_words, capture)
+            if piece is None:
+                # No launch before this capture, or too many graphs at a time: the graph fills its own.
+                held.owned.append(_filled(device_index, held.num_words))
+                held.address = held.owned[-1].data_ptr()
+            else:
+                held.address = piece.slab.address(piece.first)
+        return held.address
 
-    def _for_capture(self, device_index: int, num_words: int) -> torch.Tensor:
-        num_words = -(-num_words // 64) * 64  # later pieces start on 256 bytes
+    def _piece(self, device_index: int, num_words: int, capture) -> _Piece | None:
+        """Words of the slab that live as long as the graph that is captured; None if there are none."""
         slab = self._slabs.get(device_index)
-        if slab is None or slab.numel() < num_words:
-            # No launch before this capture, or very many captures: the graph fills its own.
-            return _filled(device_index, num_words)
-        self._slabs[device_index] = slab[num_words:]
-        return slab[:num_words]
+        if slab is None:
+            return None
+        self._collect()
+        first = slab.take(num_words)
+        if first is None:
+            return None
+        piece = _Piece(slab, first, num_words, capture.watch())
+        self._pieces.append(piece)
+        return piece
 
-
-def capture_id(stream: int) -> int:
-    """A number that tells the graph capture in progress on a stream from all others of the process."""
-    # Here, as it looks for CUDA's libraries, and a process that captures no graph has no use for them.
-    from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
-
-    status, _, identity, *_ = runtime.cudaStreamGetCaptureInfo(stream)
-    if int(status) != 0:
-        raise RuntimeError(f"cudaStreamGetCaptureInfo failed: {status}")
-    return int(identity)
+    def _collect(self) -> None:
+        """Takes back the pieces of graphs that are gone."""
+        living = []
+        for piece in self._pieces:
+            if piece.is_gone():
+                piece.slab.give_back(piece.first, piece.num_words)
+            else:
+                living.append(piece)
+        self._pieces = living
 
 
 def _filled(device_index: int, num_words: int) -> torch.Tensor:
     return torch.full((num_words,), EMPTY, dtype=torch.int32, device=torch.device("cuda", device_index))
+
+
+def _synchronize(device_index: int) -> None:
+    torch.cuda.current_stream(device_index).synchronize()
 
 
 POOL = WorkspacePool()

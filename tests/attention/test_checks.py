@@ -76,9 +76,21 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("out-shape", {"out": zeros(3, 8, 128)}, ValueError, r"out: got shape \[3, 8, 128\], want \[3, 1, 8, 128\]"),
     # strides
     ("q-strided", {"q": zeros(3, 1, 128, 8).transpose(2, 3)}, ValueError,
-     r"q: got strides .* for shape \[3, 1, 8, 128\], want a contiguous tensor"),
-    ("k-strided", {"k_cache": rows(3, 2, 12, 80).transpose(1, 2)}, ValueError, "k_cache: got strides"),
-    ("v-strided", {"v_cache": rows(3, 24, 2, 80)[:, ::2]}, ValueError, "v_cache: got strides"),
+     r"q: got strides .* for shape \[3, 1, 8, 128\], want the last two dimensions contiguous"),
+    ("q-heads-apart", {"q": zeros(3, 1, 16, 128)[:, :, ::2]}, ValueError,
+     r"q: got strides \(2048, 2048, 256, 1\) for shape \[3, 1, 8, 128\], want the last two dimensions contiguous"),
+    ("q-off-vectors", {"q": zeros(3, 1028)[:, None, :1024].unflatten(2, (8, 128))}, ValueError,
+     r"q: got strides \(1028, .*\) for shape \[3, 1, 8, 128\], want requests and queries on multiples of 16 bytes"),
+    ("k-rows-apart", {"k_cache": rows(3, 12, 2, 160)[..., ::2]}, ValueError,
+     r"k_cache: got strides \(3840, 320, 160, 2\) for shape \[3, 12, 2, 80\] \[batch, max_seq_len, num_kv_heads, "
+     r"row\], want rows contiguous: a last stride of 1"),
+    ("v-off-words", {"v_cache": rows(3, 12, 2, 82)[..., :80]}, ValueError,
+     r"v_cache: got strides .*, want rows of int4_g4 on multiples of 4 bytes"),
+    ("v-off-vectors", {"kv_format": "bf16", "k_cache": zeros(3, 12, 2, 128),
+     "v_cache": zeros(3, 12, 2, 132)[..., :128]}, ValueError,
+     r"v_cache: got strides .*, want rows of bf16 on multiples of 16 bytes"),
+    ("k-overlaps", {"k_cache": rows(1, 12, 2, 80).expand(3, 12, 2, 80)}, ValueError,
+     r"k_cache: got strides \(0, 160, 80, 1\) .*, want rows that do not overlap"),
     ("lens-strided", {"seq_lens": zeros(6, dtype=torch.int32)[::2]}, ValueError, "seq_lens: got strides"),
     ("out-strided", {"out": zeros(3, 1, 128, 8).transpose(2, 3)}, ValueError, "out: got strides"),
     # kinds of things
@@ -234,6 +246,14 @@ def test_what_is_wrong_is_said_before_anything_is_written():
     with pytest.raises(ValueError, match="seq_lens"):
         decode_attention(**arguments(seq_lens=torch.tensor([0, 13, 5], dtype=torch.int32), out=out))
     assert out.isnan().all()
+
+
+def test_blocks_and_tokens_lie_where_kernels_can_reach_them():
+    for strides in ((2**40, 160, 80, 1), (2**40 - 16, 2**31, 80, 1)):
+        given = {name: x.to("meta") for name, x in arguments().items() if isinstance(x, torch.Tensor)}
+        given["k_cache"] = torch.empty_strided((3, 12, 2, 80), strides, dtype=torch.uint8, device="meta")
+        with pytest.raises(ValueError, match=r"k_cache: got .* blocks less than 2\*\*40 bytes apart, .* than 2\*\*31"):
+            make_call(**given, kv_format="int4_g4")
 
 
 def test_16_bit_caches_have_the_dtype_of_the_queries():

@@ -15,7 +15,7 @@ import torch
 from cute_kernels.attention import decode_attention, ops, plan
 from cute_kernels.runtime import native
 from tests.attention.cases import make_call
-from tests.tensors import apart, offset
+from tests.tensors import apart, fused, offset, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -37,6 +37,11 @@ def arguments(kv_format: Any = "int4_g4", lengths: tuple[int, ...] = (64, 5), **
     return dict(zip(names, call.tensors, strict=True)) | {"kv_format": kv_format} | call.options
 
 
+def interleaved(given: Arguments, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a call as halves of one tensor."""
+    return side_by_side(given["k_cache"], given["v_cache"], dim)
+
+
 def but(change: Callable[[Arguments], Arguments], *of: Any, **options: Any) -> Arguments:
     given = arguments(*of, **options)
     return given | change(given)
@@ -45,12 +50,31 @@ def but(change: Callable[[Arguments], Arguments], *of: Any, **options: Any) -> A
 CALLS: dict[str, Callable[[], Arguments]] = {
     "plain": arguments,
     "one request": lambda: arguments(lengths=(64,)),
+    "one request, of odd strides": lambda: but(
+        lambda a: {name: odd(a[name]) for name in ("q", *CACHES)}, lengths=(64,)
+    ),
     "more tokens": lambda: arguments(lengths=(5, 640)),
     "fp16": lambda: arguments(q_dtype="fp16"),
     "fewer query heads": lambda: but(lambda a: {"q": a["q"][:, :, :4].contiguous()}),
     "queries with gaps": lambda: but(lambda a: {"q": apart(a["q"])}),
+    "queries of a fused projection": lambda: but(lambda a: {"q": fused(a["q"])}),
+    "queries of a fused projection, off vectors": lambda: but(lambda a: {"q": fused(a["q"], 4)}),
     "misaligned queries": lambda: but(lambda a: {"q": offset(a["q"], 2)}),
     "keys with gaps": lambda: but(lambda a: {"k_cache": apart(a["k_cache"])}),
+    "keys with large gaps": lambda: but(lambda a: {"k_cache": apart(a["k_cache"], 160)}),
+    "blocks apart": lambda: but(lambda a: dict(zip(CACHES, interleaved(a, 1), strict=True))),
+    "blocks of values apart": lambda: but(lambda a: {"v_cache": interleaved(a, 1)[1]}),
+    "blocks apart by words": lambda: but(lambda a: {"v_cache": padded(a["v_cache"], 4)}),
+    "tokens apart": lambda: but(lambda a: dict(zip(CACHES, interleaved(a, 2), strict=True))),
+    "heads apart": lambda: but(lambda a: dict(zip(CACHES, interleaved(a, 3), strict=True))),
+    "bf16": lambda: arguments("bf16"),
+    "bf16, heads apart": lambda: but(lambda a: dict(zip(CACHES, interleaved(a, 3), strict=True)), "bf16"),
+    "bf16, off vectors": lambda: but(lambda a: {"k_cache": padded(a["k_cache"], 4)}, "bf16"),
+    "pages apart": lambda: but(lambda a: dict(zip(CACHES, interleaved(a, 1), strict=True)), page_size=16),
+    "pages apart, heads first": lambda: but(
+        lambda a: dict(zip(CACHES, interleaved(a, 1), strict=True)), page_size=16, cache_layout="HND"
+    ),
+    "a wider table": lambda: but(lambda a: {"block_table": apart(a["block_table"])}, page_size=16),
     "rows at words": lambda: but(lambda a: {"v_cache": offset(a["v_cache"], 4)}),
     "rows at halves of words": lambda: but(lambda a: {"v_cache": offset(a["v_cache"], 2)}),
     "signed rows": lambda: but(lambda a: {"k_cache": a["k_cache"].view(torch.int8)}),
@@ -79,6 +103,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "out": lambda: but(lambda a: {"out": torch.empty_like(a["q"])}),
     "out of floats": lambda: but(lambda a: {"out": a["q"].float()}),
     "out with gaps": lambda: but(lambda a: {"out": apart(a["q"])}),
+    "out with requests apart": lambda: but(lambda a: {"out": fused(a["q"])}),
     "4 queries": lambda: arguments(q_len=4),
     "4 queries that see everything": lambda: arguments(q_len=4, causal=False),
     "pages": lambda: arguments(page_size=16),
@@ -100,6 +125,12 @@ CALLS: dict[str, Callable[[], Arguments]] = {
 }
 
 
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """One request whose stride no kernel could go by."""
+    return x.as_strided(x.shape, (x.stride(0) + 1, *x.stride()[1:]))
+
+
+CACHES = ("k_cache", "v_cache")
 made = functools.cache(lambda name: CALLS[name]())
 
 
@@ -153,22 +184,26 @@ def test_results_are_new_and_contiguous(launches):
     assert decode_attention(**given).data_ptr() != first.data_ptr()
 
 
-def test_the_kernel_gets_the_rows_of_a_wider_table_side_by_side(launches):
-    """It takes the table's columns for its row stride."""
+def test_the_kernel_reads_a_wider_table_where_it_is(launches):
+    """It gets the columns that a request has, and how far apart the rows lie."""
     given = arguments(page_size=16)
     table = given["block_table"]
-    wide = torch.cat([table, torch.full_like(table, -1)], dim=1)
-    seen = []
+    columns = table.shape[1]
+    for part in (table, apart(table), table.new_full((2, columns + 5), -1)[:, 3:-2]):
+        decode_attention(**given | {"block_table": part.copy_(table)})
+        assert launches[-1].arguments[16:19] == (part.data_ptr(), columns, part.stride(0))
 
-    class Table(torch.Tensor):
-        def contiguous(self, **_: Any) -> torch.Tensor:
-            seen.append(torch.Tensor.contiguous(self))
-            return seen[-1]
 
-    part = wide[:, : table.shape[1]]
-    other: Arguments = given | {"block_table": part.as_subclass(Table)}
-    decode_attention(**other)
-    address = launches[-1].arguments[16]
-    assert len(seen) == 1 and address == seen[0].data_ptr() and torch.equal(seen[0].as_subclass(torch.Tensor), table)
-    decode_attention(**given)
-    assert launches[-1].arguments[16] == table.data_ptr()
+def test_strided_caches_and_queries_are_read_where_they_are(launches):
+    for name in ("blocks apart", "tokens apart", "heads apart", "pages apart", "queries of a fused projection"):
+        given = made(name)
+        run(launches, given)
+        for tensor, got in zip((given[x] for x in ("q", *CACHES)), launches[-1].arguments, strict=False):
+            assert (got.data_ptr(), got.stride()) == (tensor.data_ptr(), tensor.stride()), name
+
+
+def test_strides_of_single_requests_and_tokens_do_not_matter(launches):
+    """torch lets them be anything."""
+    for kv_format in ("int4_g4", "bf16"):
+        given = but(lambda a: {name: odd(a[name]) for name in ("q", *CACHES)}, kv_format, lengths=(64,))
+        assert all(given[name].stride(0) % 8 for name in ("q", *CACHES)) and isinstance(run(launches, given), list)

@@ -114,6 +114,7 @@ def simulate_append(
         page_divisor=Int64(divisor_of(call.page_size)),
         batch=Int32(call.batch),
         max_pages=Int32(0 if call.block_table is None else call.block_table.shape[1]),
+        table_stride=Int64(0 if call.block_table is None else call.block_table.stride(0)),
         mode=Int32(mode),
     )
     extras = kernel.Extras(**{name: Int64(at.get(name, 0)) for name in EXTRAS}, norm_eps=Float32(call.norm_eps))

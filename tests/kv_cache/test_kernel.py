@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_kernels.kv_cache.call import AppendCall
+from cute_kernels.kv_cache.call import AppendCall, check_append
 from cute_kernels.kv_cache.config import AppendConfig
 from cute_kernels.kv_cache.plan import config_of
 from cute_kernels.kv_cache.rope import Rope, YarnScaling
 from tests.kv_cache.cases import ALL_FORMATS, Shape, assert_appended, clone_caches, make_call
 from tests.kv_cache.simulate import simulate_append
+from tests.tensors import among_others, apart
 
 SMALL = Shape(num_q_heads=2, num_kv_heads=1)  # four tokens: two warps of head_dim 128
 
@@ -100,6 +101,21 @@ PLACES = {
 @pytest.mark.parametrize("new", [(1, 1, 1, 1), (3, 0, 1, 4), (0, 0, 8, 0)], ids=["decode", "prefill", "one request"])
 def test_every_place(place, new, monkeypatch):
     check(SMALL.with_(kv_format="int4_g2", new=new, lengths=(40, 100, 47, 49), num_kv_heads=3, **place), monkeypatch)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dim", [1, 2, 3], ids=["pages apart", "tokens or heads apart", "rows apart"])
+@pytest.mark.parametrize("kv_format", ["bf16", "int4_g2"])
+def test_caches_with_gaps_are_written_between_them(kv_format, dim, layout, monkeypatch):
+    """Of K and V as parts of one tensor; what lies beside them is untouched."""
+    shape = SMALL.with_(kv_format=kv_format, new=(3, 0, 1, 4), lengths=(40, 100, 47, 49), layout=layout)
+    call = make_call(shape)
+    assert call.block_table is not None
+    caches, beside = zip(*(among_others(cache, dim) for cache in (call.k_cache, call.v_cache)), strict=True)
+    own = call._replace(k_cache=caches[0], v_cache=caches[1], block_table=apart(call.block_table))
+    check_append(own)
+    assert_appended(own, call, simulate_append(own, monkeypatch, 2))
+    assert all((x.view(torch.uint8) == 0xFF).all() for x in beside)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16, 17, 300])

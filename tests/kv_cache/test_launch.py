@@ -17,7 +17,7 @@ from cute_kernels.kv_cache.call import NUM_USUAL, AppendCall
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape, make_call
 from tests.kv_cache.test_append_cpu import arguments
-from tests.tensors import offset
+from tests.tensors import apart, offset, padded
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -100,6 +100,10 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "lengths in a list": lambda: of() | {"seq_lens": [1, 1, 1, 1]},
     "more lengths": lambda: but(lambda a: {"seq_lens": a["seq_lens"].repeat(2)}),
     "a table with gaps": lambda: but(lambda a: {"block_table": a["block_table"].repeat(1, 2)[:, ::2]}),
+    "a wider table": lambda: but(lambda a: {"block_table": apart(a["block_table"])}),
+    "pages apart": lambda: but(lambda a: {name: padded(a[name], 16) for name in ("k_cache", "v_cache")}),
+    "pages apart by words": lambda: but(lambda a: {"k_cache": padded(a["k_cache"], 4)}),
+    "pages apart by bytes": lambda: but(lambda a: {"k_cache": padded(a["k_cache"], 2)}),
     "a short table": lambda: but(lambda a: {"block_table": a["block_table"][:2]}),
     "values of fewer pages": lambda: but(lambda a: {"v_cache": a["v_cache"][:2]}),
     "pages with gaps": lambda: but(lambda a: {"k_cache": torch.cat([a["k_cache"]] * 2, 1)[:, :16]}),

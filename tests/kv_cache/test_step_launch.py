@@ -19,6 +19,7 @@ from cute_kernels.kv_cache import plan as append_plan
 from cute_kernels.runtime import native
 from tests.kv_cache.cases import Shape
 from tests.kv_cache.steps import Arguments, make_step
+from tests.tensors import apart, fused, padded, side_by_side
 
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
@@ -51,11 +52,6 @@ def but(change: Callable[[Arguments], Arguments], *of_what: Any, **changes: Any)
     return step | change(step)
 
 
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers with gaps between rows."""
-    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
-
-
 CALLS: dict[str, Callable[[], Arguments]] = {
     "plain": of,
     "another rope": lambda: of(rope=Rope(64, theta=1e6)),
@@ -75,6 +71,14 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "int8, signed": lambda: but(lambda s: {"k_cache": s["k_cache"].view(torch.int8)}, kv_format="int8_tensor"),
     "no scale": lambda: of(kv_format="int8_tensor") | {"k_scale": None},
     "caches with gaps": lambda: but(lambda s: {name: apart(s[name]) for name in ("k_cache", "v_cache")}),
+    "blocks apart": lambda: but(lambda s: {name: padded(s[name], 16) for name in ("k_cache", "v_cache")}),
+    "blocks far apart": lambda: but(lambda s: {name: padded(s[name], 4096) for name in ("k_cache", "v_cache")}),
+    "blocks apart by words": lambda: but(lambda s: {"k_cache": padded(s["k_cache"], 4)}),
+    "K and V side by side": lambda: but(
+        lambda s: dict(zip(("k_cache", "v_cache"), side_by_side(s["k_cache"], s["v_cache"], 1), strict=True))
+    ),
+    "a wider table": lambda: but(lambda s: {"block_table": apart(s["block_table"])}),
+    "out with requests apart": lambda: but(lambda s: {"out": fused(s["q"].contiguous())}),
     "a table with gaps": lambda: but(lambda s: {"block_table": s["block_table"].repeat(1, 2)[:, ::2]}),
     "more lengths": lambda: but(lambda s: {"seq_lens": s["seq_lens"].repeat(2)}),
     "lengths of 64 bits": lambda: but(lambda s: {"seq_lens": s["seq_lens"].long()}),

@@ -1,0 +1,93 @@
+"""Graph captures in progress: which one a stream belongs to, and how long the graph lives that comes of it.
+
+A graph can own *user objects* (cudaGraphRetainUserObject, which is allowed while it is captured). What is instantiated
+from it owns them, too; when the last owner is destroyed, and no launch of it runs any more, CUDA calls the object's
+destructor, maybe on a thread of its own, where neither CUDA nor, for its lock, Python may be called. The destructor
+here is the C library's ``sem_post`` on a semaphore, which anybody can look at later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_SEMAPHORE_BYTES = 64  # of a sem_t, at most
+
+
+class Capture(NamedTuple):
+    """A capture in progress; ``graph``: what is captured so far."""
+
+    identity: int
+    graph: Any
+
+    def watch(self) -> Callable[[], bool]:
+        """A function that says whether the graph is gone, with all that was instantiated from it."""
+        from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
+
+        semaphore = _Semaphore()
+        destroy = runtime.cudaHostFn_t(init_value=semaphore.post_address)
+        no_sync = runtime.cudaUserObjectFlags.cudaUserObjectNoDestructorSync
+        made = runtime.cudaUserObjectCreate(semaphore.address, destroy, 1, no_sync)
+        user_object = _checked("cudaUserObjectCreate", *made)
+        move = runtime.cudaUserObjectRetainFlags.cudaGraphUserObjectMove
+        _checked("cudaGraphRetainUserObject", *runtime.cudaGraphRetainUserObject(self.graph, user_object, 1, move))
+        return semaphore.is_posted
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def capture_of(stream: int) -> Capture:
+    """The capture that a stream (a raw handle) belongs to."""
+    # Here, as it looks for CUDA's libraries, and a process that captures no graph has no use for them.
+    from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]
+
+    status, _, identity, graph, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+    _checked("cudaStreamGetCaptureInfo", status)
+    return Capture(int(identity), graph)
+
+
+class _Semaphore:
+    """A POSIX semaphore of value 0 that C code posts once, maybe as late as when the process ends.
+
+    So its memory is not Python's: it is given back when the semaphore is posted, and not before.
+    """
+
+    _library = ctypes.CDLL(None, use_errno=True)
+    _library.calloc.restype = ctypes.c_void_p
+    _library.calloc.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+
+    def __init__(self) -> None:
+        self.address: int | None = self._library.calloc(1, _SEMAPHORE_BYTES)
+        if self.address is None or self._library.sem_init(ctypes.c_void_p(self.address), 0, 0) != 0:
+            raise MemoryError("no semaphore")
+
+    @property
+    def post_address(self) -> int:
+        """Of the function that takes a semaphore's address and adds 1."""
+        address = ctypes.cast(self._library.sem_post, ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def is_posted(self) -> bool:
+        if self.address is None:
+            return True
+        value = ctypes.c_int()
+        self._library.sem_getvalue(ctypes.c_void_p(self.address), ctypes.byref(value))
+        if value.value == 0:
+            return False
+        self._library.free(ctypes.c_void_p(self.address))
+        self.address = None
+        return True
+
+
+def _checked(function: str, status: Any, *result: Any) -> Any:
+    """The result of a call of CUDA's; RuntimeError unless it succeeded."""
+    if int(status) != 0:
+        raise RuntimeError(f"{function} failed: {status}")
+    return result[0] if result else None
