@@ -1,0 +1,95 @@
+"""Kernels that a served model will ask for, compiled or loaded before its first step.
+
+Inside a CUDA graph capture nothing may be compiled, and in a step that a user waits for nothing should be. The layers
+say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.runtime.cache import default_cache
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.native import dsl_version
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.workspace import POOL
+
+GRID = ((1024, 128), (4096, 512), (1 << 20, 2048))
+"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps."""
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows that an engine runs.
+
+    captured: batch sizes of its CUDA graphs. most: tokens of a step, at most.
+    """
+
+    captured: tuple[int, ...]
+    most: int
+
+    def all(self) -> list[int]:
+        """Captured ones, and a grid of those beyond."""
+        found, last = {*self.captured, 1, self.most}, max(self.captured, default=0)
+        for end, step in GRID:
+            beyond = range(last + step, min(end, self.most) + 1, step)
+            found.update(beyond)
+            last = max(last, end) if beyond else last
+        return sorted(found)
+
+
+_noted: dict[Problem, RowCounts] = {}
+
+
+def note(problem: Problem, rows: RowCounts) -> None:
+    """Remembers a layer (a problem of one row) for `load_noted`."""
+    _noted[problem] = rows
+
+
+def load_noted(device: torch.device) -> None:
+    """Loads the kernels of every layer that was noted since the last call; compiles those that are nowhere yet."""
+    if not _noted:
+        return
+    problems = dict(_noted)
+    _noted.clear()
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    gpu, arch = torch.cuda.get_device_name(index), arch_of(index)
+    specs = dict.fromkeys(
+        spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)
+    )
+    missing = [spec for spec in specs if not default_cache().has(spec, arch)]
+    start = time.perf_counter()
+    POOL.prepare(index)
+    if missing:
+        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(specs))
+    default_cache().load_many(specs, arch)
+    logger.info("cute-kernels: %d kernels ready after %.1f s", len(specs), time.perf_counter() - start)
+
+
+def specs_for(problem: Problem, m: int, gpu: str) -> list[KernelSpec]:
+    """The kernels that serve ``m`` rows of a layer on a GPU of that name."""
+    return specs_of(chosen(replace(problem, m=m), gpu).config)
+
+
+def why_not_ready(problem: Problem, rows: Iterable[int], device_index: int) -> str | None:
+    """What keeps a layer's kernels from being ready before the first capture; None where nothing does."""
+    if dsl_version() is not None:
+        return None
+    gpu, arch = torch.cuda.get_device_name(device_index), arch_of(device_index)
+    for m in rows:
+        for spec in specs_for(problem, m, gpu):
+            if not default_cache().has(spec, arch):
+                return (
+                    f"{spec}, for {m} rows, is in no bundle, and the compiler is not installed (cute-kernels[compiler])"
+                )
+    return None
