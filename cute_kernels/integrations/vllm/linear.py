@@ -28,7 +28,6 @@ from cute_kernels.linear import PackedWeight
 from cute_kernels.linear.plan import DTYPES
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
-from cute_kernels.runtime.workspace import POOL
 
 WEIGHT_TYPES = {
     scalar_types.uint4b8: (4, False),
@@ -182,8 +181,6 @@ def replace(interface: Interface) -> str:
     kernels = getattr(importlib.import_module(module), name)[PlatformEnum.CUDA]
     if CuteKernelsLinearKernel not in kernels:
         kernels.insert(0, CuteKernelsLinearKernel)
-    # vLLM replays its graphs one at a time: they share one memory pool.
-    POOL.share_among_captures()
     return "weight-only linear layers (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here first"
 
 

@@ -20,11 +20,13 @@ class Interface:
         tested: how this version is known to work, for people.
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
         backend_priorities: the module and function that say which attention backends are tried first.
+        attention_layer: the module and class of attention layers.
     """
 
     tested: str
     linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
     backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
+    attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
 
 
 INTERFACES = {(0, 26): Interface("served on an H200, interface tests")}
