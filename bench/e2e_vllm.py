@@ -4,6 +4,9 @@ Weights are random (vLLM's "dummy" ones), so nothing is downloaded. A start take
 a process of its own, is recorded at once, and is skipped where the record has it. `python -m bench e2e --engine vllm`.
 """
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import json

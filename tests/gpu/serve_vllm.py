@@ -4,6 +4,9 @@ The engine has little room: prompts are prefilled in chunks and beside decoding 
 are too few pages for all requests, so that some are preempted and begin again.
 """
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import json

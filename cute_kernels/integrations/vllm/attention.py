@@ -9,6 +9,9 @@ not take, vLLM goes on to its own. A layer's step has up to three parts:
                         FlashAttention (chunked prefill, prefix hits)
 """
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import importlib
@@ -101,7 +104,7 @@ class CuteKernelsAttentionBackend(AttentionBackend):
             ValueError: the environment asks for a cache format that cannot be had.
         """
         reasons = super().validate_configuration(*arguments, **named)
-        kv_cache_dtype = named.get("kv_cache_dtype")
+        kv_cache_dtype: Any = named.get("kv_cache_dtype")
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return reasons
         reasons += _reasons_of_engine()
@@ -210,7 +213,10 @@ class _LayerCall:
         self.impl, self.metadata = impl, metadata
         self.k_cache, self.v_cache = impl.pages.views(kv_cache)
         given = impl.form.given_scale is not None
-        self.scales = {"k_scale": layer._k_scale if given else None, "v_scale": layer._v_scale if given else None}
+        self.scales: dict[str, Any] = {
+            "k_scale": layer._k_scale if given else None,
+            "v_scale": layer._v_scale if given else None,
+        }
 
     @property
     def _options(self) -> dict[str, Any]:

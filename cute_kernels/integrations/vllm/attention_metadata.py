@@ -1,5 +1,8 @@
 """What a step of vLLM asks of attention: which requests decode, which begin, which continue; made once a step."""
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator

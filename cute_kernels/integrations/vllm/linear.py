@@ -7,6 +7,9 @@ What is traced depends on a layer's configuration alone, never on the values of 
 from one start to the next, and another checkpoint of the same configuration must fit them.
 """
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import importlib

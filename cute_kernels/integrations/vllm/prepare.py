@@ -18,7 +18,7 @@ from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.runtime.cache import default_cache
 from cute_kernels.runtime.device import arch_of
-from cute_kernels.runtime.native import dsl_version
+from cute_kernels.runtime.native import compiler_remedy, compiler_version
 from cute_kernels.runtime.spec import KernelSpec
 from cute_kernels.runtime.workspace import POOL
 
@@ -83,13 +83,11 @@ def specs_for(problem: Problem, m: int, gpu: str) -> list[KernelSpec]:
 
 def why_not_ready(problem: Problem, rows: Iterable[int], device_index: int) -> str | None:
     """What keeps a layer's kernels from being ready before the first capture; None where nothing does."""
-    if dsl_version() is not None:
+    if compiler_version() is not None:
         return None
     gpu, arch = torch.cuda.get_device_name(device_index), arch_of(device_index)
     for m in rows:
         for spec in specs_for(problem, m, gpu):
             if not default_cache().has(spec, arch):
-                return (
-                    f"{spec}, for {m} rows, is in no bundle, and the compiler is not installed (cute-kernels[compiler])"
-                )
+                return f"no bundle has {spec}, for {m} rows; {compiler_remedy()}"
     return None

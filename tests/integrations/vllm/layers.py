@@ -3,6 +3,9 @@
 What is expected of a layer is worked out here from the codes, in fp64, by the formats' own definitions.
 """
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
