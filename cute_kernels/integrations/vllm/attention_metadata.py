@@ -19,6 +19,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations.vllm import attention_kernels, prepare
+from cute_kernels.integrations.vllm.attention_kernels import Decodes
 
 MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
 
@@ -91,6 +93,16 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         assert self.reorder_batch_threshold is not None
         self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
         self.page_size = kv_cache_spec.block_size
+        layers = vllm_config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in layer_names]
+        decodes = Decodes(
+            batches=decode_batches(vllm_config),
+            q_len=self.reorder_batch_threshold,
+            max_seq_len=vllm_config.model_config.max_model_len,
+            page_size=self.page_size,
+            dtype=vllm_config.model_config.dtype,
+        )
+        prepare.load(device, attention_kernels.specs(impls, decodes, device))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -148,6 +160,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         position = torch.arange(total, device=device) - on_device[owner]
         pages = table[owner, position // self.page_size].long()
         return Context(pages, position % self.page_size, on_device, max(lengths))
+
+
+def decode_batches(vllm_config: Any) -> tuple[int, ...]:
+    """Requests of the decoding steps that are captured, and of the largest."""
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    most = vllm_config.scheduler_config.max_num_seqs
+    return tuple(sorted({1, most, *(size for size in captured if size <= most)}))
 
 
 NOTHING, BEGINS, SHORT, LONG = "nothing", "begins", "short", "long"

@@ -62,18 +62,29 @@ def load_noted(device: torch.device) -> None:
         return
     problems = dict(_noted)
     _noted.clear()
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    gpu, arch = torch.cuda.get_device_name(index), arch_of(index)
-    specs = dict.fromkeys(
-        spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)
+    gpu = torch.cuda.get_device_name(index_of(device))
+    load(
+        device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)]
     )
-    missing = [spec for spec in specs if not default_cache().has(spec, arch)]
+
+
+def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:
+    """Loads kernels, and compiles those that are nowhere yet, many at a time; says so once for all of them."""
+    index = index_of(device)
+    arch = arch_of(index)
+    wanted = list(dict.fromkeys(specs))
+    missing = [spec for spec in wanted if not default_cache().has(spec, arch)]
     start = time.perf_counter()
     POOL.prepare(index)
     if missing:
-        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(specs))
-    default_cache().load_many(specs, arch)
-    logger.info("cute-kernels: %d kernels ready after %.1f s", len(specs), time.perf_counter() - start)
+        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(wanted))
+    default_cache().load_many(wanted, arch)
+    logger.info("cute-kernels: %d kernels ready after %.1f s", len(wanted), time.perf_counter() - start)
+
+
+def index_of(device: torch.device) -> int:
+    """A CUDA device's number."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def specs_for(problem: Problem, m: int, gpu: str) -> list[KernelSpec]:

@@ -289,13 +289,22 @@ def step(new: list[int], lengths: list[int], pages: int = 40, page_size: int = 1
 
 
 def builder(speculative: int = 0) -> Any:
-    from cute_kernels.integrations.vllm.attention_metadata import MetadataBuilder
+    from cute_kernels.integrations.vllm import attention_metadata
 
     speculation = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False) if speculative else None
     config = SimpleNamespace(
-        speculative_config=speculation, parallel_config=SimpleNamespace(decode_context_parallel_size=1)
+        speculative_config=speculation,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        compilation_config=SimpleNamespace(static_forward_context={}, cudagraph_capture_sizes=[1, 2, 4]),
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+        model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
     )
-    return MetadataBuilder(SimpleNamespace(block_size=16), ["layer"], config, torch.device("cpu"))
+    assert attention_metadata.decode_batches(config) == (1, 2, 3)
+    with (
+        mock.patch.object(attention_metadata.prepare, "load"),
+        mock.patch.object(attention_metadata.attention_kernels, "specs", lambda *_: []),
+    ):
+        return attention_metadata.MetadataBuilder(SimpleNamespace(block_size=16), [], config, torch.device("cpu"))
 
 
 @check
