@@ -30,7 +30,7 @@ CONFIG = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
+    "torch_dtype": "float16",
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "bos_token_id": 1,
@@ -39,7 +39,7 @@ CONFIG = {
 
 
 def write_model(folder: Path) -> None:
-    """A Llama with random weights, wide enough for its tokens to differ."""
+    """A Llama with random fp16 weights. Its layers do not amplify what rounding does, so that runs can be compared."""
     import torch
     from safetensors.torch import save_file
 
@@ -47,18 +47,18 @@ def write_model(folder: Path) -> None:
     hidden, middle, heads, kv = 512, 1024, 8 * 128, 2 * 128
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain * columns**-0.5).bfloat16()
+        return (torch.randn(rows, columns, generator=generator) * gain * columns**-0.5).half()
 
     tensors = {
         "model.embed_tokens.weight": matrix(VOCABULARY, hidden, hidden**0.5),
-        "model.norm.weight": torch.ones(hidden).bfloat16(),
-        "lm_head.weight": matrix(VOCABULARY, hidden, 3.0),
+        "model.norm.weight": torch.ones(hidden).half(),
+        "lm_head.weight": matrix(VOCABULARY, hidden),
     }
     for index in range(CONFIG["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)}
         for name, shape in shapes.items():
-            tensors[f"{layer}.self_attn.{name}.weight"] = matrix(*shape, 2.0)
+            tensors[f"{layer}.self_attn.{name}.weight"] = matrix(*shape)
         for name, shape in {
             "gate_proj": (middle, hidden),
             "up_proj": (middle, hidden),
@@ -66,7 +66,7 @@ def write_model(folder: Path) -> None:
         }.items():
             tensors[f"{layer}.mlp.{name}.weight"] = matrix(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{name}.weight"] = torch.ones(hidden).bfloat16()
+            tensors[f"{layer}.{name}.weight"] = torch.ones(hidden).half()
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -84,7 +84,8 @@ def prompts() -> list[list[int]]:
 
 
 def serve(scenario: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The scenario's tokens and, of each, the difference of the best two log-probabilities."""
+    """Of each request twice, one run after the other: its tokens, their log-probabilities, and by how much each was the
+    best."""
     import vllm
 
     config = {**CONFIG, **scenario.get("model", {})}
@@ -95,7 +96,7 @@ def serve(scenario: dict[str, Any], folder: Path) -> dict[str, Any]:
         skip_tokenizer_init=True,
         max_model_len=2048,
         max_num_seqs=32,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=scenario.get("chunk", 512),
         num_gpu_blocks_override=scenario["tokens"] // scenario["block_size"],
         block_size=scenario["block_size"],
         gpu_memory_utilization=0.3,
@@ -112,11 +113,14 @@ def serve(scenario: dict[str, Any], folder: Path) -> dict[str, Any]:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], sampling, use_tqdm=False)
         for output in outputs:
             result = output.outputs[0]
-            margins = []
-            for step in result.logprobs:
-                best = sorted((entry.logprob for entry in step.values()), reverse=True)
-                margins.append(best[0] - best[1])
-            results.append({"tokens": list(result.token_ids), "margins": margins})
+            best = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in result.logprobs]
+            results.append(
+                {
+                    "tokens": list(result.token_ids),
+                    "logprobs": [first for first, *_ in best],
+                    "margins": [first - second for first, second, *_ in best],
+                }
+            )
     from cute_kernels.integrations.vllm import plugin
 
     return {"results": results, "replaced": [[one.seam, one.reason] for one in plugin.outcomes()]}

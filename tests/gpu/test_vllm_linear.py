@@ -16,10 +16,10 @@ ROWS = (1, 5, 40)
 def plugin(monkeypatch: pytest.MonkeyPatch):
     """The plugin, with kernels made ready for the rows of these tests alone."""
     monkeypatch.setenv("CUTE_KERNELS_VLLM", "linear")
-    from cute_kernels.integrations.vllm import linear, prepare, register
+    from cute_kernels.integrations.vllm import prepare, register
 
     register()
-    monkeypatch.setattr(linear, "DEFAULT_ROWS", prepare.RowCounts(ROWS, ROWS[-1]))
+    monkeypatch.setattr(prepare, "DEFAULT_ROWS", prepare.RowCounts(ROWS, ROWS[-1]))
 
 
 @pytest.mark.parametrize("form", layers.CHECKPOINTS, ids=str)

@@ -197,10 +197,10 @@ class CuteKernelsAttentionImpl(AttentionImpl):
             new = (key[tokens], value[tokens])
             if self.kv_sharing_target_layer_name is None:
                 call.append(*new, tokens)
-            if piece.context is None:
-                call.first_chunks(piece, query[tokens], *new, output[tokens])
-            elif piece.q_len:
+            if piece.q_len:
                 call.short_extends(piece, query[tokens], output[tokens])
+            elif piece.context is None:
+                call.first_chunks(piece, query[tokens], *new, output[tokens])
             else:
                 call.extends(piece, piece.context, query[tokens], output[tokens])
         return output

@@ -47,8 +47,8 @@ class Piece:
         requests, tokens: which of the step's.
         starts: int32 [requests + 1], of their new tokens among the piece's.
         longest: new tokens of a request.
-        context: None for requests that begin.
         q_len: new tokens of every request where decode attention serves them; else 0.
+        context: of requests that continue by more than that; None for the others.
     """
 
     requests: slice

@@ -8,6 +8,7 @@ from cute_kernels.runtime.doctor import LIMITED, OK, Finding
 REPLACED = {
     "linear": "weight-only linear layers",
     "attention": "attention over 8-bit KV caches",
+    "moe": "experts with 4- and 8-bit weights",
 }
 """What each seam of `environment.SEAMS` replaces."""
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.parameter import permute_param_layout_
@@ -39,7 +38,6 @@ WEIGHT_TYPES = {
     scalar_types.uint8: (8, True),
 }
 """What vLLM calls the weights: (bits, whether they have zero points)."""
-DEFAULT_ROWS = prepare.RowCounts((), 2048)  # where no engine says what it will run
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,14 @@ class CuteKernelsLinearKernel(MPLinearKernel):
         except ValueError as reason:
             return False, str(reason)
         index = torch.cuda.current_device()
-        reason = prepare.why_not_ready(form.problem(_num_sms(index)), _rows().all(), index)
+        reason = prepare.why_not_ready(form.problem(_num_sms(index)), prepare.engine_rows().all(), index)
         return reason is None, reason
 
     def __init__(self, c: MPLinearLayerConfig, *names: Any, **more_names: Any) -> None:
         super().__init__(c, *names, **more_names)
         self.form = form_of(c)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        prepare.note(self.form.problem(_num_sms(torch.cuda.current_device())), _rows())
+        prepare.note(self.form.problem(_num_sms(torch.cuda.current_device())), prepare.engine_rows())
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         prepare.load_noted(torch.device("cuda", torch.cuda.current_device()))
@@ -189,12 +187,3 @@ def replace(interface: Interface) -> str:
 
 def _num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
-def _rows() -> prepare.RowCounts:
-    """Numbers of rows that the engine of this process runs."""
-    config = get_current_vllm_config_or_none()
-    if config is None:
-        return DEFAULT_ROWS
-    captured = config.compilation_config.cudagraph_capture_sizes or ()
-    return prepare.RowCounts(tuple(sorted(captured)), config.scheduler_config.max_num_batched_tokens)

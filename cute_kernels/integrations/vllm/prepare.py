@@ -4,6 +4,9 @@ Inside a CUDA graph capture nothing may be compiled, and in a step that a user w
 say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
 """
 
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import logging
@@ -46,6 +49,21 @@ class RowCounts:
             found.update(beyond)
             last = max(last, end) if beyond else last
         return sorted(found)
+
+
+DEFAULT_ROWS = RowCounts((), 2048)
+"""Where no engine says what it will run."""
+
+
+def engine_rows() -> RowCounts:
+    """Numbers of rows that the engine of this process runs."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return DEFAULT_ROWS
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    return RowCounts(tuple(sorted(captured)), config.scheduler_config.max_num_batched_tokens)
 
 
 _noted: dict[Problem, RowCounts] = {}

@@ -21,12 +21,22 @@ class Interface:
         linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
         backend_priorities: the module and function that say which attention backends are tried first.
         attention_layer: the module and class of attention layers.
+        expert_methods: modules and classes of the methods of layers of experts.
     """
 
     tested: str
     linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
     backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
     attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
+    expert_methods: tuple[tuple[str, str], ...] = (
+        (
+            "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+            "compressed_tensors_moe_wna16_marlin",
+            "CompressedTensorsWNA16MarlinMoEMethod",
+        ),
+        ("vllm.model_executor.layers.quantization.auto_gptq", "AutoGPTQMoEMethod"),
+        ("vllm.model_executor.layers.quantization.auto_awq", "AutoAWQMoEMethod"),
+    )
 
 
 INTERFACES = {(0, 26): Interface("served on an H200, interface tests")}

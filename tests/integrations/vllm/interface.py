@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -63,7 +64,7 @@ def every_seam_is_replaced() -> None:
     from cute_kernels.integrations.vllm import plugin
 
     outcomes = {outcome.seam: outcome.reason for outcome in plugin.outcomes()}
-    assert outcomes == {"linear": None, "attention": None}, outcomes
+    assert outcomes == {"linear": None, "attention": None, "moe": None}, outcomes
 
 
 @check
@@ -345,6 +346,107 @@ def every_token_of_a_step_is_served_once() -> None:
                 assert torch.equal(rows[-new[i] :], common.slot_mapping[start : start + new[i]])
             assert len(own) == 1 or bounds[-1] <= MAX_CONTEXT
         assert served == list(range(sum(new))), (new, served)
+
+
+def flash_attention(**given: Any) -> None:
+    """Stands in for FlashAttention: causal attention of requests that lie one behind the other, in fp64."""
+    q_starts, k_starts = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
+    assert given["causal"] and given["max_seqlen_k"] == max(b - a for a, b in pairwise(k_starts))
+    for request in range(len(q_starts) - 1):
+        q = given["q"][q_starts[request] : q_starts[request + 1]]
+        k, v = (given[name][k_starts[request] : k_starts[request + 1]] for name in "kv")
+        out = causal_attention(q, k, v, given["softmax_scale"], given["window_size"][0])
+        given["out"][q_starts[request] : q_starts[request + 1]] = out
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window_left: int = -1
+) -> torch.Tensor:
+    """q [n, heads, dim] are the last of k, v [m, kv heads, dim]; in fp64."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+    hidden = distance < 0
+    if window_left >= 0:
+        hidden |= distance > window_left
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def serve_steps(kv_cache_dtype: str, window: int | None, speculative: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the backend gave, what attention over everything gives), of all tokens of some requests' steps."""
+    from cute_kernels.integrations.vllm import attention
+
+    heads, kv_heads, dim, page = 4, 2, 64, 16
+    generator = torch.Generator().manual_seed(0)
+    impl = attention.CuteKernelsAttentionImpl(heads, dim, 0.125, kv_heads, None, window, kv_cache_dtype=kv_cache_dtype)
+    impl.process_weights_after_loading(torch.float16)
+    row = impl.form.row_bytes(dim) if kv_cache_dtype == "auto" else impl.form.row_elements(dim)
+    requests, pages = 4, 8
+    cache = torch.zeros((2, requests * pages, page, kv_heads, row), dtype=torch.uint8)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.015))
+    q, k, v = (
+        torch.randn(requests, pages * page, count, dim, generator=generator).half()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
+    given, expected = [], []
+    done = [0] * requests
+    make = builder(speculative)
+    # Requests in the order of a batch, each with its new tokens.
+    for batch in (
+        ((0, 30), (1, 5)),
+        ((0, 1), (1, 20), (2, 40)),
+        ((0, 1), (1, 1), (2, 3), (3, 1)),
+        ((0, 1), (1, 1), (2, 1), (3, 33)),
+        ((1, 4), (2, 4), (3, 4)),
+        ((0, 1), (1, 1), (2, 1), (3, 1)),
+    ):
+        order = [request for request, _ in batch]
+        new = [count for _, count in batch]
+        lengths = [done[request] + count for request, count in batch]
+        common = step(new, lengths, pages)
+        common.block_table_tensor = table[order]
+        places = [
+            (request, position)
+            for (request, count), length in zip(batch, lengths, strict=True)
+            for position in range(length - count, length)
+        ]
+        slots = [int(table[request, position // page]) * page + position % page for request, position in places]
+        common.slot_mapping = torch.tensor(slots)
+        tokens = [torch.stack([x[request, position] for request, position in places]) for x in (q, k, v)]
+        output = torch.full((len(places), heads, dim), torch.nan, dtype=torch.float16)
+        impl.forward(layer, *tokens, cache, make.build(0, common), output)
+        given.append(output)
+        left = -1 if window is None else window - 1
+        for (request, count), length in zip(batch, lengths, strict=True):
+            fresh = q[request, length - count : length]
+            expected.append(causal_attention(fresh, k[request, :length], v[request, :length], 0.125, left))
+            done[request] = length
+    return torch.cat(given), torch.cat(expected)
+
+
+@check
+def steps_of_mixed_requests_give_attention_over_everything() -> None:
+    from vllm.v1.attention.backends import fa_utils
+
+    fa_utils.flash_attn_varlen_func = flash_attention
+    fa_utils.get_flash_attn_version = lambda **_: 3
+    # Errors: what rounding to the cache's format costs.
+    for kv_cache_dtype, form, window, speculative, bound in (
+        ("auto", "fp16", None, 0, 2e-3),
+        ("auto", "fp16", 24, 0, 2e-3),
+        ("auto", "fp16", None, 3, 2e-3),
+        ("int8_per_token_head", "", None, 0, 0.03),
+        ("fp8", "", None, 0, 0.15),
+        ("fp8_per_token_head", "", 24, 3, 0.15),
+        ("auto", "int4_g4", None, 0, 0.5),
+    ):
+        os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = form
+        given, expected = serve_steps(kv_cache_dtype, window, speculative)
+        error = float((given.double() - expected).abs().max())
+        assert error < bound, (kv_cache_dtype, form, window, speculative, error)
+    os.environ["CUTE_KERNELS_VLLM_KV_FORMAT"] = "int4_g4"
 
 
 @check
