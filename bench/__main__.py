@@ -18,6 +18,7 @@ from cute_kernels.tuning.command import weight_format
 from cute_kernels.tuning.linear import Format
 
 if TYPE_CHECKING:
+    from bench.e2e_vllm import Case
     from bench.suites import Bench
 
 SUITES = ("main", "shapes", "cache", "ladder")
@@ -114,6 +115,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_count, help="tokens to decode")
     demo.add_argument("--prompt", type=_text_file, help="text file; default: this repository's own texts")
     demo.set_defaults(run=_demo)
+
+    e2e = commands.add_parser("e2e", help="a served model, with and without the plugin; starts the engine per case")
+    e2e.add_argument("--engine", choices=("vllm",), default="vllm")
+    e2e.add_argument(
+        "--case",
+        action="append",
+        type=_e2e_case,
+        metavar="CASE",
+        help="MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], such as llama3-8b:w4:fp8:on@1,32; may be given again",
+    )
+    e2e.add_argument("--limit", type=_count, default=300, help="seconds that a case may take")
+    e2e.add_argument("--json", type=Path, help="the record; one that is there is gone on with")
+    e2e.set_defaults(run=_e2e)
 
     plot = commands.add_parser("plot", help="figures from a recorded run")
     plot.add_argument("result", type=_record)
@@ -269,6 +283,36 @@ def _norm(options: argparse.Namespace) -> int:
 
     norm.run(bench)
     return _finish(bench.recorder, norm.text)
+
+
+def _e2e_case(text: str) -> Case:
+    """A start of an engine as an argument."""
+    from bench import e2e_vllm
+
+    try:
+        return e2e_vllm.case_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _e2e(options: argparse.Namespace) -> int:
+    import torch
+
+    from bench import e2e_vllm
+
+    if not torch.cuda.is_available():
+        print("python -m bench e2e serves a model on a GPU; torch sees no CUDA GPU here.", file=sys.stderr)
+        return 2
+    path = options.json or _default_path("e2e", torch.cuda.get_device_name())
+    earlier = records.load(path) if path.is_file() else None
+    recorder = _recorder(path, kind="e2e", engine=options.engine, command=sys.argv[1:])
+    if recorder is None:
+        return 2
+    if earlier is not None:
+        recorder.data["rows"] = earlier["rows"]
+    cases = options.case or [e2e_vllm.case_of(text) for text in e2e_vllm.DEFAULT_CASES]
+    e2e_vllm.run(recorder, cases, _teller(recorder), options.limit)
+    return _finish(recorder, e2e_vllm.text)
 
 
 def _gpu_bench(kind: str, options: argparse.Namespace, quick: bool = False) -> Bench | None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from cute_kernels import __version__, families
+from cute_kernels.integrations.vllm import doctor as vllm_doctor
 from cute_kernels.runtime import aot, aot_build, doctor
 from cute_kernels.runtime.cache import Progress, default_cache
 from cute_kernels.runtime.device import SUPPORTED_ARCHS, UnsupportedGPUError
@@ -31,7 +32,7 @@ def show_progress(progress: Progress) -> None:
 
 
 def run_doctor(_: argparse.Namespace) -> int:
-    findings = doctor.examine()
+    findings = [*doctor.examine(), vllm_doctor.examine()]
     for finding in findings:
         print(f"{MARKS[finding.status]}  {finding.subject}: {finding.detail}")
         if finding.remedy and finding.status != doctor.OK:

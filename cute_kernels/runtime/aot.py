@@ -18,7 +18,7 @@ from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
 
 DIRECTORY_VARIABLE = "CUTE_KERNELS_AOT_DIR"
-FORMAT = 1
+FORMAT = 2
 LIBRARY = "bundle.so"
 MANIFEST = "manifest.json"
 
@@ -44,14 +44,21 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def mismatches(manifest: dict[str, Any]) -> list[str]:
     """What keeps a bundle from running in this installation; empty if nothing does.
 
-    The DSL is compared where it is installed (its runtime library must fit the code); a machine that only has the
-    runtime library, named by CUTE_DSL_RUNTIME, is trusted to have brought the right one.
+    The compiler need not be here, nor the DSL be of the version that the bundle was built with: the code calls
+    functions of the DSL's runtime library and of apache-tvm-ffi, and those it calls are looked for by name.
     """
     problems = []
     built = manifest["versions"]
-    dsl = native.dsl_version()
-    if dsl is not None and dsl != built["nvidia-cutlass-dsl"]:
-        problems.append(f"built with nvidia-cutlass-dsl {built['nvidia-cutlass-dsl']}, installed is {dsl}")
+    try:
+        missing = native.missing_symbols(manifest["wanted"])
+    except (native.RuntimeLibraryError, OSError, ValueError):
+        missing = []  # what is wrong with the runtime library is said when it is opened
+    if missing:
+        dsl = native.dsl_version() or native.runtime_library()
+        names = ", ".join(missing)
+        problems.append(
+            f"built with nvidia-cutlass-dsl {built['nvidia-cutlass-dsl']}, {names} not in the runtime library of {dsl}"
+        )
     ffi = native.tvm_ffi_version()
     if _minor(ffi) != _minor(built["apache-tvm-ffi"]):
         problems.append(f"built with apache-tvm-ffi {built['apache-tvm-ffi']}, installed is {ffi}")

@@ -13,6 +13,7 @@ from cute_kernels._version import __version__
 from cute_kernels.runtime import native
 from cute_kernels.runtime.aot import FORMAT, LIBRARY, MANIFEST, sha256_of
 from cute_kernels.runtime.cache import KernelCache, ProgressCallback
+from cute_kernels.runtime.elf import dynamic_symbols
 from cute_kernels.runtime.sources import source_state
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -62,6 +63,7 @@ def build(
                 "nvidia-cutlass-dsl": native.dsl_version(),
                 "apache-tvm-ffi": native.tvm_ffi_version(),
             },
+            "wanted": sorted(dynamic_symbols(library).wanted),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "library": {"name": LIBRARY, "sha256": sha256_of(library), "bytes": library.stat().st_size},
             "kernels": kernels,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.runtime import native
 from cute_kernels.runtime.native import DSL_DISTRIBUTION, CompilerMissingError
 from cute_kernels.runtime.spec import KernelSpec
 
@@ -43,9 +44,12 @@ def launches_from_json(values: list[dict[str, Any]]) -> tuple[Launch, ...]:
 def compile_artifact(spec: KernelSpec, arch: str) -> Artifact:
     """Compiles `spec` for `arch` in this process. Not thread-safe, because the DSL's compiler is not.
 
-    Raises CompilerMissingError if the DSL is not installed; errors of the DSL pass through.
+    Raises CompilerMissingError if the DSL is not installed, or not the one that compiles these kernels; errors of the
+    DSL pass through.
     """
     spec.check()
+    if native.dsl_version() is not None and native.compiler_version() is None:
+        raise CompilerMissingError(f"{spec} is in no cache and no ahead-of-time bundle; {native.compiler_remedy()}")
     try:
         import cutlass  # noqa: F401
     except ImportError as error:

@@ -75,6 +75,10 @@ class KernelCache:
             self._functions[spec, arch] = function
             return function, source
 
+    def has(self, spec: KernelSpec, arch: str) -> bool:
+        """Whether `load` would find `spec` without the compiler: in memory, in a bundle or on disk."""
+        return self._has_function(spec, arch)
+
     def artifact(self, spec: KernelSpec, arch: str) -> Artifact:
         """The compiled object of `spec`, from disk or compiled now: for resource reports and bundles."""
         with self._lock:

@@ -84,9 +84,10 @@ def _portable_arch() -> str | None:
 
 def _compiler() -> Finding:
     version = native.dsl_version()
-    if version is None:
-        remedy = f"pip install '{native.DSL_DISTRIBUTION}[cu13]'; without it only bundles and cached kernels run"
-        return Finding("compiler", MISSING, f"{native.DSL_DISTRIBUTION} is not installed", remedy)
+    if version is None or native.compiler_version() is None:
+        found = "is not installed" if version is None else f"{version} is installed, by another package"
+        remedy = f"{native.compiler_remedy()}; without it only bundles and cached kernels run"
+        return Finding("compiler", MISSING, f"{native.DSL_DISTRIBUTION} {found}", remedy)
     flavor = native.runtime_flavor()
     detail = f"{native.DSL_DISTRIBUTION} {version} ({flavor})"
     if flavor == "cu12":

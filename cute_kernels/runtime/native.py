@@ -16,13 +16,17 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from cute_kernels.runtime.elf import dynamic_symbols
 
 RUNTIME_LIBRARY = "libcute_dsl_runtime.so"
 RUNTIME_VARIABLE = "CUTE_DSL_RUNTIME"
 DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
+COMPILER_VERSION = "4.8.1"
+"""Of the DSL, which compiles these kernels: registers and spills of the same source move between its releases."""
 
 # Tried in this order; a compiler driver is asked for nothing but its linker.
 LINKERS = (
@@ -59,6 +63,27 @@ def dsl_version() -> str | None:
         return importlib.metadata.version(DSL_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def compiler_version() -> str | None:
+    """Version of the compiler, None where there is none for these kernels.
+
+    Other packages bring DSLs of other versions: what those bring along to run kernels serves these as well, what they
+    compile with does not.
+    """
+    version = dsl_version()
+    return version if version == COMPILER_VERSION else None
+
+
+def compiler_remedy() -> str:
+    """What to do where kernels have to be compiled and cannot be."""
+    version = dsl_version()
+    if version is None:
+        return f"install {DSL_DISTRIBUTION}=={COMPILER_VERSION}: pip install 'cute-kernels[compiler]'"
+    return (
+        f"installed is {DSL_DISTRIBUTION} {version}, which these kernels are not compiled with: build a bundle with "
+        f"{COMPILER_VERSION} in an environment of its own (python -m cute_kernels aot build)"
+    )
 
 
 @functools.cache
@@ -121,6 +146,18 @@ def _installed_runtime_library() -> Path:
     raise RuntimeLibraryError(
         f"{RUNTIME_LIBRARY} was not found: install {DSL_DISTRIBUTION}, or name the file in {RUNTIME_VARIABLE}"
     )
+
+
+def missing_symbols(wanted: Iterable[str]) -> list[str]:
+    """Those of a library's wanted symbols that neither the runtime library nor apache-tvm-ffi nor the process has.
+
+    Raises RuntimeLibraryError if the runtime library is not there.
+    """
+    from tvm_ffi.libinfo import find_libtvm_ffi
+
+    there = dynamic_symbols(runtime_library()).exported | dynamic_symbols(Path(find_libtvm_ffi())).exported
+    process = ctypes.CDLL(None)
+    return sorted(name for name in set(wanted) - there if not hasattr(process, name))
 
 
 def runtime_flavor() -> str:

@@ -14,6 +14,8 @@ How long what lives:
   for ever, and take as much as the graphs that there are at a time.
 - What a graph fills itself lives in the graph's memory pool, which torch frees with the graph. It is held here while
   its capture lasts and until the next one needs a buffer on the same stream, so that nothing else of the graph gets it.
+- A program that never replays two of its graphs at a time says so: the graphs captured on one stream then share a
+  piece that is never given back.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from cute_kernels.sm90 import EMPTY_WORD
 EMPTY = EMPTY_WORD - 2**32  # as int32: what CTAs wait to see overwritten
 _WORDS = 1 << 18  # per stream, at first
 _GRAPH_SLAB = 1 << 23  # words set aside, per device, for captured launches
+_SHARED_WORDS = 1 << 20  # of them, at first, for a stream whose graphs share
 _PIECE = 64  # words that pieces are multiples of: each starts on 256 bytes
 
 
@@ -90,7 +93,18 @@ class WorkspacePool:
         self._by_capture: dict[tuple[int, int], _Captured] = {}
         self._slabs: dict[int, _Slab] = {}
         self._pieces: list[_Piece] = []
+        self._shared: dict[tuple[int, int], tuple[int, int]] | None = None  # (address, words) by device and stream
         self._lock = threading.Lock()
+
+    def share_among_captures(self) -> None:
+        """From now on launches captured on one stream share one buffer, whatever graph they are in.
+
+        For a program that never replays two of its graphs at the same time, as engines do whose graphs share one pool
+        of memory. An engine has thousands of graphs; a buffer for each would take gigabytes.
+        """
+        with self._lock:
+            if self._shared is None:
+                self._shared = {}
 
     def get(self, device_index: int, stream: int, num_words: int) -> int:
         """Address of at least ``num_words`` words of 4 bytes for launches on ``stream`` (a raw handle) of a device."""
@@ -107,7 +121,7 @@ class WorkspacePool:
         words = self._by_stream.get((device_index, stream))
         if words is not None and words.numel() >= num_words:  # another thread was here first
             return words
-        self._prepare_slab(device_index)
+        self._set_aside(device_index)
         size = _WORDS
         if words is not None:
             self._outgrown.append(words)
@@ -115,12 +129,20 @@ class WorkspacePool:
         words = self._by_stream[device_index, stream] = _filled(device_index, max(num_words, size))
         return words
 
-    def _prepare_slab(self, device_index: int) -> None:
+    def prepare(self, device_index: int) -> None:
+        """Sets memory aside for launches that will be captured; done by itself before the first that is not."""
+        with self._lock:
+            self._set_aside(device_index)
+
+    def _set_aside(self, device_index: int) -> None:
         if device_index not in self._slabs:
             self._slabs[device_index] = _Slab(_filled(device_index, _GRAPH_SLAB), [(0, _GRAPH_SLAB)])
             _synchronize(device_index)  # once: a graph on any stream may use it from now on
 
     def _captured(self, device_index: int, stream: int, num_words: int) -> int:
+        shared = self._of_all_captures(device_index, stream, num_words)
+        if shared is not None:
+            return shared
         capture = capture_of(stream)
         held = self._by_capture.get((device_index, stream))
         if held is None or held.capture != capture.identity:
@@ -136,6 +158,22 @@ class WorkspacePool:
             else:
                 held.address = piece.slab.address(piece.first)
         return held.address
+
+    def _of_all_captures(self, device_index: int, stream: int, num_words: int) -> int | None:
+        """Address of the buffer that a stream's graphs share; None where each has its own, or the slab is used up."""
+        if self._shared is None:
+            return None
+        address, held = self._shared.get((device_index, stream), (0, 0))
+        if held >= num_words:
+            return address
+        slab = self._slabs.get(device_index)
+        size = -(-max(num_words, _SHARED_WORDS) // _PIECE) * _PIECE
+        first = None if slab is None else slab.take(size)
+        if slab is None or first is None:
+            return None
+        # Graphs that were captured before keep the smaller one: it stays as it is, EMPTY between launches.
+        self._shared[device_index, stream] = slab.address(first), size
+        return slab.address(first)
 
     def _piece(self, device_index: int, num_words: int, capture) -> _Piece | None:
         """Words of the slab that live as long as the graph that is captured; None if there are none."""

@@ -109,8 +109,8 @@ print(native.dsl_version(), native.runtime_flavor(), bundle.get(tiny_specs(1)[0]
         ({"host": "aarch64"}, "host code is for aarch64, this machine is "),
         ({"host": "x86_64-v9"}, "host code is for x86_64-v9"),
         (
-            {"versions": {"nvidia-cutlass-dsl": "4.7.0", "apache-tvm-ffi": native.tvm_ffi_version()}},
-            "built with nvidia-cutlass-dsl 4.7.0, installed is 4.8.1",
+            {"wanted": ["TVMFFIEnvGetStream", "_cudaOfAnotherAge"]},
+            "built with nvidia-cutlass-dsl 4.8.1, _cudaOfAnotherAge not in the runtime library of 4.8.1",
         ),
         (
             {"versions": {"nvidia-cutlass-dsl": native.dsl_version(), "apache-tvm-ffi": "0.9.1"}},
@@ -122,6 +122,13 @@ def test_a_bundle_for_another_installation_is_refused_with_every_difference(bund
     alter(bundle, **changes)
     with pytest.raises(BundleError, match=f"does not fit this installation: .*{words}.* rebuild it here"):
         aot.open_bundle(bundle)
+
+
+@pytest.mark.parametrize("version", ["4.6.0", "4.9.0"])
+def test_a_bundle_of_another_compiler_opens_where_all_that_it_calls_is_there(bundle: Path, version: str):
+    assert "TVMFFIEnvGetStream" in aot.read_manifest(bundle)["wanted"]
+    alter(bundle, versions={"nvidia-cutlass-dsl": version, "apache-tvm-ffi": "0.1.9"})
+    assert aot.open_bundle(bundle).get(SPECS[0], ARCH) is not None
 
 
 def test_a_bundle_for_a_newer_driver_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch):

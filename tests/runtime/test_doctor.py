@@ -54,6 +54,14 @@ def test_a_gpu_for_the_portable_kernel_alone_is_a_limit(monkeypatch: pytest.Monk
     assert "gpu" in blocked["run kernels"] and "gpu" not in blocked["run weight-only linear layers"]
 
 
+def test_a_compiler_of_another_version_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "dsl_version", lambda: "4.6.0")
+    found = finding("compiler")
+    assert found.status == MISSING and "4.6.0 is installed, by another package" in found.detail
+    assert "build a bundle with 4.8.1" in found.remedy
+    assert doctor.abilities(doctor.examine())["load ahead-of-time bundles"] == []
+
+
 def test_an_old_driver_is_a_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "driver_version", lambda: (12, 8))
     assert (finding("driver").status, finding("driver").detail) == (LIMITED, "takes CUDA 12.8")
@@ -64,7 +72,7 @@ def test_without_the_compiler_bundles_still_load(monkeypatch: pytest.MonkeyPatch
     findings = doctor.examine()
     assert doctor.abilities(findings)["compile kernels"] == ["compiler"]
     assert doctor.abilities(findings)["load ahead-of-time bundles"] == []
-    assert "pip install 'nvidia-cutlass-dsl[cu13]'" in finding("compiler").remedy
+    assert "pip install 'cute-kernels[compiler]'" in finding("compiler").remedy
 
 
 def test_without_a_linker_bundles_are_not_built(monkeypatch: pytest.MonkeyPatch):

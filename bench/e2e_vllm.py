@@ -1,0 +1,291 @@
+"""A model served by vLLM, with and without the plugin: time per output token, time to first token, requests that fit.
+
+Weights are random (vLLM's "dummy" ones), so nothing is downloaded. A start takes more than a minute: each case runs in
+a process of its own, is recorded at once, and is skipped where the record has it. `python -m bench e2e --engine vllm`.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.environment import ROOT
+from bench.record import Recorder
+
+NEW_TOKENS = 64
+ENTRY_POINT = "[vllm.general_plugins]\ncute_kernels = cute_kernels.integrations.vllm:register\n"
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    # What one of eight GPUs holds, but for the vocabulary, which is made small.
+    "llama2-70b-shard8": {
+        **LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "vocab_size": 4096,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+WEIGHTS = ("bf16", "w4", "w8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One start of the engine.
+
+    Attributes:
+        model: one of MODELS. weights: one of WEIGHTS, compressed-tensors in groups of 128.
+        kv: what --kv-cache-dtype is given.
+        plugin: "off", "on", or a list of seams as CUTE_KERNELS_VLLM takes it.
+        kv_format: of this package, instead of what ``kv`` says; empty for none.
+        batches: requests at a time. context: tokens of a prompt.
+    """
+
+    model: str
+    weights: str
+    kv: str
+    plugin: str
+    kv_format: str = ""
+    batches: tuple[int, ...] = (1, 32)
+    context: int = 8192
+
+    @property
+    def name(self) -> str:
+        seams = self.plugin.replace(",", "+")
+        return ":".join((self.model, self.weights, self.kv, seams, *([self.kv_format] if self.kv_format else [])))
+
+
+def case_of(text: str) -> Case:
+    """A case from its name, MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B].
+
+    Raises:
+        ValueError: a part of it is unknown.
+    """
+    name, _, batches = text.partition("@")
+    parts = name.split(":")
+    if len(parts) not in (4, 5) or parts[0] not in MODELS or parts[1] not in WEIGHTS:
+        wanted = f"MODEL:WEIGHTS:KV:PLUGIN[:KV_FORMAT][@B,B], of {', '.join(MODELS)} and {', '.join(WEIGHTS)}"
+        raise ValueError(f"case: got {text!r}, want {wanted}")
+    model, weights, kv, plugin, *kv_format = parts
+    counts = tuple(int(count) for count in batches.split(",")) if batches else Case.batches
+    return Case(model, weights, kv, plugin.replace("+", ","), *kv_format, batches=counts)
+
+
+DEFAULT_CASES = (
+    "llama3-8b:w4:fp8:off",
+    "llama3-8b:w4:fp8:on",
+    "llama3-8b:w4:int8_per_token_head:on",
+)
+
+
+def run(recorder: Recorder, cases: Iterable[Case], say: Callable[[str], None], limit_s: int = 300) -> None:
+    """Runs what the record does not have yet; a case that fails is recorded as a failure, and the next one begins."""
+    done = {row["case"] for row in recorder.data["rows"]}
+    for case in cases:
+        if case.name in done:
+            say(f"{case.name}: recorded already")
+            continue
+        say(f"{case.name}: starting")
+        try:
+            for row in measure_apart(case, limit_s):
+                recorder.add_row(row)
+                say(line_of(row))
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            say(f"{case.name}: {recorder.add_failure(case.name, error)}")
+
+
+def measure_apart(case: Case, limit_s: int) -> list[dict[str, Any]]:
+    """The rows of a case, measured by a process of its own with the plugin found as an entry point."""
+    with tempfile.TemporaryDirectory(prefix="e2e_vllm_") as folder:
+        result = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "bench.e2e_vllm", json.dumps(asdict(case)), str(result)]
+        log_path = os.environ.get("BENCH_E2E_LOG")
+        with open(log_path or Path(folder) / "log", "a+") as log:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment_of(case, Path(folder)), stdout=log, stderr=log, timeout=limit_s,
+                check=False,
+            )  # fmt: skip
+            log.seek(0)
+            text = log.read()
+        if done.returncode or not result.is_file():
+            raise RuntimeError(f"the engine's process ended with status {done.returncode}\n{text[-3000:]}")
+        return json.loads(result.read_text())
+
+
+def environment_of(case: Case, folder: Path) -> dict[str, str]:
+    """The environment of a case's process. The plugin is found as vLLM finds an installed one."""
+    packages = folder / "packages"
+    info = packages / "cute_kernels_checkout-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-kernels-checkout\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+    path = [str(packages), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "CUTE_KERNELS_VLLM": {"off": "0", "on": "1"}.get(case.plugin, case.plugin),
+        "CUTE_KERNELS_VLLM_KV_FORMAT": case.kv_format,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    return (
+        f"{row['case']}, {row['batch']} requests: {row['tpot_ms']:.3f} ms per token, first token after "
+        f"{row['ttft_s']:.2f} s, after a prefix hit {row['ttft_hit_s']:.3f} s; {row['tokens_that_fit']} tokens fit"
+    )
+
+
+def text(data: dict[str, Any]) -> str:
+    """The recorded rows as a Markdown table."""
+    lines = ["| case | requests | ms per token | tokens/s | first token, s | tokens that fit | start, s |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in data["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['batch']} | {row['tpot_ms']:.3f} | {row['tokens_per_s']:.0f} | "
+            f"{row['ttft_s']:.2f} | {row['tokens_that_fit']} | {row['start_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+# -- in the engine's process ------------------------------------------------------------------------------------------
+
+
+def model_folder(case: Case, folder: Path) -> Path:
+    """A folder with the configuration of a case's model."""
+    config: dict[str, Any] = {
+        **MODELS[case.model],
+        "max_position_embeddings": case.context + 512,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if case.weights != "bf16":
+        weights = {"num_bits": int(case.weights[1:]), "type": "int", "symmetric": True, "strategy": "group"}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, "group_size": 128}}},
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def measure(case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Starts the engine and measures each batch.
+
+    Prefix caching serves a prompt again, so that a second run is decoding alone: the time per token is that of
+    NEW_TOKENS more.
+    """
+    import torch
+    import vllm
+
+    start = time.perf_counter()
+    llm = vllm.LLM(
+        model=str(model_folder(case, folder)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=case.context + 256,
+        gpu_memory_utilization=0.9,
+        kv_cache_dtype=case.kv,
+        max_num_seqs=max(case.batches),
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+    start_s = time.perf_counter() - start
+    cache = llm.llm_engine.vllm_config.cache_config
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for batch in case.batches:
+        prompts = [
+            {"prompt_token_ids": torch.randint(5, 4000, (case.context,), generator=generator).tolist()}
+            for _ in range(batch)
+        ]
+
+        def seconds(tokens: int, prompts: list[Any] = prompts) -> float:
+            sampling = vllm.SamplingParams(
+                max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0.0
+            )
+            begin = time.perf_counter()
+            llm.generate(prompts, sampling, use_tqdm=False)
+            return time.perf_counter() - begin
+
+        cold = seconds(1)
+        hit = min(seconds(1), seconds(1))
+        per_token = (min(seconds(1 + NEW_TOKENS), seconds(1 + NEW_TOKENS)) - hit) / NEW_TOKENS
+        rows.append(
+            {
+                **asdict(case),
+                "case": case.name,
+                "batch": batch,
+                "tpot_ms": per_token * 1e3,
+                "tokens_per_s": batch / per_token,
+                "ttft_s": cold,
+                "ttft_hit_s": hit,
+                "tokens_that_fit": cache.num_gpu_blocks * cache.block_size,
+                "start_s": start_s,
+                "vllm": vllm.__version__,
+                "gpu": torch.cuda.get_device_name(),
+            }
+        )
+        print(line_of(rows[-1]), flush=True)
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    """CASE RESULT: measures a case, given as JSON, and writes its rows."""
+    fields = json.loads(arguments[0])
+    case = Case(**{**fields, "batches": tuple(fields["batches"])})
+    with tempfile.TemporaryDirectory(prefix="e2e_model_") as folder:
+        Path(arguments[1]).write_text(json.dumps(measure(case, Path(folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,18 @@
+"""vLLM plugin: the same command line, on these kernels.
+
+vLLM finds :func:`register` as an entry point of the group ``vllm.general_plugins`` and calls it in each of its
+processes; a program may call it, too, before it makes an engine. One file replaces one seam:
+
+    linear      weight-only linear layers (AWQ, GPTQ, compressed-tensors)
+    attention   decoding from 8-bit KV caches, and from caches in this package's own formats
+    moe         layers of experts with 4- and 8-bit weights
+
+`environment` has the switches, `versions` what each supported vLLM calls things. What cannot be served here is left
+to vLLM, and one line of its log says why.
+"""
+
+from __future__ import annotations
+
+from cute_kernels.integrations.vllm.plugin import register
+
+__all__ = ["register"]

@@ -1,0 +1,383 @@
+"""Attention of vLLM over quantised KV caches: decoding through `append_and_decode`, prompts through FlashAttention.
+
+The backend is registered as vLLM's CUSTOM one and asked first for the cache dtypes of `kv_formats`; for what it does
+not take, vLLM goes on to its own. A layer's step has up to three parts:
+
+    decoding            requests with one new token, or all with as many (speculative): append and attention in one call
+    first chunks        FlashAttention on the new K and V as they are, which are appended as well
+    continued prompts   up to 16 new tokens: decode attention; more: the request's rows are dequantised for
+                        FlashAttention (chunked prefill, prefix hits)
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from cute_kernels import append_and_decode, append_kv, decode_attention, dequantize_kv
+from cute_kernels.integrations.vllm import environment, kv_formats
+from cute_kernels.integrations.vllm.attention_metadata import Context, Metadata, MetadataBuilder, Piece
+from cute_kernels.integrations.vllm.versions import Interface
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+PREFERRED_BLOCK = 64  # tokens of a page, if the user names none: fewer, larger copies than vLLM's 16
+
+
+class CuteKernelsAttentionBackend(AttentionBackend):
+    """What vLLM asks of a backend before it chooses it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CuteKernelsAttentionImpl]:
+        return CuteKernelsAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [16, 32, 64, 128, 256]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, PREFERRED_BLOCK)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        # Of formats of this package the specification's "head size" is the row's bytes already (`cache_spec`).
+        if kv_formats.is_own(cache_dtype_str):
+            row = head_size
+        else:
+            row = kv_formats.format_for(cache_dtype_str).row_elements(head_size)
+        return kv_formats.shape_of(num_blocks, block_size, num_kv_heads, row)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype in kv_formats.served_dtypes()
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
+        """vLLM's reasons against, and this backend's own; the first time they are given, one line says them.
+
+        Raises:
+            ValueError: the environment asks for a cache format that cannot be had.
+        """
+        reasons = super().validate_configuration(*arguments, **named)
+        kv_cache_dtype: Any = named.get("kv_cache_dtype")
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            return reasons
+        reasons += _reasons_of_engine()
+        form = kv_formats.format_for(kv_cache_dtype)
+        reason = kv_formats.reason_against(form, named["head_size"], named["dtype"])
+        reasons += [reason] if reason else []
+        if not reasons:
+            return []
+        words = f"a {form.name} cache (--kv-cache-dtype {kv_cache_dtype}): {'; '.join(reasons)}"
+        if kv_formats.is_own(kv_cache_dtype) and named.get("attn_type") == AttentionType.DECODER:
+            raise ValueError(f"{environment.KV_FORMAT}={environment.wanted_kv_format()}: cannot serve {words}")
+        _say_once(f"cute-kernels: attention over {words}; it is left to vLLM")
+        return reasons
+
+
+def _reasons_of_engine() -> list[str]:
+    """What speaks against the backend in the engine's configuration."""
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return []
+    model = config.model_config
+    wrong = {
+        "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
+        "a model with state-space layers": model is not None and model.is_hybrid,
+        "reference sliding windows": getattr(model, "rswa_window", None) is not None,
+        "layers with caches of another dtype": bool(config.cache_config.kv_cache_dtype_skip_layers),
+        "fast prefill of shared caches": bool(config.cache_config.kv_sharing_fast_prefill),
+    }
+    return [f"{what} not supported" for what, is_so in wrong.items() if is_so]
+
+
+class CuteKernelsAttentionImpl(AttentionImpl):
+    """A layer's attention. Arguments as vLLM passes them to every implementation."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError(
+                f"ALiBi over a quantised cache is not served; {environment.SWITCH}=linear leaves attention to vLLM"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window, self.soft_cap = sliding_window, logits_soft_cap or None
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks, self.sink_logits = sinks, None
+        self.form = kv_formats.format_for(kv_cache_dtype)
+        self.pages = kv_formats.Pages(self.form, head_size)
+        self.flash_version = fa_utils.get_flash_attn_version(head_size=head_size)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.sinks is not None:
+            self.sink_logits = self.sinks.detach().float().contiguous()
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query, output: [tokens, num_heads, head_size]; key, value: [tokens, num_kv_heads, head_size]."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: got a fused quantisation of the output, want none")
+        if attn_metadata is None:  # a profiling run
+            return output.fill_(0)
+        call = _LayerCall(self, layer, kv_cache, attn_metadata)
+        first = attn_metadata.num_decode_tokens
+        if first:
+            call.decode(query[:first], key, value, output[:first])
+        for piece in attn_metadata.pieces:
+            tokens = piece.tokens
+            new = (key[tokens], value[tokens])
+            if self.kv_sharing_target_layer_name is None:
+                call.append(*new, tokens)
+            if piece.q_len:
+                call.short_extends(piece, query[tokens], output[tokens])
+            elif piece.context is None:
+                call.first_chunks(piece, query[tokens], *new, output[tokens])
+            else:
+                call.extends(piece, piece.context, query[tokens], output[tokens])
+        return output
+
+
+class _LayerCall:
+    """One layer's step: its cache, its scales, and what each part of the step does."""
+
+    def __init__(self, impl: CuteKernelsAttentionImpl, layer: Any, kv_cache: torch.Tensor, metadata: Metadata) -> None:
+        self.impl, self.metadata = impl, metadata
+        self.k_cache, self.v_cache = impl.pages.views(kv_cache)
+        given = impl.form.given_scale is not None
+        self.scales: dict[str, Any] = {
+            "k_scale": layer._k_scale if given else None,
+            "v_scale": layer._v_scale if given else None,
+        }
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What `decode_attention` and `append_and_decode` are given for every request."""
+        impl = self.impl
+        return {
+            "kv_format": impl.form.name,
+            "softmax_scale": impl.scale,
+            "window": impl.sliding_window,
+            "soft_cap": impl.soft_cap,
+            "sinks": impl.sink_logits,
+            **self.scales,
+        }
+
+    def decode(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        metadata = self.metadata
+        requests, q_len = metadata.num_decodes, metadata.decode_len
+        tokens = requests * q_len
+        q = query.unflatten(0, (requests, q_len))
+        out = output.unflatten(0, (requests, q_len))
+        options = {**self._options, "block_table": metadata.block_table[:requests], "out": out}
+        lengths = metadata.seq_lens[:requests]
+        if self.impl.kv_sharing_target_layer_name is None:
+            k, v = (new[:tokens].unflatten(0, (requests, q_len)) for new in (key, value))
+            append_and_decode(q, k, v, self.k_cache, self.v_cache, lengths, **options)
+        else:
+            decode_attention(q.contiguous(), self.k_cache, self.v_cache, lengths, **options)
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
+        slots = self.metadata.slot_mapping[tokens]
+        form = self.impl.form.name
+        append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slots=slots, **self.scales)
+
+    def first_chunks(
+        self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        self._flash(query, key, value, output, piece.starts, piece.longest, piece.starts, piece.longest)
+
+    def short_extends(self, piece: Piece, query: torch.Tensor, output: torch.Tensor) -> None:
+        shape = (-1, piece.q_len)
+        metadata, requests = self.metadata, piece.requests
+        decode_attention(
+            query.unflatten(0, shape).contiguous(),
+            self.k_cache,
+            self.v_cache,
+            metadata.seq_lens[requests],
+            block_table=metadata.block_table[requests],
+            out=output.unflatten(0, shape),
+            **self._options,
+        )
+
+    def extends(self, piece: Piece, context: Context, query: torch.Tensor, output: torch.Tensor) -> None:
+        form, head_size = self.impl.form.name, self.impl.head_size
+        k, v = (
+            dequantize_kv(
+                cache[context.pages, context.places], kv_format=form, head_dim=head_size, dtype=query.dtype, scale=scale
+            )
+            for cache, scale in ((self.k_cache, self.scales["k_scale"]), (self.v_cache, self.scales["v_scale"]))
+        )
+        self._flash(query, k, v, output, piece.starts, piece.longest, context.starts, context.longest)
+
+    def _flash(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        q_starts: torch.Tensor,
+        longest_q: int,
+        k_starts: torch.Tensor,
+        longest_k: int,
+    ) -> None:
+        impl = self.impl
+        fa_utils.flash_attn_varlen_func(
+            q=query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=q_starts,
+            max_seqlen_q=longest_q,
+            cu_seqlens_k=k_starts,
+            max_seqlen_k=longest_k,
+            softmax_scale=impl.scale,
+            causal=True,
+            window_size=[-1, -1] if impl.sliding_window is None else [impl.sliding_window - 1, 0],
+            softcap=impl.soft_cap or 0.0,
+            fa_version=impl.flash_version,
+            s_aux=impl.sinks,
+        )
+
+
+# -- the seam ---------------------------------------------------------------------------------------------------------
+
+
+def replace(interface: Interface) -> str:
+    """Registers the backend, has it asked first, and has its pages counted in bytes; says what was done."""
+    custom = AttentionBackendEnum.CUSTOM
+    path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
+    if custom.is_overridden() and custom.get_path() != path:
+        raise ImportError(f"the CUSTOM attention backend is {custom.get_path()} already")
+    own = kv_formats.own_format()  # a wrong name is said now
+    register_backend(custom, path)
+    _ask_first(*interface.backend_priorities)
+    if own is not None:
+        _count_bytes(*interface.attention_layer)
+    dtypes = ", ".join(kv_formats.BY_DTYPE)
+    more = f", and every {own.name} cache" if own is not None else ""
+    return f"attention with --kv-cache-dtype {dtypes}{more} runs here"
+
+
+def _ask_first(module_name: str, name: str) -> None:
+    """Puts the backend before those that vLLM tries; MLA's are left alone."""
+    module = importlib.import_module(module_name)
+    original = getattr(module, name)
+    if getattr(original, "asks_cute_kernels_first", False):
+        return
+
+    def priorities(use_mla: bool, *arguments: Any, **named: Any) -> list[Any]:
+        found = original(use_mla, *arguments, **named)
+        return found if use_mla else [AttentionBackendEnum.CUSTOM, *found]
+
+    priorities.asks_cute_kernels_first = True  # type: ignore[attr-defined]
+    setattr(module, name, priorities)
+
+
+def _count_bytes(module_name: str, name: str) -> None:
+    """Has layers that use this backend describe their caches as bytes: vLLM knows no such dtype."""
+    layer_class = getattr(importlib.import_module(module_name), name)
+    original = layer_class.get_kv_cache_spec
+    if getattr(original, "counts_bytes", False):
+        return
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec = original(self, vllm_config)
+        return cache_spec(self, spec) if spec is not None and is_ours(self) else spec
+
+    get_kv_cache_spec.counts_bytes = True  # type: ignore[attr-defined]
+    layer_class.get_kv_cache_spec = get_kv_cache_spec
+
+
+def is_ours(layer: Any) -> bool:
+    """Whether a layer of vLLM uses this backend."""
+    return isinstance(getattr(layer, "impl", None), CuteKernelsAttentionImpl)
+
+
+def cache_spec(layer: Any, spec: Any) -> Any:
+    """A layer's cache specification; of a format that vLLM does not know, with a row's bytes for its head size."""
+    import dataclasses
+
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    if not kv_formats.is_own(layer.kv_cache_dtype):
+        return spec
+    row = layer.impl.form.row_bytes(layer.head_size)
+    return dataclasses.replace(spec, head_size=row, head_size_v=row, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NONE)
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logger.warning(line)

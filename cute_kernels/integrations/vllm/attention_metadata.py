@@ -1,0 +1,203 @@
+"""What a step of vLLM asks of attention: which requests decode, which begin, which continue; made once a step."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from cute_kernels.attention.checks import MAX_Q_LEN
+from cute_kernels.integrations.vllm import attention_kernels, prepare
+from cute_kernels.integrations.vllm.attention_kernels import Decodes
+
+MAX_CONTEXT = 1 << 16  # tokens that are dequantised at a time, or one request's if that has more
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the tokens of some requests lie, new ones among them, one request behind the other.
+
+    pages, places: int64 [tokens], of each token its page and its place in it. starts: int32 [requests + 1]. longest:
+    tokens of a request.
+    """
+
+    pages: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Requests side by side in a step that are served alike.
+
+    Attributes:
+        requests, tokens: which of the step's.
+        starts: int32 [requests + 1], of their new tokens among the piece's.
+        longest: new tokens of a request.
+        q_len: new tokens of every request where decode attention serves them; else 0.
+        context: of requests that continue by more than that; None for the others.
+    """
+
+    requests: slice
+    tokens: slice
+    starts: torch.Tensor
+    longest: int
+    context: Context | None = None
+    q_len: int = 0
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """A step.
+
+    Attributes:
+        num_decodes, decode_len: the first requests decode, with as many new tokens each.
+        seq_lens: int32 [requests], new tokens among them. block_table: int32 [requests, pages].
+        slot_mapping: int64 [tokens]: page * page size + place of each new token, -1 for none.
+        pieces: the other requests.
+    """
+
+    num_decodes: int
+    decode_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes * self.decode_len
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Makes a step's metadata; decoding steps of one shape are captured in CUDA graphs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        assert self.reorder_batch_threshold is not None
+        self.reorder_batch_threshold = min(self.reorder_batch_threshold, MAX_Q_LEN)
+        self.page_size = kv_cache_spec.block_size
+        layers = vllm_config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in layer_names]
+        decodes = Decodes(
+            batches=decode_batches(vllm_config),
+            q_len=self.reorder_batch_threshold,
+            max_seq_len=vllm_config.model_config.max_model_len,
+            page_size=self.page_size,
+            dtype=vllm_config.model_config.dtype,
+        )
+        prepare.load(device, attention_kernels.specs(impls, decodes, device))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(f"causal: got {common.causal}, want True")
+        assert self.reorder_batch_threshold is not None
+        decodes, others, *_ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )
+        starts = common.query_start_loc_cpu
+        length = int(starts[1] - starts[0]) if decodes else 1
+        return Metadata(
+            num_decodes=decodes,
+            decode_len=length,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            pieces=tuple(self._pieces(common, decodes)) if others else (),
+        )
+
+    def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
+        """The requests from ``first`` on, in pieces."""
+        starts = common.query_start_loc_cpu.tolist()
+        lengths = _lengths(common)
+        begin = first
+        while begin < common.num_reqs:
+            end = piece_end(starts, lengths, begin, common.num_reqs)
+            if kind_of(starts, lengths, begin) != NOTHING:
+                yield self._piece(common, starts, lengths, slice(begin, end))
+            begin = end
+
+    def _piece(self, common: CommonAttentionMetadata, starts: list[int], lengths: list[int], requests: slice) -> Piece:
+        begin, end = requests.start, requests.stop
+        new = [starts[i + 1] - starts[i] for i in range(begin, end)]
+        kind = kind_of(starts, lengths, begin)
+        return Piece(
+            requests=requests,
+            tokens=slice(starts[begin], starts[end]),
+            starts=common.query_start_loc[begin : end + 1] - starts[begin],
+            longest=max(new),
+            context=None if kind in (BEGINS, SHORT) else self._context(common, lengths[begin:end], requests),
+            q_len=new[0] if kind == SHORT else 0,
+        )
+
+    def _context(self, common: CommonAttentionMetadata, lengths: list[int], requests: slice) -> Context:
+        table = common.block_table_tensor[requests]
+        device, total = table.device, sum(lengths)
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        starts[1:] = counts.cumsum(0)
+        on_device = starts.to(device, non_blocking=True)
+        owner = torch.repeat_interleave(counts.to(device, non_blocking=True), output_size=total)
+        position = torch.arange(total, device=device) - on_device[owner]
+        pages = table[owner, position // self.page_size].long()
+        return Context(pages, position % self.page_size, on_device, max(lengths))
+
+
+def decode_batches(vllm_config: Any) -> tuple[int, ...]:
+    """Requests of the decoding steps that are captured, and of the largest."""
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    most = vllm_config.scheduler_config.max_num_seqs
+    return tuple(sorted({1, most, *(size for size in captured if size <= most)}))
+
+
+NOTHING, BEGINS, SHORT, LONG = "nothing", "begins", "short", "long"
+
+
+def kind_of(starts: list[int], lengths: list[int], request: int) -> str:
+    """How a request is served, by its new tokens and its length."""
+    new = starts[request + 1] - starts[request]
+    if new == 0:
+        return NOTHING
+    if lengths[request] == new:
+        return BEGINS
+    return SHORT if new <= MAX_Q_LEN else LONG
+
+
+def piece_end(starts: list[int], lengths: list[int], begin: int, end: int) -> int:
+    """Where a piece ends that begins with a request: before the first that is served otherwise, or beyond what is
+    dequantised at a time."""
+    kind, new, total = kind_of(starts, lengths, begin), starts[begin + 1] - starts[begin], lengths[begin]
+    for request in range(begin + 1, end):
+        if kind_of(starts, lengths, request) != kind:
+            return request
+        if kind == SHORT and starts[request + 1] - starts[request] != new:
+            return request
+        total += lengths[request]
+        if kind == LONG and total > MAX_CONTEXT:
+            return request
+    return end
+
+
+def _lengths(common: CommonAttentionMetadata) -> list[int]:
+    """Tokens of each request, new ones among them; exact for those that do not decode."""
+    bound = common.seq_lens_cpu_upper_bound
+    return (common.seq_lens.cpu() if bound is None else bound).tolist()

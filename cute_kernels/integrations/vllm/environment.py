@@ -1,0 +1,37 @@
+"""Switches of the plugin, read from the environment.
+
+CUTE_KERNELS_VLLM            unset or "1": every seam; "0": none; else a list such as "linear,attention"
+CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names
+"""
+
+from __future__ import annotations
+
+import os
+
+SWITCH = "CUTE_KERNELS_VLLM"
+KV_FORMAT = "CUTE_KERNELS_VLLM_KV_FORMAT"
+SEAMS = ("linear", "attention", "moe")
+"""In the order in which they are replaced."""
+
+
+def wanted_seams() -> tuple[str, ...]:
+    """The seams that the environment asks for.
+
+    Raises:
+        ValueError: the switch names something that is no seam.
+    """
+    text = os.environ.get(SWITCH, "1").strip()
+    if text in ("", "0"):
+        return ()
+    if text == "1":
+        return SEAMS
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in SEAMS]
+    if unknown:
+        raise ValueError(f"{SWITCH}: got {text!r}, want 0, 1 or a list of {', '.join(SEAMS)}")
+    return tuple(seam for seam in SEAMS if seam in names)
+
+
+def wanted_kv_format() -> str | None:
+    """The cache format that the environment asks for, None for what vLLM's own flag says."""
+    return os.environ.get(KV_FORMAT, "").strip() or None

@@ -1,0 +1,59 @@
+"""Which kernels a layer of experts will ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from cute_kernels.linear.experts import ExpertsForm
+from cute_kernels.linear.wgmma.compile import DigitRowsSpec
+from cute_kernels.linear.wgmma.config import DigitRowsConfig
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec, RunSpec
+from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
+from cute_kernels.moe.launch import DTYPE_NAMES
+from cute_kernels.moe.plan import layout_of, problem_of
+from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.tuned import GroupedLayout, assigned
+from cute_kernels.moe.wgmma.schedule import GroupedTiles
+from cute_kernels.runtime.spec import KernelSpec
+
+ID_BITS = 32  # of an expert's id: vLLM's router makes int32
+
+
+def specs(
+    gate_up: ExpertsForm, down: ExpertsForm, topk: int, tokens: Iterable[int], dtype: torch.dtype, invariant: bool
+) -> list[KernelSpec]:
+    """The kernels of steps of so many tokens. invariant: whether results may not depend on other tokens."""
+    found: dict[KernelSpec, None] = {}
+    for count in tokens:
+        found.update(dict.fromkeys(_specs_of(gate_up, down, count * topk, dtype, invariant)))
+    return list(found)
+
+
+def _specs_of(
+    gate_up: ExpertsForm, down: ExpertsForm, count: int, dtype: torch.dtype, invariant: bool
+) -> Iterator[KernelSpec]:
+    forms, name = (gate_up, down), DTYPE_NAMES[dtype]
+    layouts = [layout_of(count, form, invariant) for form in forms]
+    few = None if invariant else assigned(count, [problem_of(count, form) for form in forms], layouts)
+    if few is not None:
+        yield from (RunSpec(layout.config) for layout in few)
+        yield CombineSpec(CombineConfig(name, "fp32", ID_BITS))
+        return
+    for layout in layouts:
+        yield from _product_specs(layout)
+    yield RoutingSpec(RoutingConfig(ID_BITS))
+    yield GatherSpec(GatherConfig(name))
+    yield from (CombineSpec(CombineConfig(name, source, 0)) for source in ("fp32", name))
+
+
+def _product_specs(layout: GroupedLayout) -> Iterator[KernelSpec]:
+    if isinstance(layout, GroupedTiles):
+        yield GroupedWgmmaSpec(layout.config)
+        if layout.config.digits:
+            yield DigitRowsSpec(DigitRowsConfig(layout.config.dtype))
+    elif isinstance(layout, RunLayout):
+        yield RunSpec(layout.config)
+    else:
+        yield GroupedSpec(layout.config)

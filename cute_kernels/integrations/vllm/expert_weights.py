@@ -1,0 +1,114 @@
+"""Weights of a layer of experts, from the tensors that vLLM loads them into to `PackedExperts`.
+
+vLLM's tensors hold all experts; packed weights have whole tiles of rows, so that all experts are packed as one tall
+weight. Gate and up, which lie one behind the other, come out row by row in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cute_kernels.integrations.checkpoints import awq, fields
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.quantize import pack_codes
+from cute_kernels.linear.weight import TILE_N
+
+
+def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """[E, 2 I, ...] with gate's rows before up's as rows of both in turn."""
+    return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def from_inputs_packed(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    bits: int,
+    group_size: int | None,
+    dtype: torch.dtype,
+    gated: bool,
+) -> PackedExperts:
+    """Experts of GPTQ and compressed-tensors layers.
+
+    Args:
+        words: int32 [E, K * bits / 32, N], codes packed along the inputs.
+        scales: [E, G, N]. zeros: int32 [E, G, N * bits / 32], packed along the outputs; None for symmetric weights.
+        gated: whether N are gate's and up's rows.
+    """
+    order = gate_and_up_in_turn if gated else _as_it_is
+    per_word = fields.check_bits(bits)
+    rows = order(words.transpose(1, 2)).flatten(0, 1)
+    n, k = words.shape[2], words.shape[1] * per_word
+    points = None if zeros is None else fields.unpack_words(zeros, bits)
+    return _pack(
+        lambda start, stop: fields.unpack_words(rows[start:stop], bits),
+        (len(words), n, k),
+        order(scales.transpose(1, 2)),
+        None if points is None else order(points.transpose(1, 2)),
+        bits=bits,
+        group_size=group_size,
+        dtype=dtype,
+    )
+
+
+def from_awq(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    *,
+    bits: int,
+    group_size: int | None,
+    dtype: torch.dtype,
+    gated: bool,
+) -> PackedExperts:
+    """Experts of AWQ layers: words int32 [E, K, N / 8], zeros int32 [E, G, N / 8], both in AWQ's order of columns."""
+    order = gate_and_up_in_turn if gated else _as_it_is
+    codes = order(awq._columns(words).transpose(1, 2)).flatten(0, 1)
+    return _pack(
+        lambda start, stop: codes[start:stop],
+        (len(words), scales.shape[2], words.shape[1]),
+        order(scales.transpose(1, 2)),
+        order(awq._columns(zeros).transpose(1, 2)),
+        bits=bits,
+        group_size=group_size,
+        dtype=dtype,
+    )
+
+
+def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _pack(
+    codes_of: Callable[[int, int], torch.Tensor],
+    sizes: tuple[int, int, int],
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    bits: int,
+    group_size: int | None,
+    dtype: torch.dtype,
+) -> PackedExperts:
+    """sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G]. codes_of: rows of all experts, one behind the
+    other."""
+    experts, n, k = sizes
+    assert n % TILE_N == 0, n
+    packed = pack_codes(
+        codes_of,
+        fields.to_scales("scales", scales.flatten(0, 1), dtype),
+        None if zeros is None else zeros.flatten(0, 1),
+        bits=bits,
+        group_size=group_size,
+        shape=(experts * n, k),
+    )
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(0, (experts, n // TILE_N))
+
+    points = None if packed.zeros is None else apart(packed.zeros)
+    return PackedExperts(
+        apart(packed.codes), apart(packed.scales), points, bits, group_size, (n, k), check_values=False
+    )

@@ -1,0 +1,189 @@
+"""Weight-only linear layers of vLLM: AWQ, GPTQ and compressed-tensors checkpoints, 4 and 8 bits.
+
+vLLM asks a list of kernels, in turn, whether they can serve a layer. This one is put first; what it does not take goes
+on to vLLM's own. A layer is one registered operator, opaque to torch.compile.
+
+What is traced depends on a layer's configuration alone, never on the values of its weights: vLLM keeps compiled graphs
+from one start to the next, and another checkpoint of the same configuration must fit them.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.model_executor.parameter import permute_param_layout_
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.scalar_type import scalar_types
+
+from cute_kernels.integrations.vllm import prepare
+from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.linear import PackedWeight
+from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.weight import GROUP_SIZES, padded_shape, symmetric_zero
+
+WEIGHT_TYPES = {
+    scalar_types.uint4b8: (4, False),
+    scalar_types.uint8b128: (8, False),
+    scalar_types.uint4: (4, True),
+    scalar_types.uint8: (8, True),
+}
+"""What vLLM calls the weights: (bits, whether they have zero points)."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A layer's weight [n, k] as the operator takes it; group_size 0 for one scale per row."""
+
+    bits: int
+    group_size: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    zero_point: bool
+
+    def problem(self, num_sms: int) -> Problem:
+        """The layer as the schedules know it, for one row."""
+        return Problem(
+            m=1,
+            n=self.n,
+            k=self.k,
+            k_pad=padded_shape((self.n, self.k), self.group_size or None)[1],
+            bits=self.bits,
+            dtype=DTYPES[self.dtype],
+            group_size=self.group_size,
+            zero_point=self.zero_point,
+            num_sms=num_sms,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        )
+
+
+def form_of(c: MPLinearLayerConfig) -> Form:
+    """The form of a layer; ValueError says why it has none."""
+    if c.weight_type not in WEIGHT_TYPES or WEIGHT_TYPES[c.weight_type][1] != c.zero_points:
+        wanted = "uint4b8 or uint8b128, or uint4 or uint8 with zero points"
+        raise ValueError(f"weights of type {c.weight_type}, zero points {c.zero_points}; supported: {wanted}")
+    if c.act_type not in DTYPES:
+        raise ValueError(f"activations in {c.act_type}; supported: {', '.join(map(str, DTYPES))}")
+    if c.out_type not in (None, c.act_type):
+        raise ValueError(f"results in {c.out_type} of activations in {c.act_type}; supported: the same")
+    k, n = c.partition_weight_shape
+    whole = k == c.full_weight_shape[0]
+    if c.has_g_idx and not whole:
+        raise ValueError("act-order with the inputs shared out among GPUs")
+    group_size = 0 if c.group_size == -1 or (whole and c.group_size == k) else c.group_size
+    if group_size and (group_size not in GROUP_SIZES or k % group_size):
+        raise ValueError(f"groups of {c.group_size} of {k} inputs; supported: {GROUP_SIZES}, and -1")
+    return Form(WEIGHT_TYPES[c.weight_type][0], group_size, n, k, c.act_type, c.zero_points)
+
+
+class CuteKernelsLinearKernel(MPLinearKernel):
+    """vLLM's interface of a linear layer with quantised weights and 16-bit activations."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        if not (current_platform.is_cuda() and current_platform.is_device_capability(90)):
+            return False, "cute-kernels serves compute capability 9.0 (Hopper)"
+        try:
+            form = form_of(c)
+        except ValueError as reason:
+            return False, str(reason)
+        index = torch.cuda.current_device()
+        reason = prepare.why_not_ready(form.problem(_num_sms(index)), prepare.engine_rows().all(), index)
+        return reason is None, reason
+
+    def __init__(self, c: MPLinearLayerConfig, *names: Any, **more_names: Any) -> None:
+        super().__init__(c, *names, **more_names)
+        self.form = form_of(c)
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        prepare.note(self.form.problem(_num_sms(torch.cuda.current_device())), prepare.engine_rows())
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        prepare.load_noted(torch.device("cuda", torch.cuda.current_device()))
+        fields = self.packed(layer)
+        for name, tensor in fields.items():
+            replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def packed(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors of the packed weight, by the names of the parameters that they replace.
+
+        Zero points that are all symmetric, and inputs in their own order, are kept where the configuration has such
+        things: what is traced may not depend on them.
+        """
+        form = self.form
+        codes, scales, zeros, group_of = self._get_weight_params(layer)
+        permute_param_layout_(codes, input_dim=1, output_dim=0, packed_dim=1)
+        permute_param_layout_(scales, input_dim=1, output_dim=0)
+        if form.zero_point:
+            permute_param_layout_(zeros, input_dim=1, output_dim=0, packed_dim=0)
+        weight = PackedWeight.from_compressed_tensors(
+            codes.data,
+            scales.data,
+            weight_zero_point=zeros.data if form.zero_point else None,
+            weight_shape=torch.tensor([form.n, form.k]),
+            weight_g_idx=group_of.data if self.config.has_g_idx else None,
+            bits=form.bits,
+            group_size=form.group_size or -1,
+            dtype=form.dtype,
+        )
+        fields = {self.w_q_name: weight.codes, self.w_s_name: weight.scales}
+        if form.zero_point:
+            assert self.w_zp_name is not None
+            middle = torch.full_like(weight.scales, symmetric_zero(form.bits), dtype=torch.uint8)
+            fields[self.w_zp_name] = middle if weight.zeros is None else weight.zeros
+        if self.config.has_g_idx:
+            assert self.w_gidx_name is not None
+            in_order = torch.arange(form.k, dtype=torch.int32, device=weight.device)
+            fields[self.w_gidx_name] = in_order if weight.perm is None else weight.perm
+        return fields
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        form = self.form
+        if x.dtype != form.dtype or (bias is not None and bias.dtype != form.dtype):
+            raise TypeError(f"x, bias: got {x.dtype}, {bias.dtype if bias is not None else None}, want {form.dtype}")
+        codes, scales, zeros, perm = self._get_weight_params(layer)
+        rows = x.reshape(-1, form.k)
+        if self.config.has_g_idx:
+            rows = rows.index_select(1, perm)
+        out = torch.ops.cute_kernels.weight_only_linear(
+            rows.contiguous(),
+            codes,
+            scales,
+            zeros if form.zero_point else None,
+            bias,
+            None,
+            form.bits,
+            form.group_size,
+            form.n,
+            form.k,
+            None,
+            form.dtype,
+            self.batch_invariant,
+        )
+        return out.reshape(*x.shape[:-1], form.n)
+
+
+def replace(interface: Interface) -> str:
+    """Puts the kernel before vLLM's own; says what was done."""
+    module, name = interface.linear_kernels
+    kernels = getattr(importlib.import_module(module), name)[PlatformEnum.CUDA]
+    if CuteKernelsLinearKernel not in kernels:
+        kernels.insert(0, CuteKernelsLinearKernel)
+    return "weight-only linear layers (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here first"
+
+
+def _num_sms(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

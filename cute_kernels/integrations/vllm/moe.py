@@ -1,0 +1,299 @@
+"""Layers of experts of vLLM with 4- and 8-bit weights: AWQ, GPTQ and compressed-tensors checkpoints.
+
+Each of vLLM's methods for such layers ends in making a kernel out of two parts: one that hands tokens out and takes
+results back, and the experts. The method's parameters stay as they are; once they are loaded, they are packed, and the
+experts are these. What is not served keeps vLLM's experts, and one line says why.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.platforms import current_platform
+
+from cute_kernels import fused_moe
+from cute_kernels.integrations.vllm import expert_kernels, expert_weights, prepare
+from cute_kernels.integrations.vllm.versions import Interface
+from cute_kernels.linear.experts import PackedExperts
+from cute_kernels.linear.plan import DTYPES
+from cute_kernels.linear.weight import GROUP_SIZES, TILE_N
+from cute_kernels.moe.checks import MAX_TOKENS
+from cute_kernels.runtime.native import compiler_remedy, compiler_version
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+MAX_EXPERTS = 512
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a method of vLLM holds its weights.
+
+    Attributes:
+        words, scales, zeros: names of parameters, "{}" standing for "w13" and "w2".
+        pack: what packs them.
+        form: (method) to (bits, group size, whether there are zero points, whether inputs are in act-order).
+    """
+
+    words: str
+    scales: str
+    zeros: str
+    pack: Callable[..., PackedExperts]
+    form: Callable[[Any], tuple[int, int, bool, bool]]
+
+
+def _compressed_tensors_form(method: Any) -> tuple[int, int, bool, bool]:
+    order = getattr(method.actorder, "value", method.actorder)
+    return method.num_bits, method.group_size, not method.symmetric, order == "group"
+
+
+def _gptq_form(method: Any) -> tuple[int, int, bool, bool]:
+    config = method.quant_config
+    return config.quant_type.size_bits, config.group_size, False, bool(config.desc_act)
+
+
+def _awq_form(method: Any) -> tuple[int, int, bool, bool]:
+    config = method.quant_config
+    if not config.zero_point:
+        raise ValueError("AWQ without zero points")
+    return config.weight_bits, config.group_size, True, False
+
+
+SOURCES = {
+    "CompressedTensorsWNA16MarlinMoEMethod": Source(
+        "{}_weight_packed",
+        "{}_weight_scale",
+        "{}_weight_zero_point",
+        expert_weights.from_inputs_packed,
+        _compressed_tensors_form,
+    ),
+    "AutoGPTQMoEMethod": Source("{}_qweight", "{}_scales", "{}_qzeros", expert_weights.from_inputs_packed, _gptq_form),
+    "AutoAWQMoEMethod": Source("{}_qweight", "{}_scales", "{}_qzeros", expert_weights.from_awq, _awq_form),
+}
+"""By the name of the method's class."""
+
+
+class CuteKernelsExperts(modular_kernel.FusedMoEExpertsModular):
+    """vLLM's interface of experts: both products, and the sum over a token's experts."""
+
+    def __init__(self, moe_config: Any, quant_config: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
+        super().__init__(moe_config=moe_config, quant_config=quant_config)
+        self.gate_up, self.down = gate_up, down
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+
+    @staticmethod
+    def activation_format() -> Any:
+        return modular_kernel.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cuda() and current_platform.is_device_capability(90)
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value == "silu"
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_all2all_kernels
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        return len(self.gate_up), a1.shape[0], self.gate_up.out_features, a1.shape[-1], topk_ids.shape[1]
+
+    def workspace_shapes(self, M: int, N: int, K: int, *_: Any, **__: Any) -> tuple[tuple[int, ...], ...]:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if apply_router_weight_on_input or activation.value != "silu":
+            raise NotImplementedError(
+                f"experts: got {activation}, weights on the input: {apply_router_weight_on_input}"
+            )
+        if expert_map is not None:  # other ranks' experts become -1, which add nothing
+            topk_ids = expert_map[topk_ids.long()]
+        for start in range(0, hidden_states.shape[0], MAX_TOKENS):
+            rows = slice(start, start + MAX_TOKENS)
+            fused_moe(
+                hidden_states[rows],
+                self.gate_up,
+                self.down,
+                topk_ids=topk_ids[rows],
+                topk_weights=topk_weights[rows],
+                batch_invariant=self.batch_invariant,
+                out=output[rows],
+            )
+
+
+def reason_against(method: Any, layer: Any, source: Source) -> str | None:
+    """Why a layer keeps vLLM's experts; None if it need not."""
+    try:
+        bits, group_size, _, act_order = source.form(method)
+    except ValueError as error:
+        return str(error)
+    words = getattr(layer, source.words.format("w13"))
+    scales = getattr(layer, source.scales.format("w13"))
+    n, experts = scales.shape[2] // 2, words.shape[0]
+    hidden = getattr(layer, source.scales.format("w2")).shape[2]
+    backend = getattr(method, "wna16_backend", None) or getattr(method, "wna16_moe_backend", None)
+    parallel = method.moe.moe_parallel_config
+    limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "w13_bias", "w2_bias")
+    wrong = {
+        "a GPU of another compute capability than 9.0": not CuteKernelsExperts._supports_current_device(),
+        f"weights laid out for {getattr(backend, 'value', backend)}": getattr(backend, "value", None) != "MARLIN",
+        f"{bits}-bit weights": bits not in (4, 8),
+        f"groups of {group_size}": group_size not in (-1, *GROUP_SIZES),
+        "act-order": act_order,
+        f"experts of {n} features": n % (TILE_N // 2) or hidden % TILE_N,
+        f"{experts} experts": experts > MAX_EXPERTS,
+        f"activations in {scales.dtype}": scales.dtype not in DTYPES,
+        "quantised activations": bool(
+            getattr(method, "marlin_input_dtype", None) or getattr(method, "input_dtype", None)
+        ),
+        f"the activation {layer.activation}": not CuteKernelsExperts._supports_activation(layer.activation),
+        "biases or limits": any(getattr(layer, name, None) is not None for name in limits),
+        "weights on the input": bool(layer.apply_router_weight_on_input),
+        "tokens sent between GPUs": bool(parallel.use_all2all_kernels),
+        "experts that move between GPUs": bool(parallel.enable_eplb),
+        "LoRA": bool(method.moe.is_lora_enabled),
+    }
+    found = [what for what, is_so in wrong.items() if is_so]
+    if not found and compiler_version() is None:
+        found = [f"kernels that no bundle is searched for yet; {compiler_remedy()}"]
+    return f"{', '.join(found)} not supported" if found else None
+
+
+def process(method: Any, layer: Any, source: Source) -> None:
+    """Packs a layer's weights, and gives the method these experts."""
+    bits, group_size, zero_point, _ = source.form(method)
+    packed = {}
+    for name, gated in (("w13", True), ("w2", False)):
+        words, scales = (getattr(layer, text.format(name)) for text in (source.words, source.scales))
+        zeros = getattr(layer, source.zeros.format(name)) if zero_point else None
+        packed[name] = source.pack(
+            words.data,
+            scales.data,
+            None if zeros is None else zeros.data,
+            bits=bits,
+            group_size=None if group_size == -1 else group_size,
+            dtype=scales.dtype,
+            gated=gated,
+        )
+        _set(layer, source.words.format(name), packed[name].codes)
+        _set(layer, source.scales.format(name), packed[name].scales)
+        if zero_point:
+            _set(layer, source.zeros.format(name), packed[name].zeros)
+    layer.w13_weight = getattr(layer, source.words.format("w13"))
+    layer.w2_weight = getattr(layer, source.words.format("w2"))
+    _load_kernels(method, layer, packed["w13"], packed["w2"])
+    method.moe_quant_config = method.get_fused_moe_quant_config(layer)
+    method.experts_cls = CuteKernelsExperts
+    from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+
+    hand_out = maybe_make_prepare_finalize(
+        moe=method.moe,
+        quant_config=method.moe_quant_config,
+        routing_tables=layer._expert_routing_tables(),
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
+    experts = CuteKernelsExperts(method.moe, method.moe_quant_config, packed["w13"], packed["w2"])
+    method.moe_kernel = modular_kernel.FusedMoEKernel(hand_out, experts)
+
+
+def _set(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
+    parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+    delattr(layer, name)
+    layer.register_parameter(name, parameter)
+
+
+def _load_kernels(method: Any, layer: Any, gate_up: PackedExperts, down: PackedExperts) -> None:
+    """Makes the layer's kernels ready; layers of one form share them, and those of a model are nearly always alike."""
+    if not gate_up.codes.is_cuda:
+        return
+    tokens = [count for count in prepare.engine_rows().all() if count <= MAX_TOKENS]
+    wanted = (gate_up.form, down.form, method.moe.experts_per_token, tuple(tokens), gate_up.dtype)
+    if wanted not in _loaded:
+        _loaded.add(wanted)
+        prepare.load(gate_up.device, expert_kernels.specs(*wanted, bool(envs.VLLM_BATCH_INVARIANT)))
+
+
+_loaded: set[Any] = set()
+_said: set[str] = set()
+
+
+# -- the seam ---------------------------------------------------------------------------------------------------------
+
+
+def replace(interface: Interface) -> str:
+    """Has vLLM's methods for such layers make these experts; says what was done."""
+    for module, name in interface.expert_methods:
+        _replace_method(getattr(importlib.import_module(module), name), SOURCES[name])
+    return "experts (AWQ, GPTQ, compressed-tensors; 4 and 8 bits) run here"
+
+
+def _replace_method(method_class: Any, source: Source) -> None:
+    original = method_class.process_weights_after_loading
+    if getattr(original, "makes_cute_experts", False):
+        return
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        reason = reason_against(self, layer, source)
+        if reason is None:
+            process(self, layer, source)
+            _say_once("cute-kernels: experts run here")
+        else:
+            _say_once(f"cute-kernels: experts are left to vLLM: {reason}")
+            original(self, layer)
+
+    process_weights_after_loading.makes_cute_experts = True  # type: ignore[attr-defined]
+    method_class.process_weights_after_loading = process_weights_after_loading
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logger.info(line)

@@ -1,0 +1,89 @@
+"""What vLLM calls: it replaces the seams that are wanted, and says so."""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+
+from cute_kernels._version import __version__
+from cute_kernels.integrations.vllm import environment, versions
+from cute_kernels.runtime.workspace import POOL
+
+FINGERPRINT = "CUTE_KERNELS_VLLM_PLUGIN"
+"""Name under which vLLM's compile cache sees what is replaced: graphs with and without the plugin are kept apart."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One seam and what became of it. ``reason`` says why it is left to vLLM; None where it is replaced."""
+
+    seam: str
+    what: str
+    reason: str | None = None
+
+
+_outcomes: dict[str, Replacement] = {}
+
+
+def register() -> None:
+    """Replaces what the environment asks for in the vLLM of this process. Calling it again changes nothing.
+
+    Raises:
+        ValueError: a switch of `environment` has a value that means nothing.
+    """
+    seams = environment.wanted_seams()
+    fresh = [seam for seam in seams if seam not in _outcomes]
+    for seam in fresh:
+        _outcomes[seam] = _replace(seam)
+    if fresh:
+        POOL.share_among_captures()  # vLLM replays its graphs one at a time: they share one memory pool
+        _mark_compile_cache()
+        _log(fresh)
+    elif not seams and not _outcomes:
+        _logger().info("cute-kernels: off (%s=0)", environment.SWITCH)
+
+
+def outcomes() -> list[Replacement]:
+    """What `register` did in this process."""
+    return list(_outcomes.values())
+
+
+def _replace(seam: str) -> Replacement:
+    import vllm
+
+    version = str(vllm.__version__)
+    interface = versions.interface_of(version)
+    if interface is None:
+        return Replacement(seam, "", f"vLLM {version} is not supported; supported: {versions.supported()}")
+    try:
+        module = importlib.import_module(f"cute_kernels.integrations.vllm.{seam}")
+        return Replacement(seam, module.replace(interface))
+    except (ImportError, AttributeError) as error:
+        # A private build, or a release in between that moved something: vLLM's own code is right there.
+        return Replacement(seam, "", f"it does not fit vLLM {version} ({type(error).__name__}: {error})")
+
+
+def _mark_compile_cache() -> None:
+    """Makes what is replaced a factor of vLLM's compile cache, whose key knows the environment but no plugin."""
+    from vllm import envs
+
+    replaced = ",".join(sorted(seam for seam, outcome in _outcomes.items() if outcome.reason is None))
+    envs.environment_variables[FINGERPRINT] = lambda: f"{__version__}:{replaced}"
+
+
+def _log(seams: list[str]) -> None:
+    for seam in seams:
+        outcome = _outcomes[seam]
+        if outcome.reason is None:
+            _logger().info("cute-kernels %s: %s", __version__, outcome.what)
+        else:
+            _logger().warning("cute-kernels %s: %s is left to vLLM: %s", __version__, seam, outcome.reason)
+
+
+def _logger() -> logging.Logger:
+    # A child of vLLM's logger, so that it goes where vLLM's lines go.
+    return logging.getLogger("vllm.cute_kernels")

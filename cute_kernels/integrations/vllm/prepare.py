@@ -1,0 +1,122 @@
+"""Kernels that a served model will ask for, compiled or loaded before its first step.
+
+Inside a CUDA graph capture nothing may be compiled, and in a step that a user waits for nothing should be. The layers
+say here what they are; the first one whose weights are processed has all of their kernels loaded, many at a time.
+"""
+
+# vLLM is not installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from cute_kernels.linear.compile import specs_of
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.tuned import chosen
+from cute_kernels.runtime.cache import default_cache
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.native import compiler_remedy, compiler_version
+from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.workspace import POOL
+
+GRID = ((1024, 128), (4096, 512), (1 << 20, 2048))
+"""Numbers of rows beyond captured ones that kernels are made ready for: up to so many, in such steps."""
+
+logger = logging.getLogger("vllm.cute_kernels")
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows that an engine runs.
+
+    captured: batch sizes of its CUDA graphs. most: tokens of a step, at most.
+    """
+
+    captured: tuple[int, ...]
+    most: int
+
+    def all(self) -> list[int]:
+        """Captured ones, and a grid of those beyond."""
+        found, last = {*self.captured, 1, self.most}, max(self.captured, default=0)
+        for end, step in GRID:
+            beyond = range(last + step, min(end, self.most) + 1, step)
+            found.update(beyond)
+            last = max(last, end) if beyond else last
+        return sorted(found)
+
+
+DEFAULT_ROWS = RowCounts((), 2048)
+"""Where no engine says what it will run."""
+
+
+def engine_rows() -> RowCounts:
+    """Numbers of rows that the engine of this process runs."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return DEFAULT_ROWS
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    return RowCounts(tuple(sorted(captured)), config.scheduler_config.max_num_batched_tokens)
+
+
+_noted: dict[Problem, RowCounts] = {}
+
+
+def note(problem: Problem, rows: RowCounts) -> None:
+    """Remembers a layer (a problem of one row) for `load_noted`."""
+    _noted[problem] = rows
+
+
+def load_noted(device: torch.device) -> None:
+    """Loads the kernels of every layer that was noted since the last call; compiles those that are nowhere yet."""
+    if not _noted:
+        return
+    problems = dict(_noted)
+    _noted.clear()
+    gpu = torch.cuda.get_device_name(index_of(device))
+    load(
+        device, [spec for problem, rows in problems.items() for m in rows.all() for spec in specs_for(problem, m, gpu)]
+    )
+
+
+def load(device: torch.device, specs: Iterable[KernelSpec]) -> None:
+    """Loads kernels, and compiles those that are nowhere yet, many at a time; says so once for all of them."""
+    index = index_of(device)
+    arch = arch_of(index)
+    wanted = list(dict.fromkeys(specs))
+    missing = [spec for spec in wanted if not default_cache().has(spec, arch)]
+    start = time.perf_counter()
+    POOL.prepare(index)
+    if missing:
+        logger.info("cute-kernels: compiling %d of %d kernels, once for this machine", len(missing), len(wanted))
+    default_cache().load_many(wanted, arch)
+    logger.info("cute-kernels: %d kernels ready after %.1f s", len(wanted), time.perf_counter() - start)
+
+
+def index_of(device: torch.device) -> int:
+    """A CUDA device's number."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def specs_for(problem: Problem, m: int, gpu: str) -> list[KernelSpec]:
+    """The kernels that serve ``m`` rows of a layer on a GPU of that name."""
+    return specs_of(chosen(replace(problem, m=m), gpu).config)
+
+
+def why_not_ready(problem: Problem, rows: Iterable[int], device_index: int) -> str | None:
+    """What keeps a layer's kernels from being ready before the first capture; None where nothing does."""
+    if compiler_version() is not None:
+        return None
+    gpu, arch = torch.cuda.get_device_name(device_index), arch_of(device_index)
+    for m in rows:
+        for spec in specs_for(problem, m, gpu):
+            if not default_cache().has(spec, arch):
+                return f"no bundle has {spec}, for {m} rows; {compiler_remedy()}"
+    return None

@@ -1,0 +1,62 @@
+"""Which versions of vLLM are supported, and what they call things.
+
+vLLM moves its interfaces every second release, so a version that nobody tried is left alone, with a word.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+
+DISTRIBUTION = "vllm"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Where a version of vLLM keeps what the plugin replaces.
+
+    Attributes:
+        tested: how this version is known to work, for people.
+        linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
+        backend_priorities: the module and function that say which attention backends are tried first.
+        attention_layer: the module and class of attention layers.
+        expert_methods: modules and classes of the methods of layers of experts.
+    """
+
+    tested: str
+    linear_kernels: tuple[str, str] = ("vllm.model_executor.kernels.linear", "_POSSIBLE_KERNELS")
+    backend_priorities: tuple[str, str] = ("vllm.platforms.cuda", "_get_backend_priorities")
+    attention_layer: tuple[str, str] = ("vllm.model_executor.layers.attention.attention", "Attention")
+    expert_methods: tuple[tuple[str, str], ...] = (
+        (
+            "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+            "compressed_tensors_moe_wna16_marlin",
+            "CompressedTensorsWNA16MarlinMoEMethod",
+        ),
+        ("vllm.model_executor.layers.quantization.auto_gptq", "AutoGPTQMoEMethod"),
+        ("vllm.model_executor.layers.quantization.auto_awq", "AutoAWQMoEMethod"),
+    )
+
+
+INTERFACES = {(0, 26): Interface("served on an H200, interface tests")}
+"""By (major, minor)."""
+
+
+def installed() -> str | None:
+    """The version of vLLM that is installed, without importing it; None if there is none."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def interface_of(version: str) -> Interface | None:
+    """What is known of a version such as "0.26.0"; None if it is not supported."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return INTERFACES.get((int(numbers[1]), int(numbers[2]))) if numbers else None
+
+
+def supported() -> str:
+    """The supported versions in words."""
+    return ", ".join(f"{major}.{minor}" for major, minor in sorted(INTERFACES))

@@ -1,0 +1,42 @@
+"""Layers that vLLM makes run on these kernels, and give what their checkpoints say; needs vLLM."""
+
+import pytest
+import torch
+
+from tests.integrations.vllm import layers
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("vllm")
+
+
+ROWS = (1, 5, 40)
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch: pytest.MonkeyPatch):
+    """The plugin, with kernels made ready for the rows of these tests alone."""
+    monkeypatch.setenv("CUTE_KERNELS_VLLM", "linear")
+    from cute_kernels.integrations.vllm import prepare, register
+
+    register()
+    monkeypatch.setattr(prepare, "DEFAULT_ROWS", prepare.RowCounts(ROWS, ROWS[-1]))
+
+
+@pytest.mark.parametrize("form", layers.CHECKPOINTS, ids=str)
+def test_a_layer_of_vllm_gives_what_its_checkpoint_says(form):
+    layer = layers.make(form, "cuda")
+    assert type(layer.kernel).__name__ == "CuteKernelsLinearKernel"
+    for rows in ROWS:
+        x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
+        expected = x.double() @ layer.weight.cuda().T
+        error = (layer.apply(x).double() - expected).abs().max() / expected.abs().max()
+        assert error < (2**-7 if form.dtype == torch.bfloat16 else 2**-9)
+
+
+def test_a_layer_is_one_operator_to_torch_compile():
+    form = layers.Checkpoint("ct")
+    layer = layers.make(form, "cuda")
+    compiled = torch.compile(layer.apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (1, 5):
+        x = torch.randn(rows, form.k, dtype=form.dtype, device="cuda")
+        assert torch.equal(compiled(x), layer.apply(x))

@@ -1,0 +1,46 @@
+"""What the package asks for, and where its parts are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_kernels.runtime import native
+from cute_kernels.runtime.artifact import compile_artifact
+from cute_kernels.runtime.native import CompilerMissingError
+from tests.runtime.tiny import tiny_specs
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_engines_that_pin_their_own_compiler_can_be_installed_beside_the_package(project: dict[str, Any]):
+    assert not [need for need in project["dependencies"] if need.startswith(native.DSL_DISTRIBUTION)]
+    # vLLM 0.24 to 0.33 pin apache-tvm-ffi 0.1.9 to 0.1.11.
+    assert "apache-tvm-ffi>=0.1.9,<0.2" in project["dependencies"]
+
+
+def test_the_compiler_extra_is_what_the_package_compiles_with(project: dict[str, Any]):
+    pinned = [f"{native.DSL_DISTRIBUTION}[cu13]=={native.COMPILER_VERSION}"]
+    assert project["optional-dependencies"]["compiler"] == pinned
+    assert set(pinned) <= set(project["optional-dependencies"]["dev"])
+
+
+def test_the_plugin_is_an_entry_point(project: dict[str, Any]):
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "cute_kernels": "cute_kernels.integrations.vllm:register"
+    }
+
+
+def test_a_compiler_that_another_package_brings_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "dsl_version", lambda: "4.6.0")
+    assert native.compiler_version() is None
+    with pytest.raises(CompilerMissingError, match=r"installed is nvidia-cutlass-dsl 4\.6\.0, .* build a bundle"):
+        compile_artifact(tiny_specs(1)[0], "sm_90a")
