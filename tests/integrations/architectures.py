@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 
 VOCABULARY = 97
 _SMALL: dict[str, Any] = {
@@ -49,17 +50,21 @@ class Architecture:
     """A model class and its configuration.
 
     peak: what the projections of q are multiplied by, so that attention is peaked and a wrong key shows in the output.
+    since: the first release of transformers whose mask for it has as many columns as there are keys, whatever the
+        attention implementation is called.
     """
 
     model: str
     config: str
     options: dict[str, Any]
     peak: float = 8.0
+    since: str = "5.0"
 
     @property
     def available(self) -> bool:
         """Whether the installed release of transformers has it."""
-        return hasattr(transformers, self.model) and hasattr(transformers, self.config)
+        known = hasattr(transformers, self.model) and hasattr(transformers, self.config)
+        return known and Version(transformers.__version__) >= Version(self.since)
 
     def build(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         """The model, in evaluation, of the same weights every time; ``changes`` to its configuration."""
@@ -104,7 +109,7 @@ DECODERS: dict[str, Architecture] = {
     "granite": _text("Granite"),
     "smollm 3": _text("SmolLM3"),
     "starcoder 2": _text("Starcoder2", sliding_window=8),
-    "stablelm": _text("StableLm", hidden_size=256),
+    "stablelm": replace(_text("StableLm", hidden_size=256), since="5.17"),
     "gpt-neox": _text("GPTNeoX", hidden_size=256),
     "gpt-2": Architecture(
         "GPT2LMHeadModel",

@@ -11,6 +11,8 @@ from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache
 from cute_kernels.kv_formats import FORMATS
 from tests.integrations.llamas import small_llama
 
+VOCABULARY = 64
+
 
 @pytest.fixture
 def model() -> Any:
@@ -148,7 +150,7 @@ def test_assisted_generation_gives_greedy_tokens(model, tokens, how):
     model.set_attn_implementation(ATTENTION_NAME)
     prompt = tokens[:1, :6].repeat(1, 3)
     helper = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": small_llama(7)}
-    got = generate(model, prompt, max_new_tokens=12, **helper)
+    got = generate(model, prompt, max_new_tokens=12, eos_token_id=VOCABULARY, **helper)  # one that is never made
     assert got.shape == (1, 30)
     assert_greedy(model, 18, got)
 

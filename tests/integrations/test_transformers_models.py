@@ -167,7 +167,7 @@ def test_every_option_that_a_model_gives_to_attention_is_known():
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "attention_interface":
                     given |= {keyword.arg for keyword in node.keywords if keyword.arg}
-    assert {"scaling", "dropout", "softcap", "s_aux"} <= given  # and they are found at all
+    assert {"scaling", "dropout", "softcap", "s_aux"} <= given  # and names are found at all
     assert given <= known
 
 

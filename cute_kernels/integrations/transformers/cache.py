@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ def tokens_to_forget(count: int, length: int) -> int:
     A negative count is tokens to forget. A positive one is the length to keep until 5.17, an error from 5.18 on; zero
     is a length as well where the argument is called max_length.
     """
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"tokens_to_remove: got {count!r}, want an int")
+    count = operator.index(count)  # some releases give a tensor
     if count < -length:
         raise ValueError(f"tokens_to_remove: got {count}, want at most the cache's {length} tokens removed")
     if count < 0:
@@ -49,18 +49,20 @@ class DecodeCacheLayer(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim], of one shape."""
-        if key_states.shape != value_states.shape:
-            raise ValueError(
-                f"value_states: got shape {tuple(value_states.shape)}, want key_states' {tuple(key_states.shape)}"
-            )
-        batch, num_kv_heads, _, head_dim = key_states.shape
+        """Allocates the rows. key_states, value_states: [batch, num_kv_heads, tokens, head_dim]; V may have another
+        head_dim."""
+        batch, num_kv_heads, _, _ = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         if self.form.cache_dtype.is_floating_point and self.form.cache_dtype != self.dtype:
             raise TypeError(f"kv_format: got {self.form.name!r}, want the format of the model's {self.dtype}")
-        size = (batch, self.max_seq_len, num_kv_heads, self.form.row_elements(head_dim))
-        self.keys = torch.zeros(size, dtype=self.form.cache_dtype, device=self.device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = (
+            torch.zeros(
+                (batch, self.max_seq_len, num_kv_heads, self.form.row_elements(states.shape[3])),
+                dtype=self.form.cache_dtype,
+                device=self.device,
+            )
+            for states in (key_states, value_states)
+        )
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
@@ -72,15 +74,15 @@ class DecodeCacheLayer(CacheLayerMixin):
         if end > self.max_seq_len:
             raise ValueError(f"key_states: got token {end}, want at most the cache's max_seq_len {self.max_seq_len}")
         assert self.keys is not None and self.values is not None
-        new_rows = self._pack(torch.stack((key_states, value_states)).transpose(2, 3))
-        self.keys[:, self.length : end], self.values[:, self.length : end] = new_rows
+        for rows, states in ((self.keys, key_states), (self.values, value_states)):
+            rows[:, self.length : end] = self._pack(states.transpose(1, 2))
         self.length = end
         self.seq_lens.fill_(end)
         handle = CachedTokens(self.form.name, self.keys, self.values, self.seq_lens, end, key_states, value_states)
         return handle, handle
 
     def _pack(self, values: torch.Tensor) -> torch.Tensor:
-        """[2, batch, tokens, num_kv_heads, head_dim] to rows; K and V together, which halves the launches."""
+        """[batch, tokens, num_kv_heads, head_dim] to rows."""
         return self.form.quantize(values)
 
     def reset(self) -> None:
@@ -146,9 +148,9 @@ class DecodeCacheLayer(CacheLayerMixin):
     @property
     def num_bytes(self) -> int:
         """Bytes of the rows that hold tokens (not of the whole allocation)."""
-        if self.keys is None or not self.length:
+        if self.keys is None or self.values is None or not self.length:
             return 0
-        return 2 * self.keys[:, : self.length].numel() * self.keys.element_size()
+        return sum(rows[:, : self.length].numel() * rows.element_size() for rows in (self.keys, self.values))
 
 
 class DecodeCache(Cache):

@@ -35,16 +35,16 @@ class CachedTokens:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(f"{getattr(function, '__name__', function)}: {_why_not()}")
+        raise AttributeError(f"{getattr(function, '__name__', function)}: {_why_not()}")
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [batch, num_kv_heads, length, head_dim] of all tokens: older ones dequantised, new ones exact."""
         past = self.length - self.new_k.shape[2]
         if not past:
             return self.new_k, self.new_v
-        form, head_dim = format_of(self.kv_format), self.new_k.shape[3]
+        form = format_of(self.kv_format)
         k, v = (
-            torch.cat((form.dequantize(rows[:, :past], head_dim, new.dtype).transpose(1, 2), new), dim=2)
+            torch.cat((form.dequantize(rows[:, :past], new.shape[3], new.dtype).transpose(1, 2), new), dim=2)
             for rows, new in ((self.k_rows, self.new_k), (self.v_rows, self.new_v))
         )
         return k, v
