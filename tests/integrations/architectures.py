@@ -80,7 +80,7 @@ class Architecture:
         return model.to(dtype)
 
 
-def _text(name: str, config: str = "", model: str = "", **options: Any) -> Architecture:
+def _text(name: str, config: Any = "", model: Any = "", **options: Any) -> Architecture:
     return Architecture(model or f"{name}ForCausalLM", config or f"{name}Config", {**_SMALL, **options})
 
 

@@ -168,14 +168,14 @@ def test_beams_are_those_of_another_cache(model, tokens):
     assert torch.allclose(*scores, atol=2e-2)
 
 
-def requests(cache):
+def requests(cache: Any) -> tuple[list[list[float]], list[int]]:
     """Each request's tokens of the first layer, as one number for each token."""
-    layer = cache.layers[0]
+    layer: Any = cache.layers[0]
     return layer.keys[:, : layer.length].double().sum((2, 3)).tolist(), layer.seq_lens.tolist()
 
 
 def test_requests_are_repeated_selected_and_reordered(model, tokens):
-    cache = DecodeCache("bf16", 30)
+    cache: Any = DecodeCache("bf16", 30)
     in_steps(model, tokens[:, :9], cache, [9])
     (a, b, c), _ = requests(cache)
     assert len({tuple(a), tuple(b), tuple(c)}) == 3

@@ -175,7 +175,8 @@ def test_every_option_that_a_model_gives_to_attention_is_known():
 def test_packed_sequences_are_refused(name):
     query = torch.randn(1, 2, 4, 64)
     with pytest.raises(ValueError, match=f"^{name}: got packed sequences, want None"):
-        integration.attention(torch.nn.Module(), query, query, query, None, **{name: torch.tensor([0, 2, 4])})
+        options: Any = {name: torch.tensor([0, 2, 4])}
+        integration.attention(torch.nn.Module(), query, query, query, None, **options)
 
 
 def test_weights_of_attention_are_refused():
