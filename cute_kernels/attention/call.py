@@ -288,6 +288,8 @@ def make_call(
     blocks = _check_caches(q, k_cache, v_cache, forms, cache_layout == "HND", block_table)
     checks.check_key_rows(k_cache, forms[0], head_dim)
     v_head_dim = checks.check_value_rows(v_cache, forms[1])
+    checks.check_readable("k_cache", forms[0], head_dim)
+    checks.check_readable("v_cache", forms[1], v_head_dim)
     checks.check_vector("seq_lens", seq_lens, torch.int32, batch, "the batch of q")
     if sinks is not None:
         checks.check_vector("sinks", sinks, torch.float32, num_q_heads, "one for each query head")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import overlaps, shape_of, strides_of
-from cute_kernels.attention.tiles import has_headers
+from cute_kernels.attention.tiles import cannot_read, has_headers
 from cute_kernels.kv_formats import HEAD_DIMS, DenseFormat, KvFormat, format_of, format_pair
 from cute_kernels.runtime.plans import ALIGNMENT
 
@@ -155,6 +155,13 @@ def check_value_rows(v_cache: torch.Tensor, form: KvFormat) -> int:
     rows = ", ".join(str(form.row_elements(head_dim)) for head_dim in HEAD_DIMS)
     dims = ", ".join(map(str, HEAD_DIMS))
     raise ValueError(f"v_cache: got rows of {row} elements, want one of {rows} for {form.name} at head_dim {dims}")
+
+
+def check_readable(name: str, form: KvFormat, head_dim: int) -> None:
+    """Raises ValueError for rows that no kernel reads, on whatever device they are."""
+    reason = cannot_read(form, head_dim)
+    if reason is not None:
+        raise ValueError(f"kv_format: {reason}, in {name}")
 
 
 def check_block_table(block_table: torch.Tensor, batch: int, num_pages: int, page_size: int) -> None:

@@ -11,11 +11,10 @@ is off by up to 4e-3 radians at position 128k; here the frequencies' rounding to
 
 from __future__ import annotations
 
+import ast
 import functools
-import json
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -173,6 +172,7 @@ class YarnScaling:
 
 Scaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
 _SCALINGS = {kind.__name__: kind for kind in (LinearScaling, NtkScaling, Llama3Scaling, YarnScaling)}
+_FIELDS = {name: tuple(kind.__dataclass_fields__) for name, kind in _SCALINGS.items()}
 
 
 def base_frequencies(rotary_dim: int, theta: float) -> list[float]:
@@ -254,19 +254,20 @@ class Rope:
 
 
 def _to_text(rope: Rope) -> str:
-    scaling: dict[str, Any] | None = None
+    """A Python literal, by nothing but formatting: torch.compile traces it when a compiled function makes a Rope."""
+    scaling = ""
     if rope.scaling is not None:
-        scaling = {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}
-    fields = {"rotary_dim": rope.rotary_dim, "theta": rope.theta, "interleaved": rope.interleaved, "scaling": scaling}
-    return json.dumps(fields, sort_keys=True)
+        values = [f"{getattr(rope.scaling, name)!r}, " for name in _FIELDS[type(rope.scaling).__name__]]
+        scaling = f"{type(rope.scaling).__name__!r}, {''.join(values)}"
+    return f"({rope.rotary_dim!r}, {rope.theta!r}, {rope.interleaved!r}, ({scaling}))"
 
 
 @functools.lru_cache(maxsize=256)
 def rope_of(text: str) -> Rope:
     """The Rope whose ``text`` this is: how it travels through an operator's schema."""
-    fields = json.loads(text)
-    scaling = fields.pop("scaling")
-    return Rope(**fields, scaling=_SCALINGS[scaling.pop("kind")](**scaling) if scaling else None)
+    rotary_dim, theta, interleaved, scaling = ast.literal_eval(text)
+    made = _SCALINGS[scaling[0]](*scaling[1:]) if scaling else None
+    return Rope(rotary_dim, theta, interleaved, made)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cute_kernels.kv_formats import HEAD_DIMS
+from cute_kernels.attention.tiles import cannot_read
+from cute_kernels.kv_formats import HEAD_DIMS, format_of, format_pair
 from tests.attention.cases import ALL_FORMATS
 
 
@@ -51,15 +52,20 @@ def calls(
     """Everything: formats, shapes, storage, queries, features. Some requests are shorter than q_len, some empty."""
     q_len = draw(st.one_of(st.just(1), st.integers(1, 16)))
     lengths = draw(st.lists(st.integers(0, max_tokens), min_size=1, max_size=max_batch))
+    kv_format = draw(format_pairs(formats))
+    forms = [format_of(name) for name in format_pair(kv_format)]
+    k_dims, v_dims = ([dim for dim in head_dims if not cannot_read(form, dim)] for form in forms)
+    head_dim = draw(st.sampled_from(k_dims))
+    own = st.none() if head_dim in v_dims else st.nothing()
     shape = {
-        "kv_format": draw(format_pairs(formats)),
+        "kv_format": kv_format,
         "lengths": lengths,
         "max_seq_len": max(lengths) + draw(st.integers(0, 5)),
         "q_len": q_len,
         "num_kv_heads": draw(st.integers(1, max_kv_heads)),
         "group": draw(st.integers(1, max_group)),
-        "head_dim": draw(st.sampled_from(head_dims)),
-        "v_head_dim": draw(st.one_of(st.none(), st.sampled_from(head_dims))),
+        "head_dim": head_dim,
+        "v_head_dim": draw(st.one_of(own, st.sampled_from(v_dims))),
         "q_dtype": draw(st.sampled_from(["bf16", "fp16"])),
         "seed": draw(st.integers(0, 2**31)),
     }

@@ -72,6 +72,20 @@ def test_an_empty_request_gives_zero_and_minus_infinity(kv_format):
     assert out[1:].isfinite().all() and lse[1:].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "head_dims", "width", "name"),
+    [
+        ("int4_g4", (80, 80), 20, "k_cache"),
+        ("int8_g8", (96, 96), 12, "k_cache"),
+        (("bf16", "int4_g8"), (96, 80), 10, "v_cache"),
+    ],
+)
+def test_rows_that_no_kernel_reads_are_refused_on_a_cpu(kv_format, head_dims, width, name):
+    call = make_call(kv_format, [3], num_kv_heads=1, group=1, head_dim=head_dims[0], v_head_dim=head_dims[1])
+    with pytest.raises(ValueError, match=rf"^kv_format: groups of {width} columns .* are no multiple of 8, in {name}"):
+        call.run()
+
+
 def test_an_empty_batch_and_an_empty_cache():
     none = make_call("int4_g1", [], max_seq_len=8)
     out, lse = none.run(return_lse=True)

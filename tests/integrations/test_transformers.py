@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from cute_kernels.integrations import transformers as integration
 from cute_kernels.integrations.transformers import ATTENTION_NAME, DecodeCache
 from cute_kernels.kv_formats import FORMATS
 from tests.integrations.llamas import small_llama
+
+VOCABULARY = 64
 
 
 @pytest.fixture
@@ -93,7 +96,7 @@ def test_the_cache_counts_the_bytes_that_hold_tokens(model, tokens):
 def test_reset_and_crop_forget_tokens(model, tokens):
     cache = DecodeCache("int4_g4", 30)
     whole = in_steps(model, tokens, cache, [20] + [1] * 10)
-    cache.crop(3)
+    cache.crop(-3)
     assert cache.get_seq_length() == 27
     assert torch.equal(in_steps(model, tokens[:, 27:], cache, [1] * 3), whole[:, 27:])
     cache.reset()
@@ -101,16 +104,104 @@ def test_reset_and_crop_forget_tokens(model, tokens):
     assert torch.equal(in_steps(model, tokens, cache, [20] + [1] * 10), whole)
 
 
-def test_generate_works(model, tokens):
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones(3, 10, dtype=torch.long)
-    model.set_attn_implementation(ATTENTION_NAME)
-    got = model.generate(tokens[:, :10], attention_mask=mask, past_key_values=DecodeCache("bf16", 16), **options)
-    assert got.shape == (3, 16)
-    # Greedy by its own logits; by the uncached model's, each choice may lose to the best by rounding alone.
-    logits = in_one(model, got[:, :-1])[:, 9:].double()
-    lost = logits.amax(-1) - logits.gather(-1, got[:, 10:, None]).squeeze(-1)
+@pytest.mark.parametrize("count", [-21, -20, -4, 0, 5, 20, 30])
+def test_crop_means_what_it_means_in_the_installed_release(model, tokens, count):
+    lengths = []
+    for implementation, cache in (("sdpa", DynamicCache()), (ATTENTION_NAME, DecodeCache("int4_g4", 30))):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            model(tokens[:, :20], past_key_values=cache)
+        try:
+            cache.crop(count)
+        except ValueError as error:
+            assert implementation == "sdpa" or "tokens_to_remove: got" in str(error)
+            lengths.append("refused")
+        else:
+            lengths.append(cache.get_seq_length())
+    if count == -21:  # more than there are: transformers wraps around or forgets all
+        assert lengths[1] == "refused"
+    else:
+        assert lengths[0] == lengths[1]
+
+
+@torch.no_grad()
+def generate(model, tokens, **options):
+    mask = torch.ones_like(tokens)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(tokens, attention_mask=mask, past_key_values=DecodeCache("bf16", 40), **options)
+
+
+def assert_greedy(model, prompt_len, got):
+    """Each new token is the best by the uncached model's logits, or loses to the best by rounding alone."""
+    logits = in_one(model, got[:, :-1])[:, prompt_len - 1 :].double()
+    lost = logits.amax(-1) - logits.gather(-1, got[:, prompt_len:, None]).squeeze(-1)
     assert (lost < 0.05 * logits.std()).all()
+
+
+def test_generate_works(model, tokens):
+    model.set_attn_implementation(ATTENTION_NAME)
+    got = generate(model, tokens[:, :10])
+    assert got.shape == (3, 16)
+    assert_greedy(model, 10, got)
+
+
+@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+def test_assisted_generation_gives_greedy_tokens(model, tokens, how):
+    model.set_attn_implementation(ATTENTION_NAME)
+    prompt = tokens[:1, :6].repeat(1, 3)
+    helper = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": small_llama(7)}
+    got = generate(model, prompt, max_new_tokens=12, eos_token_id=VOCABULARY, **helper)  # one that is never made
+    assert got.shape == (1, 30)
+    assert_greedy(model, 18, got)
+
+
+def test_beams_are_those_of_another_cache(model, tokens):
+    sequences = []
+    for implementation in ("sdpa", ATTENTION_NAME):
+        model.set_attn_implementation(implementation)
+        options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": 3}
+        options |= {"attention_mask": torch.ones(3, 10, dtype=torch.long), "return_dict_in_generate": True}
+        cache = {} if implementation == "sdpa" else {"past_key_values": DecodeCache("bf16", 18)}
+        found = model.generate(tokens[:, :10], output_scores=True, **options, **cache)
+        sequences.append(found)
+    scores = [found.sequences_scores for found in sequences]
+    assert torch.allclose(*scores, atol=2e-2)
+
+
+def requests(cache: Any) -> tuple[list[list[float]], list[int]]:
+    """Each request's tokens of the first layer, as one number for each token."""
+    layer: Any = cache.layers[0]
+    return layer.keys[:, : layer.length].double().sum((2, 3)).tolist(), layer.seq_lens.tolist()
+
+
+def test_requests_are_repeated_selected_and_reordered(model, tokens):
+    cache: Any = DecodeCache("bf16", 30)
+    in_steps(model, tokens[:, :9], cache, [9])
+    (a, b, c), _ = requests(cache)
+    assert len({tuple(a), tuple(b), tuple(c)}) == 3
+    cache.batch_repeat_interleave(2)
+    assert requests(cache) == ([a, a, b, b, c, c], [9] * 6)
+    cache.batch_select_indices(torch.tensor([5, 0, 2]))
+    assert requests(cache) == ([c, a, b], [9] * 3)
+    held = cache.layers[0].keys
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    assert requests(cache) == ([b, b, c], [9] * 3)
+    assert cache.layers[0].keys is held
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert requests(cache) == ([b, c], [9] * 2)
+    reference = DecodeCache("bf16", 30)
+    in_steps(model, tokens[1:, :9], reference, [9])
+    assert torch.equal(
+        in_steps(model, tokens[1:, 9:], cache, [1] * 21), in_steps(model, tokens[1:, 9:], reference, [1] * 21)
+    )
+
+
+def test_offloading_is_refused_by_name(model, tokens):
+    cache = DecodeCache("bf16", 30)
+    in_steps(model, tokens[:, :9], cache, [9])
+    for move in (cache.layers[0].offload, cache.layers[0].prefetch):
+        with pytest.raises(NotImplementedError, match="a DecodeCache stays on its device"):
+            move()
 
 
 def test_without_a_cache_it_is_causal_attention(model, tokens):
@@ -120,17 +211,9 @@ def test_without_a_cache_it_is_causal_attention(model, tokens):
         assert relative_error(model(tokens, use_cache=False).logits, want) < 1e-2
 
 
-def test_padding_is_refused(model, tokens):
-    model.set_attn_implementation(ATTENTION_NAME)
-    mask = torch.ones_like(tokens)
-    mask[0, :4] = 0
-    with pytest.raises(ValueError, match="attention_mask: got padding"):
-        model(tokens, attention_mask=mask, past_key_values=DecodeCache("bf16", 30))
-
-
 def test_another_attention_implementation_is_told_what_the_cache_needs(model, tokens):
     model.set_attn_implementation("sdpa")
-    with pytest.raises(AttributeError, match="works only with attn_implementation='cute_kernels'"):
+    with pytest.raises(AttributeError, match="the model's is 'sdpa'; want model.set_attn_implementation"):
         model(tokens, past_key_values=DecodeCache("bf16", 30))
 
 
@@ -151,7 +234,6 @@ def test_bad_arguments_are_named(model, tokens):
     with pytest.raises(TypeError, match="kv_format: got 'fp16'"):
         model(tokens, past_key_values=DecodeCache("fp16", 30))
     query = torch.randn(1, 2, 1, 64)
-    with pytest.raises(ValueError, match="sliding_window: got 16"):
-        integration.attention(torch.nn.Module(), query, query, query, None, sliding_window=16)
-    with pytest.raises(ValueError, match=r"dropout: got 0\.1"):
-        integration.attention(torch.nn.Module(), query, query, query, None, dropout=0.1)
+    keys = torch.randn(1, 2, 17, 64)
+    with pytest.raises(ValueError, match="sliding_window: got 16 without a mask over 17 keys"):
+        integration.attention(torch.nn.Module(), query, keys, keys, None, sliding_window=16)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cute_kernels.kv_cache import Rope, append_kv
+from cute_kernels.kv_cache import LinearScaling, Llama3Scaling, NtkScaling, Rope, YarnScaling, append_kv
 from cute_kernels.kv_cache.call import AppendCall
 from cute_kernels.kv_cache.reference import shaped_scale
 from tests.kv_cache.cases import ALL_FORMATS, POISON, Shape, clone_caches, make_call
@@ -388,3 +388,28 @@ def test_the_call_lists_what_append_takes():
     """`AppendCall.extras` counts fields: those from cu_seqlens on."""
     assert AppendCall._fields[13] == "cu_seqlens" and len(AppendCall._fields) == 23
     assert not dataclasses.is_dataclass(AppendCall)  # a tuple: making one costs the host little
+
+
+SCALINGS = {
+    "none": lambda: None,
+    "linear": lambda: LinearScaling(2.0),
+    "NTK": lambda: NtkScaling(2.0, original_max_position=128, seq_len=256),
+    "Llama 3": lambda: Llama3Scaling(8.0, 1.0, 4.0, 8192),
+    "YaRN": lambda: YarnScaling(4.0, 4096, mscale=1.0, truncate=False),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_a_compiled_function_may_make_its_rope(scaling):
+    torch.compiler.reset()
+    call = make_call(Shape(rope=Rope(128)))
+    eager, compiled = clone_caches(call), clone_caches(call)
+
+    def step(given):
+        return run(given._replace(rope=Rope(64, 500000, interleaved=True, scaling=scaling())))
+
+    want = step(eager)
+    got = torch.compile(lambda: step(compiled), fullgraph=True, backend="aot_eager")()
+    assert want is not None and torch.equal(got, want)
+    assert torch.equal(eager.k_cache.view(torch.uint8), compiled.k_cache.view(torch.uint8))
+    assert not torch.equal(want, run(clone_caches(call)))  # and the rope matters
