@@ -114,8 +114,8 @@ def _packed(
         kv_format=tokens.kv_format,
         softmax_scale=scaling,
         causal=pattern.causal,
-        window=window,
-        soft_cap=options.get("softcap"),
+        window_size=window,
+        softcap=options.get("softcap"),
         sinks=None if sinks is None else sinks.float().reshape(-1),
     )
 

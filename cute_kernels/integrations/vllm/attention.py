@@ -225,8 +225,8 @@ class _LayerCall:
         return {
             "kv_format": impl.form.name,
             "softmax_scale": impl.scale,
-            "window": impl.sliding_window,
-            "soft_cap": impl.soft_cap,
+            "window_size": impl.sliding_window,
+            "softcap": impl.soft_cap,
             "sinks": impl.sink_logits,
             **self.scales,
         }
@@ -248,7 +248,7 @@ class _LayerCall:
     def append(self, key: torch.Tensor, value: torch.Tensor, tokens: slice) -> None:
         slots = self.metadata.slot_mapping[tokens]
         form = self.impl.form.name
-        append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slots=slots, **self.scales)
+        append_kv(key, value, self.k_cache, self.v_cache, kv_format=form, slot_mapping=slots, **self.scales)
 
     def first_chunks(
         self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
