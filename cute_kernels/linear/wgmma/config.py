@@ -78,12 +78,12 @@ class WgmmaConfig:
         splits_k: whether K may be cut into parts.
         cluster: CTAs of a cluster. They have equal parts of K of one tile, exchange their accumulators through shared
             memory, and each stores its share of the tile's rows of x; each CTA has one work tile. 1: no cluster.
-        dsmem_reduction: whether the CTAs of a cluster share out whole tiles of 64 output features, and each sends its parts of
-            the others' to them; for few rows. See `.cluster_reduction`.
-        k_warpgroups: warpgroups that take the k blocks of one tile in turn, where parts of K are reduced in the cluster: each
-            has a part of its own, so one decodes while another waits for its MMAs.
-        multicast: CTAs of a cluster that compute tiles of the same rows of x, of output features next to each other. Each
-            brings its share of the activations into the memory of all of them. 1: each CTA brings its own.
+        dsmem_reduction: whether each tile of 64 output features has a CTA of the cluster that stores it, to which the
+            others publish their partials; for few rows. See `.cluster_reduction`.
+        k_warpgroups: warpgroups that interleave the k blocks of one tile, with a DSMEM reduction (intra-CTA split-K):
+            one decodes while another waits for its MMAs.
+        multicast: CTAs of a cluster that compute neighbouring output features of the same rows of x. Each loads its
+            share of the activations into the shared memory of all of them. 1: each CTA loads its own.
         cuts_rows: whether the tiles of a last round are cut into the parts of their rows of x, instead of along K.
         bulk_stores: whether results leave by TMA, where they are plain and in 16 bits. See `.tma_store`.
         synchronous: whether warps multiply by mma.sync, each for itself, and scale accumulators; for few rows.

@@ -124,10 +124,10 @@ TILE_STAGES, LIMB_STAGES = {1: MAX_STAGES, 2: MAX_STAGES}, {1: 8, 2: 6}
 
 
 class DsmemShape(NamedTuple):
-    """A tile whose parts of K are reduced in the cluster in a cluster of two, each by as many warpgroups as take turns.
+    """A tile with a DSMEM reduction in a cluster of two, and how many warpgroups interleave its k blocks.
 
-    k_warpgroups: of codes without zero points in groups of whole k blocks; zero_k_warpgroups: of those with zero points, of which
-    more is to be decoded; group_k_warpgroups: of the others, in groups of less than a k block.
+    k_warpgroups: of codes without zero points in groups of whole k blocks; zero_k_warpgroups: of those with zero
+    points, of which more is to be decoded; group_k_warpgroups: of the others, in groups of less than a k block.
     """
 
     tile_m: int
