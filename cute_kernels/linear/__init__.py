@@ -42,7 +42,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """activation((x * input_scale) W^T + bias) + residual, with a quantised W.
 
-    Sums are in fp32, bias, activation and residual too; the result is rounded once. Works under
+    Accumulators are in fp32, bias, activation and residual too; the result is rounded once. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::weight_only_linear``. It has no gradient:
     the result does not require one, whatever its operands do.
 

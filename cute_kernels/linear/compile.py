@@ -10,7 +10,7 @@ from cute_kernels.linear import schedule as few_rows
 from cute_kernels.linear import tuned
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import schedule as many_rows
-from cute_kernels.linear.wgmma.config import DigitBlocksConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
@@ -62,15 +62,15 @@ def spec_of(config: LinearConfig | WgmmaConfig) -> KernelSpec:
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """All kernels that a product of a configuration launches."""
-    return [*digit_specs(config), spec_of(config)]
+    return [*limb_specs(config), spec_of(config)]
 
 
-def digit_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
-    """What makes digits of x for a configuration that takes them."""
-    from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
+def limb_specs(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
+    """What makes limbs of x for a configuration that takes them."""
+    from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
 
-    makes_digits = getattr(config, "makes_digits_before", False)
-    return [DigitBlocksSpec(DigitBlocksConfig(config.dtype))] if makes_digits else []
+    makes_limbs = getattr(config, "makes_limbs_before", False)
+    return [LimbBlocksSpec(LimbBlocksConfig(config.dtype))] if makes_limbs else []
 
 
 def compile_linear(config: LinearConfig, arch: str, *options: str) -> Any:

@@ -9,9 +9,9 @@ from cute_kernels.sm90 import BARRIER_BYTES, MAX_SHARED_BYTES, MAX_THREADS, WARP
 from layouts.weights.hopper import TILE_BYTES, TILE_N, tile_k
 
 ROW_WARPS = TILE_N // 16  # warps side by side in a tile: each takes the 16 rows of an MMA
-BLOCK_TOKENS = 8  # columns of mma.m16n8
+MMA_N = 8  # columns of mma.m16n8
 GROUP_SIZES = (0, 32, 64, 128, 256)  # 0: one scale per output feature
-UNIT_K = (64, 128, 256)
+BLOCK_K = (64, 128, 256)
 SCALE_BYTES, ZERO_BYTES = 2 * TILE_N, TILE_N  # of one group of a tile's rows
 STAGING_PAD = 4  # words between the tokens of the staging buffer, so that fragments are stored without conflicts
 X_PAD = 16  # bytes between the tokens in shared memory, so that ldmatrix reads them without conflicts
@@ -28,22 +28,22 @@ BF16, FP16, FP32 = range(3)
 class LinearConfig:
     """One compiled variant.
 
-    A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *units* of ``unit_k`` inputs; a
-    stage of its ring holds a *chunk* of up to ``chunk_units`` units of a block. ``4 * k_warps`` warps multiply: each
-    has 16 rows of every tile, and every ``k_warps``-th unit of a chunk.
+    A persistent CTA takes *blocks* of ``64 * n_tiles`` output features. K is cut into *k blocks* of ``block_k`` inputs;
+    a stage of its pipeline holds a *chunk* of up to ``chunk_k_blocks`` k blocks of a block. ``4 * k_warps`` warps
+    multiply: each has 16 rows of every tile, and every ``k_warps``-th k block of a chunk.
 
     Attributes:
         bits: of a code, 4 or 8.
         dtype: "bf16" or "fp16", of activations and scales.
         group_size: inputs that share a scale; 0 for one scale per output feature.
         zero_point: whether each group has an integer zero point; if not, it is half the range of codes.
-        max_tokens: rows of x that it has room for, 8, 16 or 32.
+        tile_m: rows of x that it has room for, 8, 16 or 32.
         n_tiles: tiles of 64 output features that a warp multiplies with the same activations, 1 or 2.
-        k_warps: warps that share the units of a chunk.
-        unit_k: inputs of a unit: a multiple of the group size that divides the padded K.
-        chunk_units: units of a stage.
-        num_stages: stages of the ring; nearly all of them are in flight.
-        num_buffers: of results on their way from the multiplying warps to those that store them.
+        k_warps: warps that share the k blocks of a chunk.
+        block_k: inputs of a k block: a multiple of the group size that divides the padded K.
+        chunk_k_blocks: k blocks of a stage.
+        num_stages: pipeline stages; nearly all of them are in flight.
+        num_buffers: of results on their way from the consumer warps to those that store them.
         epilogue_warps: warps that add up, store and combine results.
         x_bytes: shared memory for the activations of a CTA's part of K.
         use_pdl: programmatic dependent launch: weights are asked for before the previous kernel has ended.
@@ -53,11 +53,11 @@ class LinearConfig:
     dtype: str
     group_size: int
     zero_point: bool = False
-    max_tokens: int = 8
+    tile_m: int = 8
     n_tiles: int = 1
     k_warps: int = 2
-    unit_k: int = 128
-    chunk_units: int = 4
+    block_k: int = 128
+    chunk_k_blocks: int = 4
     num_stages: int = 6
     num_buffers: int = 2
     epilogue_warps: int = 4
@@ -75,28 +75,28 @@ class LinearConfig:
         return TILE_N * self.n_tiles
 
     @property
-    def token_blocks(self) -> int:
+    def m_fragments(self) -> int:
         """MMAs that share an A operand."""
-        return self.max_tokens // BLOCK_TOKENS
+        return self.tile_m // MMA_N
 
     @property
-    def math_warps(self) -> int:
+    def consumer_warps(self) -> int:
         return ROW_WARPS * self.k_warps
 
     @property
-    def copy_warps(self) -> int:
+    def producer_warps(self) -> int:
         """One that copies weights, and one that copies activations."""
         return 2
 
     @property
     def stage_warps(self) -> int:
         """Warps that give a stage back: all that multiply."""
-        return self.math_warps
+        return self.consumer_warps
 
     @property
     def num_threads(self) -> int:
-        """Multiplying warps, those that copy, and those of the epilogue."""
-        return (self.math_warps + self.copy_warps + self.epilogue_warps) * WARP_THREADS
+        """Consumer warps, those that copy, and those of the epilogue."""
+        return (self.consumer_warps + self.producer_warps + self.epilogue_warps) * WARP_THREADS
 
     @property
     def x_alignment(self) -> int:
@@ -104,48 +104,48 @@ class LinearConfig:
         return ALIGNMENT
 
     @property
-    def unit_tiles(self) -> int:
-        return self.unit_k // self.tile_k
+    def k_block_tiles(self) -> int:
+        return self.block_k // self.tile_k
 
     @property
-    def unit_groups(self) -> int:
-        """Groups of a unit; 0 where scales are per output feature."""
-        return self.unit_k // self.group_size if self.group_size else 0
+    def k_block_groups(self) -> int:
+        """Groups of a k block; 0 where scales are per output feature."""
+        return self.block_k // self.group_size if self.group_size else 0
 
     @property
-    def unit_bytes(self) -> int:
-        """Codes of a unit of one tile's rows."""
-        return self.unit_tiles * TILE_BYTES
+    def k_block_bytes(self) -> int:
+        """Codes of a k block of one tile's rows."""
+        return self.k_block_tiles * TILE_BYTES
 
     @property
-    def unit_scale_bytes(self) -> int:
-        return self.unit_groups * SCALE_BYTES
+    def k_block_scale_bytes(self) -> int:
+        return self.k_block_groups * SCALE_BYTES
 
     @property
-    def unit_zero_bytes(self) -> int:
-        return self.unit_groups * ZERO_BYTES if self.zero_point else 0
+    def k_block_zero_bytes(self) -> int:
+        return self.k_block_groups * ZERO_BYTES if self.zero_point else 0
 
     @property
-    def unit_stage_bytes(self) -> int:
-        """What a unit of a block takes of a stage."""
-        return self.n_tiles * (self.unit_bytes + self.unit_scale_bytes + self.unit_zero_bytes)
+    def k_block_stage_bytes(self) -> int:
+        """What a k block of a block takes of a stage."""
+        return self.n_tiles * (self.k_block_bytes + self.k_block_scale_bytes + self.k_block_zero_bytes)
 
     @property
     def scale_offset(self) -> int:
         """Where in a stage the scales lie; before them the codes, tile by tile."""
-        return self.n_tiles * self.chunk_units * self.unit_bytes
+        return self.n_tiles * self.chunk_k_blocks * self.k_block_bytes
 
     @property
     def zero_offset(self) -> int:
         """Where in a stage the zero points lie."""
-        return self.scale_offset + self.n_tiles * self.chunk_units * self.unit_scale_bytes
+        return self.scale_offset + self.n_tiles * self.chunk_k_blocks * self.k_block_scale_bytes
 
     @property
     def stage_bytes(self) -> int:
-        return _round_up(self.chunk_units * self.unit_stage_bytes, ALIGNMENT)
+        return _round_up(self.chunk_k_blocks * self.k_block_stage_bytes, ALIGNMENT)
 
     @property
-    def ring_bytes(self) -> int:
+    def stages_bytes(self) -> int:
         return self.num_stages * self.stage_bytes
 
     @property
@@ -155,8 +155,8 @@ class LinearConfig:
 
     @property
     def slice_bytes(self) -> int:
-        """Results of the warps that take the same units."""
-        return self.max_tokens * self.staging_pitch
+        """Results of the warps that take the same k blocks."""
+        return self.tile_m * self.staging_pitch
 
     @property
     def buffer_bytes(self) -> int:
@@ -171,7 +171,7 @@ class LinearConfig:
     @property
     def smem_bytes(self) -> int:
         return (
-            self.ring_bytes
+            self.stages_bytes
             + _round_up(self.x_bytes, ALIGNMENT)
             + _round_up(self.num_buffers * self.buffer_bytes, ALIGNMENT)
             + self.num_barriers * BARRIER_BYTES
@@ -181,9 +181,9 @@ class LinearConfig:
     def name(self) -> str:
         """A C identifier that tells configurations apart."""
         weight = f"w{self.bits}{self.dtype}_g{self.group_size or 'channel'}{'z' if self.zero_point else ''}"
-        shape = f"m{self.max_tokens}n{self.block_rows}k{self.unit_k}w{self.k_warps}e{self.epilogue_warps}"
-        ring = f"c{self.chunk_units}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
-        return f"linear_{weight}_{shape}_{ring}{'_pdl' if self.use_pdl else ''}"
+        shape = f"m{self.tile_m}n{self.block_rows}k{self.block_k}w{self.k_warps}e{self.epilogue_warps}"
+        state = f"c{self.chunk_k_blocks}r{self.num_stages}b{self.num_buffers}x{self.x_bytes // 1024}"
+        return f"linear_{weight}_{shape}_{state}{'_pdl' if self.use_pdl else ''}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -194,9 +194,9 @@ class LinearConfig:
             "bits": (4, 8),
             "dtype": ("bf16", "fp16"),
             "group_size": GROUP_SIZES,
-            "max_tokens": (8, 16, 32),
+            "tile_m": (8, 16, 32),
             "n_tiles": (1, 2),
-            "unit_k": UNIT_K,
+            "block_k": BLOCK_K,
             "num_buffers": (1, 2),
             "epilogue_warps": (1, 2, 3, 4),
         }
@@ -204,10 +204,10 @@ class LinearConfig:
             found = getattr(self, field)
             if found not in wanted:
                 return f"{field} {found!r} is not one of {', '.join(map(str, wanted))}"
-        if self.group_size and self.unit_k % self.group_size:
-            return f"unit_k {self.unit_k} is not a multiple of group_size {self.group_size}"
-        if self.k_warps < 1 or self.chunk_units < 1:
-            return f"k_warps {self.k_warps} and chunk_units {self.chunk_units} must be at least 1"
+        if self.group_size and self.block_k % self.group_size:
+            return f"unit_k {self.block_k} is not a multiple of group_size {self.group_size}"
+        if self.k_warps < 1 or self.chunk_k_blocks < 1:
+            return f"k_warps {self.k_warps} and chunk_units {self.chunk_k_blocks} must be at least 1"
         if self.num_stages < 2:
             return f"num_stages {self.num_stages} is not at least 2"
         if self.num_threads > MAX_THREADS:

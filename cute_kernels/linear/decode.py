@@ -84,7 +84,8 @@ class Decoder:
     def row_numbers(self, scales, points) -> list[Any]:
         """What `fragment` wants to know of the thread's two rows: here their `offsets`.
 
-        scales: of the rows, packed pairs of the dtype, or None for those that meet the sums; points: their zero points.
+        scales: of the rows, packed pairs of the dtype, or None for those that meet the accumulators; points: their zero
+            points.
         """
         return self.offsets(points)
 
@@ -141,8 +142,9 @@ class SubnormalDecoder(Decoder):
     the smallest normal numbers have the same unit. So masking is all of the conversion, and one fused multiply-add both
     scales and takes off half the range of codes, a power of two and so exact times any scale: weights are rounded once.
     A zero point times a scale need not be exact, so it comes off in an addition of its own before the product.
-    2**133 is no bf16 number: weights come in units of 2**-32, which their sums are multiplied with. Scales below 2**27
-    have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8; with zero points 13 and 12.
+    2**133 is no bf16 number: weights come in units of 2**-32, which their accumulators are multiplied with. Scales
+    below 2**27 have room for that. Instructions per 8 codes, scaling included: 4 bits 9, 8 bits 8; with zero points 13
+    and 12.
 
     That conversions between small floats take masks and one product with a power of two, subnormal numbers included, is
     known from FP8 and FP6 weights (Marlin, FP6-LLM); here integers are taken for subnormal floats.

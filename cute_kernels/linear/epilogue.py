@@ -1,4 +1,4 @@
-"""From the multiplying warps' sums to the output: added up in shared memory, combined through memory, stored.
+"""From the consumer warps' accumulators to the output: added up in shared memory, combined through memory, stored.
 
 Warps of their own do this beside the stream. A block of which a CTA has all of K is stored at once. Otherwise every
 CTA stores its partial result to the workspace, and those of the last group that has a part of the block, the
@@ -41,7 +41,7 @@ class Target:
 
 
 class Epilogue:
-    """The storing warps' role."""
+    """The epilogue warps' role."""
 
     def __init__(self, config: LinearConfig):
         self.config = config
@@ -122,13 +122,13 @@ class Epilogue:
 
     @cute.jit
     def release(self, memory, buffer, lane):
-        """Gives a staging buffer back to the multiplying warps."""
+        """Gives a staging buffer back to the consumer warps."""
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(memory.drained + buffer)
 
     def staged_sum(self, source, vector):
-        """Four results of the block, added up over the warps that took different units."""
+        """Four results of the block, added up over the warps that took different k blocks."""
         config = self.config
         address = source + vector // self.row_vectors * config.staging_pitch + vector % self.row_vectors * 16
         slices = [ptx.load_shared_vector(address, i * config.slice_bytes, VECTOR) for i in range(config.k_warps)]
@@ -145,35 +145,35 @@ class Epilogue:
         own = cutlass.select_(held, part, Int32(-1))
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         partials = self.partials_of(operands, work, segment)
-        sums = cute.make_rmem_tensor(VECTOR, Float32)
+        acc = cute.make_rmem_tensor(VECTOR, Float32)
         extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
         stride = Int64(work.shape.m * self.row_vectors) * VECTOR_BYTES
         for vector in cutlass.range(first + tid, end, self.num_threads, unroll=1):
             target = self.target_of(work, segment, vector)
-            # What lies in memory is on its way before the CTA's own sums are complete.
+            # What lies in memory is on its way before the CTA's own accumulators are complete.
             self.load_extras(operands, work.shape, target, extras)
-            sums.fill(0.0)
+            acc.fill(0.0)
             place = partials + Int64(vector) * VECTOR_BYTES
             if (parts > 1) | (not held):
-                self.gather(sums, place, stride, parts, own)
+                self.gather(acc, place, stride, parts, own)
             if held:
                 self.wait_staged(memory, index)
                 values = self.staged_sum(source, vector)
                 for i in cutlass.range_constexpr(VECTOR):
-                    sums[i] = sums[i] + values[i]
-            self.store(operands, work.shape, target, sums, extras)
+                    acc[i] = acc[i] + values[i]
+            self.store(operands, work.shape, target, acc, extras)
             for other in cutlass.range(parts, unroll=1):
                 if other != own:
                     ptx.store_global(place + stride * other, [Uint32(EMPTY_WORD)] * VECTOR)
 
     @cute.jit
-    def gather(self, sums, place, stride, parts, own):
+    def gather(self, acc, place, stride, parts, own):
         """Adds a vector's parts, as they come, but for part ``own``."""
         words = cute.make_rmem_tensor(VECTOR * COMBINE_BATCH, Uint32)
         for begin in cutlass.range(0, parts, COMBINE_BATCH, unroll=1):
             self.wait_for(words, place + stride * begin, stride, parts - begin, own - begin)
             for i in cutlass.range_constexpr(VECTOR * COMBINE_BATCH):
-                sums[i % VECTOR] = sums[i % VECTOR] + words[i].bitcast(Float32)
+                acc[i % VECTOR] = acc[i % VECTOR] + words[i].bitcast(Float32)
 
     @cute.jit
     def wait_for(self, words, source, stride, left, own):

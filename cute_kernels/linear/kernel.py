@@ -1,11 +1,11 @@
 """Memory-bound weight-only GEMM, one launch: out^T = W X^T with codes streamed once, at the rate of the memory.
 
 Shape of the work: K is cut into slices, one for each CTA of a group, and the blocks of output features into as many
-equal ranges of units as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
-thread of a persistent CTA keeps a ring of bulk copies full; the multiplying warps wait for a stage, decode the 16
+equal ranges of k blocks as there are groups (stream-K, Osama et al. 2023, with fixed cuts), see :mod:`.schedule`. One
+thread of a persistent CTA keeps a pipeline of bulk copies full; the consumer warps wait for a stage, decode the 16
 bytes of each thread into the A operand of mma.m16n8k16 (:mod:`.decode`), and meet the activations of their slice of K,
-which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 sums of a
-group. What a block sums up to goes through a
+which come with the first weights that need them and stay in shared memory. Scales are applied to the fp32 accumulators
+of a group. What a block sums up to goes through a
 staging buffer to warps of its own (:mod:`.epilogue`), so that neither adding up nor storing holds up the stream. There
 is no CTA barrier after the first one.
 
@@ -33,14 +33,14 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES, TILE_N
 FRAGMENT_BYTES = 16  # of a thread, in a tile
 MMA_DTYPE = {"bf16": "bf16", "fp16": "f16"}
 X_CHUNKS = 4  # chunks whose activations come together
-FEW_SUMS = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two sums each
+FEW_ACC = 4  # up to so many MMAs of a k16 step, successive steps of a group take turns in two accumulators each
 
 
 @dataclass(frozen=True)
 class Memory:
     """Shared memory of a CTA: addresses, and pointers to barriers."""
 
-    ring: Any
+    stages: Any
     x: Any
     x_pitch: Any  # bytes from a token to the next
     staging: Any
@@ -88,7 +88,7 @@ class LinearKernel:
         workspace: Int64,
         n: Int32,
         num_tiles: Int32,
-        units: Int32,
+        k_blocks: Int32,
         num_slices: Int32,
         num_groups: Int32,
         max_parts: Int32,
@@ -98,25 +98,25 @@ class LinearKernel:
     ):
         """Launches over (slices of K, groups), all of which must fit on the GPU together.
 
-        x: [m, k], m <= max_tokens, k a multiple of 8. Addresses: codes uint8 [num_tiles, units * unit_tiles, 2048],
+        x: [m, k], m <= max_tokens, k a multiple of 8. Addresses: codes uint8 [num_tiles, k blocks * unit_tiles, 2048],
         scales of x's dtype and zeros uint8 [num_tiles, groups, 64], bias [n] and residual as out, of x's dtype, or 0;
         out [m, n] (half of n for swiglu) of the kind ``out_kind``; workspace fp32 [blocks, max_parts, m * block_rows],
-        every word EMPTY before and after. units: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
+        every word EMPTY before and after. k_blocks: padded K / unit_k. activation, out_kind: see :mod:`.epilogue`.
         """
         config = self.config
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
-        slice_units = cute.ceil_div(units, num_slices)
-        total = num_blocks * slice_units
+        slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
+        total = num_blocks * slice_k_blocks
         base = total // num_groups
         shape = Shape(
             m=m,
             n=n,
             k=k,
             num_tiles=num_tiles,
-            units=units,
-            slice_units=slice_units,
-            slice_reciprocal=((Int64(1) << RECIPROCAL_BITS) + slice_units - 1) // slice_units,
+            k_blocks=k_blocks,
+            slice_k_blocks=slice_k_blocks,
+            slice_reciprocal=((Int64(1) << RECIPROCAL_BITS) + slice_k_blocks - 1) // slice_k_blocks,
             num_slices=num_slices,
             base=base,
             rest=total - base * num_groups,
@@ -141,7 +141,7 @@ class LinearKernel:
         lane = cute.arch.lane_idx()
         memory = self.allocate(shape)
         work = Work.of(shape, group, slice_index)
-        if warp == config.math_warps:
+        if warp == config.consumer_warps:
             if lane == 0:
                 self.init_barriers(memory)
         else:
@@ -153,23 +153,23 @@ class LinearKernel:
     def take_roles(self, operands, memory, work, warp, lane):
         """What each warp does for the rest of the launch."""
         config = self.config
-        if warp < config.math_warps:
+        if warp < config.consumer_warps:
             self.multiply(operands, memory, work, warp, lane)
-        elif warp == config.math_warps:
+        elif warp == config.consumer_warps:
             self.copy_weights(operands, memory, work, lane)
         else:
             if const_expr(config.use_pdl):
                 cute.arch.griddepcontrol_wait()
-            if warp == config.math_warps + 1:
+            if warp == config.consumer_warps + 1:
                 self.copy_activations(operands, memory, work, lane)
             else:
-                tid = (warp - (config.math_warps + 2)) * WARP_THREADS + lane
+                tid = (warp - (config.consumer_warps + 2)) * WARP_THREADS + lane
                 self.epilogue.run(operands, memory, work, tid, lane)
 
     def allocate(self, shape) -> Memory:
         config = self.config
         smem = cutlass.utils.SmemAllocator()
-        ring = smem.allocate(config.ring_bytes, byte_alignment=128)
+        stages = smem.allocate(config.stages_bytes, byte_alignment=128)
         x = smem.allocate(config.x_bytes, byte_alignment=config.x_alignment)
         staging = smem.allocate(config.num_buffers * config.buffer_bytes, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, config.num_barriers)
@@ -179,7 +179,7 @@ class LinearKernel:
         drained = staged + config.num_buffers
         pitch = self.x_pitch(shape)
         return Memory(
-            ring=ring.toint(),
+            stages=stages.toint(),
             x=x.toint(),
             x_pitch=pitch,
             staging=staging.toint(),
@@ -193,7 +193,7 @@ class LinearKernel:
 
     def x_pitch(self, shape) -> Any:
         """Bytes from a row of activations to the next."""
-        return shape.slice_units * (2 * self.config.unit_k) + X_PAD
+        return shape.slice_k_blocks * (2 * self.config.block_k) + X_PAD
 
     def x_slot_bytes(self, shape, pitch) -> Any:
         """Of a set of activations."""
@@ -202,10 +202,10 @@ class LinearKernel:
     def init_barriers(self, memory: Memory):
         config = self.config
         for i in range(config.num_stages):
-            cute.arch.mbarrier_init(memory.full + i, config.copy_warps)
+            cute.arch.mbarrier_init(memory.full + i, config.producer_warps)
             cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
         for i in range(config.num_buffers):
-            cute.arch.mbarrier_init(memory.staged + i, config.math_warps)
+            cute.arch.mbarrier_init(memory.staged + i, config.consumer_warps)
             cute.arch.mbarrier_init(memory.drained + i, config.epilogue_warps)
         cute.arch.mbarrier_init_fence()
 
@@ -214,13 +214,13 @@ class LinearKernel:
     @cute.jit
     def clear_tail(self, memory, work, tid):
         """Zeroes the activations behind the end of K: codes there decode to 0, but 0 times NaN is NaN."""
-        unit_bytes = 2 * self.config.unit_k
-        wanted = work.own_units * unit_bytes
-        present = cutlass.max(work.shape.k * 2 - work.first_unit * unit_bytes, 0)
-        if (present < wanted) & (tid < self.config.math_warps * WARP_THREADS):
+        k_block_bytes = 2 * self.config.block_k
+        wanted = work.own_k_blocks * k_block_bytes
+        present = cutlass.max(work.shape.k * 2 - work.first_k_block * k_block_bytes, 0)
+        if (present < wanted) & (tid < self.config.consumer_warps * WARP_THREADS):
             for token in cutlass.range(work.x_rows, unroll=1):
                 start = memory.x + token * memory.x_pitch
-                step = self.config.math_warps * WARP_THREADS * 16
+                step = self.config.consumer_warps * WARP_THREADS * 16
                 for place in cutlass.range(present + tid * 16, wanted, step, unroll=1):
                     ptx.store_shared_zero16(start + place, 0)
 
@@ -228,29 +228,30 @@ class LinearKernel:
     def copy_activations(self, operands, memory, work, lane):
         """Brings the slice of all tokens, a lane for each, along with the first weights that meet it.
 
-        All of it ahead would wait behind, or hold up, a ring full of weights. This warp takes part in every stage, also
-        where it has nothing to bring: else it could be a round of the ring ahead, and take one parity for another.
+        All of it ahead would wait behind, or hold up, a pipeline full of weights. This warp takes part in every stage,
+        also
+        where it has nothing to bring: else it could be a round of the pipeline ahead, and take one parity for another.
         """
         config = self.config
         stage, phase = Int32(0), Int32(1)
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
-            for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
                 # Several chunks' worth with the first of them: short copies would be many.
                 reach = cutlass.select_(
-                    (unit - segment.begin) % (X_CHUNKS * config.chunk_units) == 0,
-                    Int32(X_CHUNKS * config.chunk_units),
+                    (k_block - segment.begin) % (X_CHUNKS * config.chunk_k_blocks) == 0,
+                    Int32(X_CHUNKS * config.chunk_k_blocks),
                     Int32(0),
                 )
-                end = cutlass.min(unit + reach, segment.end)
-                first, size = work.missing_x(index, unit, end, 2 * config.unit_k)
+                end = cutlass.min(k_block + reach, segment.end)
+                first, size = work.missing_x(index, k_block, end, 2 * config.block_k)
                 barrier = memory.full + stage
                 if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size * work.shape.m)
                 cute.arch.sync_warp()
                 if (lane < work.shape.m) & (size > 0):
-                    start = Int64(lane) * work.shape.k + work.first_unit * config.unit_k
+                    start = Int64(lane) * work.shape.k + work.first_k_block * config.block_k
                     ptx.bulk_copy_to_shared(
                         memory.x + lane * memory.x_pitch + first,
                         operands.x + start * 2 + first,
@@ -261,40 +262,40 @@ class LinearKernel:
 
     @cute.jit
     def copy_weights(self, operands, memory, work, lane):
-        """Keeps the ring full, one lane."""
+        """Keeps the pipeline full, one lane."""
         config = self.config
         stage, phase = Int32(0), Int32(1)
         if lane == 0:
             for index in cutlass.range(work.num_segments, unroll=1):
                 segment = work.segment(index)
-                for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+                for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)
-                    end = cutlass.min(unit + config.chunk_units, segment.end)
-                    self.copy_chunk(operands, memory, work, segment, unit, end - unit, stage)
+                    end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
+                    self.copy_chunk(operands, memory, work, segment, k_block, end - k_block, stage)
                     stage, phase = advance(stage, phase, config.num_stages)
             if const_expr(config.use_pdl):
                 cute.arch.griddepcontrol_launch_dependents()
 
-    def copy_chunk(self, operands, memory, work, segment, unit, count, stage):
-        """Asks for ``count`` units of a block: of each tile one run of codes, one of scales, one of zero points."""
+    def copy_chunk(self, operands, memory, work, segment, k_block, count, stage):
+        """Asks for ``count`` k blocks of a block: of each tile one run of codes, one of scales, one of zero points."""
         config = self.config
         barrier = memory.full + stage
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.unit_stage_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count * config.k_block_stage_bytes)
         address = Int32(barrier.toint())
-        target = memory.ring + stage * config.stage_bytes
+        target = memory.stages + stage * config.stage_bytes
         parts = [
-            (operands.codes, 0, config.unit_bytes),
-            (operands.scales, config.scale_offset, config.unit_scale_bytes),
-            (operands.zeros, config.zero_offset, config.unit_zero_bytes),
+            (operands.codes, 0, config.k_block_bytes),
+            (operands.scales, config.scale_offset, config.k_block_scale_bytes),
+            (operands.zeros, config.zero_offset, config.k_block_zero_bytes),
         ]
         for i in range(config.n_tiles):
-            place = work.unit_of_tile(work.tile(segment, i, config.n_tiles), unit)
-            for source, offset, unit_bytes in parts:
-                if unit_bytes:
+            place = work.k_block_of_tile(work.tile(segment, i, config.n_tiles), k_block)
+            for source, offset, k_block_bytes in parts:
+                if k_block_bytes:
                     ptx.bulk_copy_to_shared(
-                        target + (offset + i * config.chunk_units * unit_bytes),
-                        source + place * unit_bytes,
-                        count * unit_bytes,
+                        target + (offset + i * config.chunk_k_blocks * k_block_bytes),
+                        source + place * k_block_bytes,
+                        count * k_block_bytes,
                         address,
                     )
 
@@ -304,7 +305,7 @@ class LinearKernel:
         row_warp, g = warp % ROW_WARPS, lane // 4
         rows = [
             memory.x + cutlass.min(8 * block + lane % 8, work.shape.m - 1) * memory.x_pitch + lane // 8 * 16
-            for block in range(self.config.token_blocks)
+            for block in range(self.config.m_fragments)
         ]
         return Lane(
             row_warp=row_warp,
@@ -318,58 +319,58 @@ class LinearKernel:
 
     @cute.jit
     def multiply(self, operands, memory, work, warp, lane):
-        """A multiplying warp: its units of every chunk, then its part of the block's results."""
+        """A consumer warp: its k blocks of every chunk, then its part of the block's results."""
         config = self.config
         place = self.lane_places(memory, work, warp, lane)
         stage, phase = Int32(0), Int32(0)
         buffer, drained_phase = Int32(0), Int32(1)
-        sums = cute.make_rmem_tensor(config.n_tiles * config.token_blocks * 4, Float32)
+        acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
         for index in cutlass.range(work.num_segments, unroll=1):
             segment = work.segment(index)
-            sums.fill(0.0)
+            acc.fill(0.0)
             channel = self.load_channel(operands, work, segment, place)
             x_start = work.x_start(segment, memory.x_slot_bytes)
-            for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
+            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
                 cute.arch.mbarrier_wait(memory.full + stage, phase)
-                count = cutlass.min(segment.end - unit, config.chunk_units)
-                base = memory.ring + stage * config.stage_bytes
+                count = cutlass.min(segment.end - k_block, config.chunk_k_blocks)
+                base = memory.stages + stage * config.stage_bytes
                 for i in cutlass.range(place.k_warp, count, config.k_warps, unroll=1):
-                    x_offset = (unit + i) * (2 * config.unit_k) + x_start
-                    self.multiply_unit(sums, base, i, x_offset, place, channel)
+                    x_offset = (k_block + i) * (2 * config.block_k) + x_start
+                    self.multiply_k_block(acc, base, i, x_offset, place, channel)
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(memory.empty + stage)
                 stage, phase = advance(stage, phase, config.num_stages)
             cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
-            self.stage_sums(sums, memory, buffer, place, channel)
+            self.stage_acc(acc, memory, buffer, place, channel)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(memory.staged + buffer)
             buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
 
-    def multiply_unit(self, sums, base, unit, x_offset, place: Lane, channel):
-        """Adds W X^T of a unit to ``sums``: [tile][block of tokens][4].
+    def multiply_k_block(self, acc, base, k_block, x_offset, place: Lane, channel):
+        """Adds W X^T of a k block to ``acc``: [tile][block of tokens][4].
 
-        base: address of the stage; unit: its place in the chunk; x_offset: bytes from where rows begin.
+        base: address of the stage; k_block: its place in the chunk; x_offset: bytes from where rows begin.
         """
         config, decoder = self.config, self.decoder
-        group_size = config.group_size or config.unit_k
+        group_size = config.group_size or config.block_k
         steps = group_size // STEP_K
-        groups = config.unit_k // group_size
+        groups = config.block_k // group_size
         # An MMA takes some 30 cycles to come back.
-        num_chains = 2 if config.n_tiles * config.token_blocks <= FEW_SUMS else 1
-        codes = base + (unit * config.unit_bytes + place.code_offset)
+        num_chains = 2 if config.n_tiles * config.m_fragments <= FEW_ACC else 1
+        codes = base + (k_block * config.k_block_bytes + place.code_offset)
         words = [
             [
-                ptx.load_shared_vector(codes, (i * config.chunk_units * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
+                ptx.load_shared_vector(codes, (i * config.chunk_k_blocks * config.k_block_tiles + tile) * TILE_BYTES, 4)
+                for tile in range(config.k_block_tiles)
             ]
             for i in range(config.n_tiles)
         ]
         x_rows = [row + x_offset for row in place.x_rows]
         for group in range(groups):
-            numbers = [self.load_group(base, i, unit, group, place, channel) for i in range(config.n_tiles)]
-            parts = [[[] for _ in range(config.token_blocks)] for _ in range(config.n_tiles)]
+            numbers = [self.load_group(base, i, k_block, group, place, channel) for i in range(config.n_tiles)]
+            parts = [[[] for _ in range(config.m_fragments)] for _ in range(config.n_tiles)]
             pair: list[Any] = []
             for step in range(group * steps, (group + 1) * steps):
                 if step % 2 == 0:
@@ -377,7 +378,7 @@ class LinearKernel:
                 for i in range(config.n_tiles):
                     load = words[i][step // decoder.steps]
                     a = decoder.fragment(load, step % decoder.steps, numbers[i][1])
-                    for block in range(config.token_blocks):
+                    for block in range(config.m_fragments):
                         b = pair[block][2 * (step % 2) : 2 * (step % 2) + 2]
                         chains = parts[i][block]
                         chain = (step - group * steps) % num_chains
@@ -385,21 +386,21 @@ class LinearKernel:
                             chains.append([Float32(0.0)] * 4)
                         chains[chain] = ptx.mma_m16n8k16(chains[chain], a, b, dtype=MMA_DTYPE[config.dtype])
             for i in range(config.n_tiles):
-                for block in range(config.token_blocks):
-                    self.add_group(sums, i, block, parts[i][block], numbers[i][0])
+                for block in range(config.m_fragments):
+                    self.add_group(acc, i, block, parts[i][block], numbers[i][0])
 
-    def load_group(self, base, tile: int, unit, group: int, place: Lane, channel):
-        """(scales, offsets) of the thread's two rows in a group of a unit; scales are None if applied at the end."""
+    def load_group(self, base, tile: int, k_block, group: int, place: Lane, channel):
+        """(scales, offsets) of the thread's two rows in a group of a k block; scales are None if applied at the end."""
         config, decoder = self.config, self.decoder
         if not config.group_size:
             return None, channel[tile][1]
-        row = base + (unit * config.unit_scale_bytes + place.scale_offset * 2)
-        offset = config.scale_offset + tile * config.chunk_units * config.unit_scale_bytes + group * SCALE_BYTES
+        row = base + (k_block * config.k_block_scale_bytes + place.scale_offset * 2)
+        offset = config.scale_offset + tile * config.chunk_k_blocks * config.k_block_scale_bytes + group * SCALE_BYTES
         scales = [self.to_float(ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
         zeros = [Uint32(decoder.symmetric_zero)] * 2
         if config.zero_point:
-            row = base + (unit * config.unit_zero_bytes + place.scale_offset)
-            offset = config.zero_offset + tile * config.chunk_units * config.unit_zero_bytes + group * ZERO_BYTES
+            row = base + (k_block * config.k_block_zero_bytes + place.scale_offset)
+            offset = config.zero_offset + tile * config.chunk_k_blocks * config.k_block_zero_bytes + group * ZERO_BYTES
             zeros = [ptx.load_shared_part(row, offset + 8 * half, 1) for half in range(2)]
         return scales, decoder.offsets(zeros)
 
@@ -421,25 +422,25 @@ class LinearKernel:
         """The low 16 bits of a word, of the configuration's dtype."""
         return ptx.bf16x2_low_to_float(word) if self.config.dtype == "bf16" else ptx.half2_low_to_float(word)
 
-    def add_group(self, sums, tile: int, block: int, chains, scales):
+    def add_group(self, acc, tile: int, block: int, chains, scales):
         """Adds a group's products times its scales; with no scales as they are."""
-        first = (tile * self.config.token_blocks + block) * 4
+        first = (tile * self.config.m_fragments + block) * 4
         for chain in chains:
             for i in range(4):
                 if scales is None:
-                    sums[first + i] = sums[first + i] + chain[i]
+                    acc[first + i] = acc[first + i] + chain[i]
                 else:
-                    sums[first + i] = ptx.fma(chain[i], scales[i // 2], sums[first + i])
+                    acc[first + i] = ptx.fma(chain[i], scales[i // 2], acc[first + i])
 
-    def stage_sums(self, sums, memory, buffer, place: Lane, channel):
+    def stage_acc(self, acc, memory, buffer, place: Lane, channel):
         """Stores a warp's results where the epilogue finds them: token by token, the block's rows side by side."""
         config = self.config
         base = memory.staging + buffer * config.buffer_bytes + place.k_warp * config.slice_bytes
         base = base + place.t * (2 * config.staging_pitch) + place.scale_offset * 4
         for tile in range(config.n_tiles):
-            for block in range(config.token_blocks):
+            for block in range(config.m_fragments):
                 for i in range(4):
-                    value = sums[(tile * config.token_blocks + block) * 4 + i]
+                    value = acc[(tile * config.m_fragments + block) * 4 + i]
                     if channel:
                         value = value * channel[tile][0][i // 2]
                     token, row = block * 8 + i % 2, tile * TILE_N + 8 * (i // 2)

@@ -15,7 +15,7 @@ from cute_kernels.linear.portable.config import PortableConfig
 from cute_kernels.linear.portable.schedule import make_portable_schedule
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen
-from cute_kernels.linear.wgmma.digit_launch import digit_product
+from cute_kernels.linear.wgmma.limb_launch import limb_product
 from cute_kernels.linear.wgmma.schedule import TileSchedule
 from cute_kernels.runtime.cache import load
 from cute_kernels.runtime.device import arch_of, is_supported, portable_arch_of
@@ -107,7 +107,7 @@ def make_plan(schedule: Schedule | TileSchedule, m: int, device_index: int) -> P
         function=load(spec_of(schedule.config), arch_of(device_index)),
         schedule=schedule,
         device_index=device_index,
-        sizes=(schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups, schedule.max_parts),
+        sizes=(schedule.num_tiles, schedule.k_blocks, schedule.num_slices, schedule.num_groups, schedule.max_parts),
         num_words=schedule.workspace_words(m),
     )
 
@@ -117,12 +117,12 @@ def make_tile_plan(schedule: TileSchedule, m: int, device_index: int) -> Plan:
     is_portable = isinstance(schedule.config, PortableConfig)
     arch = (portable_arch_of if is_portable else arch_of)(device_index)
     function = load(spec_of(schedule.config), arch)
-    if not is_portable and schedule.config.makes_digits_before:
-        function = digit_product(schedule.config, function, m, schedule.units, arch)
+    if not is_portable and schedule.config.makes_limbs_before:
+        function = limb_product(schedule.config, function, m, schedule.k_blocks, arch)
     return Plan(
         function=function,
         schedule=schedule,
         device_index=device_index,
-        sizes=(schedule.num_tiles, schedule.units, schedule.whole, schedule.splits, schedule.num_ctas),
+        sizes=(schedule.num_tiles, schedule.k_blocks, schedule.whole, schedule.splits, schedule.num_ctas),
         num_words=schedule.workspace_words,
     )

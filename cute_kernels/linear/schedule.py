@@ -75,14 +75,14 @@ class Schedule:
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features.
-        units: of the padded K.
+        k_blocks: of the padded K.
         num_slices: parts of K, one for each CTA of a group.
-        num_groups: parts of the blocks' units.
+        num_groups: parts of the blocks' k blocks.
     """
 
     config: LinearConfig
     num_tiles: int
-    units: int
+    k_blocks: int
     num_slices: int
     num_groups: int
 
@@ -91,23 +91,23 @@ class Schedule:
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property
-    def slice_units(self) -> int:
-        """Units of a slice; the last may have fewer."""
-        return -(-self.units // self.num_slices)
+    def slice_k_blocks(self) -> int:
+        """K blocks of a slice; the last may have fewer."""
+        return -(-self.k_blocks // self.num_slices)
 
     @property
     def total(self) -> int:
-        """Units of a slice over all blocks: what the groups share."""
-        return self.num_blocks * self.slice_units
+        """K blocks of a slice over all blocks: what the groups share."""
+        return self.num_blocks * self.slice_k_blocks
 
     @property
     def max_parts(self) -> int:
         """Partial results of a block, at most."""
         base = self.total // self.num_groups
-        return self.num_slices * min(self.num_groups, (self.slice_units - 1) // base + 2)
+        return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     def group_range(self, group: int) -> tuple[int, int]:
-        """(first, end) of a group's units, over all blocks."""
+        """(first, end) of a group's k blocks, over all blocks."""
         base, rest = divmod(self.total, self.num_groups)
         first = group * base + min(group, rest)
         return first, first + base + (group < rest)
@@ -115,15 +115,15 @@ class Schedule:
     def segments(self, group: int, slice_index: int) -> Iterator[tuple[int, int, int, bool]]:
         """(block, begin, end, last) of a CTA's segments, in its order, as :class:`.work.Work` computes them."""
         first, end = self.group_range(group)
-        own = min(self.slice_units, self.units - slice_index * self.slice_units)
-        for block in range((end - 1) // self.slice_units, first // self.slice_units - 1, -1):
-            start = block * self.slice_units
-            stop = min(end - start, self.slice_units)
-            yield block, max(first - start, 0), min(stop, own), stop == self.slice_units
+        own = min(self.slice_k_blocks, self.k_blocks - slice_index * self.slice_k_blocks)
+        for block in range((end - 1) // self.slice_k_blocks, first // self.slice_k_blocks - 1, -1):
+            start = block * self.slice_k_blocks
+            stop = min(end - start, self.slice_k_blocks)
+            yield block, max(first - start, 0), min(stop, own), stop == self.slice_k_blocks
 
     def workspace_words(self, m: int) -> int:
         """fp32 words of partial results; 0 if every CTA has all of K of its blocks."""
-        whole = all(self.group_range(group)[0] % self.slice_units == 0 for group in range(self.num_groups))
+        whole = all(self.group_range(group)[0] % self.slice_k_blocks == 0 for group in range(self.num_groups))
         if self.num_slices == 1 and whole:
             return 0
         return self.num_blocks * self.max_parts * m * self.config.block_rows
@@ -151,14 +151,14 @@ def make_schedule(problem: Problem) -> Schedule:
 
 def schedules(problem: Problem, config: LinearConfig) -> Iterator[Schedule]:
     """All ways to cut K for which the activations fit."""
-    units = problem.k_pad // config.unit_k
-    for num_slices in range(1, min(units, problem.num_sms) + 1):
-        slice_units = -(-units // num_slices)
-        if -(-units // slice_units) != num_slices:
+    k_blocks = problem.k_pad // config.block_k
+    for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
+        slice_k_blocks = -(-k_blocks // num_slices)
+        if -(-k_blocks // slice_k_blocks) != num_slices:
             continue  # the last slice would be empty
-        if x_bytes_of(problem, slice_units * config.unit_k) > config.x_bytes:
+        if x_bytes_of(problem, slice_k_blocks * config.block_k) > config.x_bytes:
             continue
-        schedule = Schedule(config, problem.num_tiles, units, num_slices, 1)
+        schedule = Schedule(config, problem.num_tiles, k_blocks, num_slices, 1)
         yield replace(schedule, num_groups=min(problem.num_sms // num_slices, schedule.total))
 
 
@@ -170,12 +170,12 @@ def x_bytes_of(problem: Problem, slice_k: int) -> int:
 def estimate_us(problem: Problem, schedule: Schedule) -> float:
     """Microseconds that the model expects, without the launch itself."""
     config = schedule.config
-    unit_bytes = config.unit_stage_bytes
+    k_block_bytes = config.k_block_stage_bytes
     ctas = schedule.num_slices * schedule.num_groups
-    total_bytes = schedule.num_blocks * schedule.units * unit_bytes
-    busiest = -(-schedule.total // schedule.num_groups) * unit_bytes * problem.num_sms
+    total_bytes = schedule.num_blocks * schedule.k_blocks * k_block_bytes
+    busiest = -(-schedule.total // schedule.num_groups) * k_block_bytes * problem.num_sms
     streaming = max(total_bytes, busiest) / MEMORY_BYTES_PER_US
-    activations = ctas * x_bytes_of(problem, schedule.slice_units * config.unit_k) / L2_BYTES_PER_US
+    activations = ctas * x_bytes_of(problem, schedule.slice_k_blocks * config.block_k) / L2_BYTES_PER_US
     combining = COMBINE_US if schedule.workspace_words(problem.m) else 0.0
     if schedule.num_slices > 1:
         parts = 4 * problem.m * problem.num_tiles * TILE_N * schedule.num_slices
@@ -189,57 +189,58 @@ def estimate_us(problem: Problem, schedule: Schedule) -> float:
 def candidate_configs(problem: Problem) -> list[LinearConfig]:
     """The configurations worth considering: one for each amount of shared memory that the activations may take."""
     base = base_config(problem)
-    # Three warps for the units of a chunk keep pace with the memory better, where their longer stages leave a ring.
-    more = replace(base, k_warps=3) if base.n_tiles == 2 and base.max_tokens == 8 and base.unit_k <= 128 else base
+    # Three warps for the k blocks of a chunk keep pace with the memory better, where their longer stages leave a
+    # pipeline.
+    more = replace(base, k_warps=3) if base.n_tiles == 2 and base.tile_m == 8 and base.block_k <= 128 else base
     most = most_x_bytes(base)
-    configs = [with_ring(base if x_bytes == X_BYTES[-1] else more, min(x_bytes, most)) for x_bytes in X_BYTES]
+    configs = [with_stages(base if x_bytes == X_BYTES[-1] else more, min(x_bytes, most)) for x_bytes in X_BYTES]
     return [config for config in configs if config.can_implement() is None and in_flight(config) >= IN_FLIGHT_BYTES]
 
 
 def in_flight(config: LinearConfig) -> int:
     """Bytes of codes that are asked for while a stage is consumed."""
-    return (config.num_stages - 1) * config.chunk_units * config.n_tiles * config.unit_bytes
+    return (config.num_stages - 1) * config.chunk_k_blocks * config.n_tiles * config.k_block_bytes
 
 
 def base_config(problem: Problem) -> LinearConfig:
     """What follows from the format and the number of rows."""
-    max_tokens = next(tokens for tokens in (8, 16, 32) if problem.m <= tokens)
-    unit_k = 256 if problem.group_size == 256 else 128
-    if problem.k_pad % unit_k:
-        unit_k = 64
+    tile_m = next(tile_m for tile_m in (8, 16, 32) if problem.m <= tile_m)
+    block_k = 256 if problem.group_size == 256 else 128
+    if problem.k_pad % block_k:
+        block_k = 64
     return LinearConfig(
         **weight_fields(problem),
-        max_tokens=max_tokens,
-        n_tiles=2 if shares_activations(problem, max_tokens) else 1,
+        tile_m=tile_m,
+        n_tiles=2 if shares_activations(problem, tile_m) else 1,
         k_warps=2,
-        unit_k=unit_k,
-        epilogue_warps=2 if max_tokens == 32 else 4,
-        num_buffers=2 if max_tokens == 8 else 1,
+        block_k=block_k,
+        epilogue_warps=2 if tile_m == 32 else 4,
+        num_buffers=2 if tile_m == 8 else 1,
         use_pdl=problem.use_pdl,
     )
 
 
-def shares_activations(problem: Problem, max_tokens: int) -> bool:
+def shares_activations(problem: Problem, tile_m: int) -> bool:
     """Whether a warp takes two tiles, which share what ldmatrix reads, and are twice as much to do between two waits.
 
     With small groups, 32 tokens of two tiles and their scales are more than 168 registers hold.
     """
     if problem.bits == 8 or problem.num_tiles == 1:
         return False
-    return max_tokens < 32 or problem.group_size not in (32, 64)
+    return tile_m < 32 or problem.group_size not in (32, 64)
 
 
 def most_x_bytes(base: LinearConfig) -> int:
-    """What activations may take beside a ring of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
-    two = replace(with_ring(base, 0), num_stages=2)
+    """What activations may take beside a pipeline of the least that has IN_FLIGHT_BYTES on the way, in whole KB."""
+    two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
     return (MAX_SHARED_BYTES - least.smem_bytes) // 1024 * 1024
 
 
-def with_ring(base: LinearConfig, x_bytes: int) -> LinearConfig:
+def with_stages(base: LinearConfig, x_bytes: int) -> LinearConfig:
     """``base`` with room for activations, and as many stages of about STAGE_BYTES as there is room for."""
-    chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.unit_bytes))
-    config = replace(base, chunk_units=chunk // base.k_warps * base.k_warps, x_bytes=x_bytes, num_stages=2)
+    chunk = max(base.k_warps, STAGE_BYTES // (base.n_tiles * base.k_block_bytes))
+    config = replace(base, chunk_k_blocks=chunk // base.k_warps * base.k_warps, x_bytes=x_bytes, num_stages=2)
     room = (MAX_SHARED_BYTES - config.smem_bytes) // (config.stage_bytes + 16)
     return replace(config, num_stages=min(FEW_STAGES if x_bytes == X_BYTES[0] else MAX_STAGES, 2 + room))
 

@@ -95,7 +95,7 @@ def candidates(problem: Problem) -> Iterator[Candidate[Schedule | TileSchedule]]
 def modelled(problem: Problem) -> Schedule | TileSchedule:
     """What is taken if no table says otherwise.
 
-    Few rows are the memory-bound kernel's, unless tiles in digits, or of warpgroups that take turns, are expected to be
+    Few rows are the memory-bound kernel's, unless tiles in limbs, or of warpgroups that take turns, are expected to be
     faster; by more than what a second launch costs the host, if they have one. Of other tiles the model is not fitted
     for so few.
     """
@@ -103,11 +103,11 @@ def modelled(problem: Problem) -> Schedule | TileSchedule:
         return many.make_tile_schedule(problem)
     schedule = few.make_schedule(problem)
     few_us = few.estimate_us(problem, schedule) + few.LAUNCH_US
-    fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.digits or tiles.config.turns > 1]
+    fitted = [tiles for tiles in many.tile_schedules(problem) if tiles.config.limbs or tiles.config.k_warpgroups > 1]
     in_time = [
         tiles
         for tiles in fitted
-        if many.estimate_us(problem, tiles) < few_us * (1 - (TWO_LAUNCHES if tiles.config.makes_digits_before else 0))
+        if many.estimate_us(problem, tiles) < few_us * (1 - (TWO_LAUNCHES if tiles.config.makes_limbs_before else 0))
     ]
     return min(in_time, key=lambda tiles: many.estimate_us(problem, tiles), default=schedule)
 

@@ -33,11 +33,11 @@ class Shape:
     n: Any
     k: Any
     num_tiles: Any  # tiles of 64 output features
-    units: Any  # of the padded K
-    slice_units: Any  # of a slice of K; the last slice may have fewer
+    k_blocks: Any  # of the padded K
+    slice_k_blocks: Any  # of a slice of K; the last slice may have fewer
     slice_reciprocal: Any  # 2**RECIPROCAL_BITS over slice_units, rounded up
     num_slices: Any  # CTAs of a group: each takes a slice of K
-    base: Any  # units of a slice, over all blocks, that a group takes;
+    base: Any  # k blocks of a slice, over all blocks, that a group takes;
     rest: Any  # the first ``rest`` groups take one more
     max_parts: Any  # partial results of a block, at most
     activation: Any
@@ -48,19 +48,19 @@ class Shape:
         """``base`` as a divisor."""
         return self.base
 
-    def run_of(self, group):
-        """(first, count) of a group's units, over all blocks."""
+    def range_of(self, group):
+        """(first, count) of a group's k blocks, over all blocks."""
         first = group * self.base + cutlass.min(group, self.rest)
         return first, self.base + cutlass.select_(group < self.rest, Int32(1), Int32(0))
 
-    def block_of(self, unit):
-        """The block of a unit, counted over all blocks of a slice."""
-        return Int32((Int64(unit) * self.slice_reciprocal) >> RECIPROCAL_BITS)
+    def block_of(self, k_block):
+        """The block of a k block, counted over all blocks of a slice."""
+        return Int32((Int64(k_block) * self.slice_reciprocal) >> RECIPROCAL_BITS)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A CTA's units of one block: [begin, end) of its slice; run-time integers.
+    """A CTA's k blocks of one block: [begin, end) of its slice; run-time integers.
 
     ``last``: whether its group is the last of those that share the block, and so puts the result together.
     """
@@ -73,7 +73,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Work:
-    """A CTA's part: the ``slice_index``-th slice of units [first, first + count) of all blocks; run-time integers.
+    """A CTA's part: the ``slice_index``-th slice of k blocks [first, first + count) of all blocks; run-time integers.
 
     Its blocks are taken from the last to the first: so what it shares with the next group is ready long before that
     group, which takes it last, adds it up.
@@ -86,28 +86,28 @@ class Work:
     count: Any
     first_block: Any
     num_segments: Any
-    own_units: Any  # of the slice
+    own_k_blocks: Any  # of the slice
 
     @staticmethod
     def of(shape: Shape, group, slice_index) -> Work:
-        first, count = shape.run_of(group)
+        first, count = shape.range_of(group)
         # A division would take over 100 cycles on the way to the first copy.
         first_block = shape.block_of(first)
         num_segments = shape.block_of(first + count - 1) - first_block + 1
-        own_units = cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units)
-        return Work(shape, group, slice_index, first, count, first_block, num_segments, own_units)
+        own_k_blocks = cutlass.min(shape.slice_k_blocks, shape.k_blocks - slice_index * shape.slice_k_blocks)
+        return Work(shape, group, slice_index, first, count, first_block, num_segments, own_k_blocks)
 
     def segment(self, index) -> Segment:
         block = self.first_block + (self.num_segments - 1) - index
-        start = block * self.shape.slice_units
+        start = block * self.shape.slice_k_blocks
         begin = cutlass.max(self.first - start, 0)
-        stop = cutlass.min(self.first + self.count - start, self.shape.slice_units)
-        return Segment(block, begin, cutlass.min(stop, self.own_units), stop == self.shape.slice_units)
+        stop = cutlass.min(self.first + self.count - start, self.shape.slice_k_blocks)
+        return Segment(block, begin, cutlass.min(stop, self.own_k_blocks), stop == self.shape.slice_k_blocks)
 
     def first_group(self, block):
         """The first of the groups that share a block of this one."""
         shape = self.shape
-        start = block * shape.slice_units
+        start = block * shape.slice_k_blocks
         longer = shape.rest * (shape.base + 1)
         behind = shape.rest + (start - longer) // shape.base_divisor
         before = cutlass.select_(start < longer, start // (shape.base + 1), behind)
@@ -151,21 +151,23 @@ class Work:
     # -- places ---------------------------------------------------------------------------------------------------
 
     @property
-    def first_unit(self):
-        """First unit of the slice."""
-        return self.slice_index * self.shape.slice_units
+    def first_k_block(self):
+        """First k block of the slice."""
+        return self.slice_index * self.shape.slice_k_blocks
 
-    def missing_x(self, index, unit, end, unit_bytes: int):
-        """(first byte in the slice, bytes) of a token's activations that units [unit, end) of a segment want first.
+    def missing_x(self, index, k_block, end, k_block_bytes: int):
+        """(first byte in the slice, bytes) of a token's activations that k blocks [k block, end) of a segment want
+        first.
 
-        The first segment brings those of its units, the second one the rest of the slice: any further ones are whole.
+        The first segment brings those of its k blocks, the second one the rest of the slice: any further ones are
+        whole.
         """
         seen = cutlass.select_(index == 1, self.segment(0).end, Int32(0))
-        first = cutlass.max(unit, seen) * unit_bytes
+        first = cutlass.max(k_block, seen) * k_block_bytes
         # x ends before the padded K does.
-        stop = cutlass.min(end * unit_bytes, self.shape.k * 2 - self.first_unit * unit_bytes)
+        stop = cutlass.min(end * k_block_bytes, self.shape.k * 2 - self.first_k_block * k_block_bytes)
         return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
 
-    def unit_of_tile(self, tile, unit):
-        """A slice's unit among all units of all tiles."""
-        return Int64(tile) * self.shape.units + (self.first_unit + unit)
+    def k_block_of_tile(self, tile, k_block):
+        """A slice's k block among all k blocks of all tiles."""
+        return Int64(tile) * self.shape.k_blocks + (self.first_k_block + k_block)

@@ -44,7 +44,7 @@ def grouped_linear(
     """activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e: from expert_offsets[e] up to the next.
 
     The routing is read on the device; nothing waits for it, so calls can be captured in CUDA graphs and replayed with
-    other offsets. Sums are in fp32, bias and activation too; the result is rounded once. Works under
+    other offsets. Accumulators are in fp32, bias and activation too; the result is rounded once. Works under
     ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::grouped_linear``. It has no gradient.
 
     Args:
@@ -86,9 +86,9 @@ def fused_moe(
 ) -> torch.Tensor:
     """Sum over j of topk_weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t])), e = topk_ids[t, j].
 
-    What is between the two products is rounded to x's dtype, sums are in fp32 and added up in the order of j, so a
-    result does not change from run to run. Nothing waits for the device. Works under ``torch.compile(fullgraph=True)``
-    as the operator ``cute_kernels::fused_moe``. It has no gradient.
+    What is between the two products is rounded to x's dtype, accumulators are in fp32 and added up in the order of j,
+    so a result does not change from run to run. Nothing waits for the device. Works under
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::fused_moe``. It has no gradient.
 
     Args:
         x: bf16 or fp16 [T, K], in the dtype of the weights' scales and on their device; T is 0 to 65535.

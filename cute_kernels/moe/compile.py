@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 from cute_kernels.linear import compile as linear
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.wgmma import compile as linear_wgmma
-from cute_kernels.linear.wgmma.config import DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.config import LimbRowsConfig, WgmmaConfig
 from cute_kernels.moe import tuned
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.runs.config import RunConfig
+from cute_kernels.moe.ranges.config import RangeConfig
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import TABLE_WARPS, candidate_configs
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 NUM_ADDRESSES, NUM_INTEGERS = 8, 15  # of a grouped product of few rows, after x,
-NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS = 6, 10  # of one in digits that its CTAs make,
+NUM_RANGE_ADDRESSES, NUM_RANGE_INTEGERS = 6, 10  # of one in limbs that its CTAs make,
 NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS = 5, 13  # of that among assignments as they are,
 NUM_TILE_ADDRESSES, NUM_TILE_INTEGERS = 6, 7  # and of one of many
-NUM_DIGIT_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in digits
+NUM_LIMB_INTEGERS = NUM_TILE_INTEGERS + 1  # where x comes in limbs
 MODELS = ((8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048))  # experts, topk, hidden, intermediate
 TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 
@@ -69,19 +69,19 @@ class GroupedWgmmaSpec(KernelSpec):
 
 
 @dataclass(frozen=True, eq=False)
-class RunSpec(GroupedSpec):
-    """One grouped GEMM kernel of few rows in digits: takes what `RunKernel.__call__` describes."""
+class RangeSpec(GroupedSpec):
+    """One grouped GEMM kernel of few rows in limbs: takes what `RangeKernel.__call__` describes."""
 
-    config: RunConfig
+    config: RangeConfig
 
     def source_roots(self) -> tuple[Path, ...]:
-        own = _modules("compile", "runs/config", "runs/finder", "runs/kernel", "runs/work", "schedule", "work")
+        own = _modules("compile", "ranges/config", "ranges/finder", "ranges/kernel", "ranges/work", "schedule", "work")
         if self.config.lane_assignments:
-            own += _modules("runs/assigned", "runs/assignments")
-        return *own, *linear_wgmma.digit_roots(), *linear.LinearSpec(self.config).source_roots()
+            own += _modules("ranges/assigned", "ranges/assignments")
+        return *own, *linear_wgmma.limb_roots(), *linear.LinearSpec(self.config).source_roots()
 
     def compile(self, arch: str) -> Any:
-        return compile_runs(self.config, arch)
+        return compile_ranges(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,16 +169,16 @@ def grouped_spec(problem: GroupedProblem) -> GroupedSpec | GroupedWgmmaSpec:
 
 def spec_of(config: LinearConfig | WgmmaConfig) -> GroupedSpec | GroupedWgmmaSpec:
     """The kernel of a configuration."""
-    if isinstance(config, RunConfig):
-        return RunSpec(config)
+    if isinstance(config, RangeConfig):
+        return RangeSpec(config)
     return GroupedSpec(config) if isinstance(config, LinearConfig) else GroupedWgmmaSpec(config)
 
 
 def specs_of(config: LinearConfig | WgmmaConfig) -> list[KernelSpec]:
     """All kernels that a product of a configuration launches, but for what brings rows in order."""
-    makes_digits = getattr(config, "makes_digits_before", False)
-    digits = [linear_wgmma.DigitRowsSpec(DigitRowsConfig(config.dtype))] if makes_digits else []
-    return [*digits, spec_of(config)]
+    makes_limbs = getattr(config, "makes_limbs_before", False)
+    limbs = [linear_wgmma.LimbRowsSpec(LimbRowsConfig(config.dtype))] if makes_limbs else []
+    return [*limbs, spec_of(config)]
 
 
 def layer_specs(
@@ -200,32 +200,32 @@ def compile_grouped(config: LinearConfig, arch: str, *options: str) -> Any:
     return compile_matrix_kernel(GroupedKernel(config), config.dtype, (NUM_ADDRESSES, NUM_INTEGERS), arch, *options)
 
 
-def compile_runs(config: RunConfig, arch: str, *options: str) -> Any:
+def compile_ranges(config: RangeConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    from cute_kernels.moe.runs.assigned import AssignedRunKernel
-    from cute_kernels.moe.runs.kernel import RunKernel
+    from cute_kernels.moe.ranges.assigned import AssignedRangeKernel
+    from cute_kernels.moe.ranges.kernel import RangeKernel
 
     check_config(config)
-    counts = (NUM_RUN_ADDRESSES, NUM_RUN_INTEGERS)
+    counts = (NUM_RANGE_ADDRESSES, NUM_RANGE_INTEGERS)
     if config.lane_assignments:
         counts = (NUM_ASSIGNED_ADDRESSES, NUM_ASSIGNED_INTEGERS)
-    kernel = (AssignedRunKernel if config.lane_assignments else RunKernel)(config)
+    kernel = (AssignedRangeKernel if config.lane_assignments else RangeKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 
 def compile_grouped_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
     """As `compile_grouped`."""
-    from cute_kernels.moe.wgmma.kernel import GroupedDigitKernel, GroupedWgmmaKernel
+    from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel, GroupedWgmmaKernel
 
     check_config(config)
     if config.splits_k:
         raise ValueError(f"config: got parts of K, want none in a grouped product ({config})")
-    if config.math_warps < TABLE_WARPS:
+    if config.consumer_warps < TABLE_WARPS:
         raise ValueError(
-            f"config: got {config.math_warps} multiplying warps, want {TABLE_WARPS}, which write the table"
+            f"config: got {config.consumer_warps} consumer warps, want {TABLE_WARPS}, which write the table"
         )
-    counts = (NUM_TILE_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_TILE_INTEGERS)
-    kernel = (GroupedDigitKernel if config.digits else GroupedWgmmaKernel)(config)
+    counts = (NUM_TILE_ADDRESSES, NUM_LIMB_INTEGERS if config.limbs else NUM_TILE_INTEGERS)
+    kernel = (GroupedLimbKernel if config.limbs else GroupedWgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 

@@ -7,7 +7,7 @@ are stored in the order of the places, so that a second GEMM reads them as they 
 
 Activations of an entry stay while the CTA takes its blocks. Those of the next one come along with its first weights:
 into the other of two slots, or, where there is room for one only, when the last weights of the entry before have been
-used. The ring of weights goes on meanwhile.
+used. The pipeline of weights goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GroupedKernel(LinearKernel):
         rows: Int64,
         n: Int32,
         num_tiles: Int32,
-        units: Int32,
+        k_blocks: Int32,
         num_slices: Int32,
         num_groups: Int32,
         num_experts: Int32,
@@ -64,25 +64,25 @@ class GroupedKernel(LinearKernel):
         """Launches over (slices of K, groups), all of which must fit on the GPU together.
 
         x: [.., k], k a multiple of 8. Addresses as in :class:`.work.GroupedOperands`, codes uint8 [experts, num_tiles,
-        units * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
+        k blocks * unit_tiles, 2048]; workspace of num_groups parts, or with slices max_entries * blocks * max_parts.
         Entries, of up to 1 << entry_shift rows, first_entry to first_entry + max_entries are computed, as far as there
-        are. units: padded K / unit_k.
-        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut. waits: 0 if
+        are. k_blocks: padded K / unit_k.
+        slack: k blocks that a group may have beyond its share so that blocks stay whole; -1: they are cut. waits: 0 if
         offsets and rows are older than the kernel before this one, which has waited for them before it let this one
         begin; else 1.
         """
         config = self.config
         k = x.shape[1]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalSubscript, reportIndexIssue]
         num_blocks = cute.ceil_div(num_tiles, config.n_tiles)
-        slice_units = cute.ceil_div(units, num_slices)
+        slice_k_blocks = cute.ceil_div(k_blocks, num_slices)
         shape = GroupedShape(
             m=Int32(1) << entry_shift,
             n=n,
             k=k,
             num_tiles=num_tiles,
-            units=units,
-            slice_units=slice_units,
-            slice_reciprocal=reciprocal(slice_units),
+            k_blocks=k_blocks,
+            slice_k_blocks=slice_k_blocks,
+            slice_reciprocal=reciprocal(slice_k_blocks),
             num_slices=num_slices,
             base=Int32(0),
             rest=Int32(0),
@@ -90,7 +90,7 @@ class GroupedKernel(LinearKernel):
             activation=activation,
             out_kind=out_kind,
             num_blocks=num_blocks,
-            entry_units=num_blocks * slice_units,
+            entry_k_blocks=num_blocks * slice_k_blocks,
             block_reciprocal=reciprocal(num_blocks),
             num_groups=num_groups,
             group_reciprocal=reciprocal(num_groups),
@@ -126,7 +126,7 @@ class GroupedKernel(LinearKernel):
                 cute.arch.griddepcontrol_wait()
         thread = warp * WARP_THREADS + lane
         ends = self.load_ends(operands, shape, thread)
-        if warp == config.math_warps:
+        if warp == config.consumer_warps:
             if lane == 0:
                 self.init_barriers(memory)
         else:
@@ -198,12 +198,15 @@ class GroupedKernel(LinearKernel):
     def copy_activations(self, operands, memory, work, lane):
         """Brings an entry's slice of K along with the first weights that meet it, a lane for each row.
 
-        A run begins with the first units of a block and goes on with whole ones: what is there of an entry are always
-        its units up to ``reached``, but for the last block of the run, which may begin later and has no successor.
+        A run begins with the first k blocks of a block and goes on with whole ones: what is there of an entry are
+        always its k blocks up to ``reached``, but for the last block of the run, which may begin later and has no
+        successor.
         """
         config = self.config
-        unit_bytes = 2 * config.unit_k
-        row_bytes = work.shape.k * 2 - work.first_unit * unit_bytes  # from the slice on; x ends before the padded K
+        k_block_bytes = 2 * config.block_k
+        row_bytes = (
+            work.shape.k * 2 - work.first_k_block * k_block_bytes
+        )  # from the slice on; x ends before the padded K
         stage, phase = Int32(0), Int32(1)
         used_stage, used_phase = Int32(0), Int32(1)  # a wait for the chunk before; at first there is none
         entry, reached, row = Int32(-1), Int32(0), Int64(0)
@@ -215,11 +218,11 @@ class GroupedKernel(LinearKernel):
                 if (lane == 0) & (work.shape.x_slots == 1):
                     cute.arch.mbarrier_wait(memory.empty + used_stage, used_phase)
             target = memory.x + (work.x_start(segment, memory.x_slot_bytes) + lane * memory.x_pitch)
-            source = operands.x + (row * work.shape.k + work.first_unit * config.unit_k) * 2
-            for unit in cutlass.range(segment.begin, segment.end, config.chunk_units, unroll=1):
-                end = cutlass.min(unit + config.chunk_units, segment.end)
-                first = cutlass.max(unit, reached) * unit_bytes
-                size = cutlass.max(cutlass.min(end * unit_bytes, row_bytes) - first, 0)
+            source = operands.x + (row * work.shape.k + work.first_k_block * config.block_k) * 2
+            for k_block in cutlass.range(segment.begin, segment.end, config.chunk_k_blocks, unroll=1):
+                end = cutlass.min(k_block + config.chunk_k_blocks, segment.end)
+                first = cutlass.max(k_block, reached) * k_block_bytes
+                size = cutlass.max(cutlass.min(end * k_block_bytes, row_bytes) - first, 0)
                 barrier = memory.full + stage
                 if lane == 0:  # alone: with nothing to bring, a lane that looks later could find the phase gone by
                     cute.arch.mbarrier_wait(memory.empty + stage, phase)

@@ -24,7 +24,7 @@ from cute_kernels.moe.plan import (
     AssignedPlan,
     GroupedPlan,
     ProductPlan,
-    RunPlan,
+    RangePlan,
     combine_function,
     gather_function,
     layout_of,
@@ -203,7 +203,8 @@ def make_moe_plan(
     num_places = tokens * topk
     few = isinstance(plans[0], AssignedPlan)
     dtype, index = gate_up.dtype, gate_up.device_index
-    # Few rows: sums stay in fp32 until all experts have been added. Many: half the traffic, as large as the weights'.
+    # Few rows: accumulators stay in fp32 until all experts have been added. Many: half the traffic, as large as the
+    # weights'.
     between = torch.float32 if plans[1].stores_fp32 else dtype
     name, vector = DTYPE_NAMES[dtype], VECTOR_BYTES // dtype.itemsize
     part_bits = plans[1].layout.part_bits if isinstance(plans[1], AssignedPlan) else 0
@@ -256,7 +257,7 @@ def sorted_plans(
 ) -> tuple[ProductPlan, ProductPlan]:
     """The plans of both products of sorted assignments."""
     first, second = (plan_of(places, form, batch_invariant) for form in (gate_up, down))
-    if isinstance(first, GroupedPlan | RunPlan) and isinstance(second, GroupedPlan | RunPlan):
+    if isinstance(first, GroupedPlan | RangePlan) and isinstance(second, GroupedPlan | RangePlan):
         # No launch of the first lets another begin before it has waited for the routing itself, or for one that has.
         second = replace(second, waits=False)
     return first, second

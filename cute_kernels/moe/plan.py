@@ -11,10 +11,10 @@ import torch
 
 from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.plan import DTYPES
-from cute_kernels.linear.wgmma.digit_launch import DigitRows, digit_rows
-from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RoutingSpec, RunSpec
+from cute_kernels.linear.wgmma.limb_launch import LimbRows, limb_rows
+from cute_kernels.moe.compile import CombineSpec, GatherSpec, GroupedSpec, GroupedWgmmaSpec, RangeSpec, RoutingSpec
 from cute_kernels.moe.config import CombineConfig, GatherConfig, RoutingConfig
-from cute_kernels.moe.runs.schedule import RunLayout, row_factor
+from cute_kernels.moe.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedLayout, chosen
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -61,8 +61,8 @@ class GroupedPlan:
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """A product of few rows an expert in digits that its CTAs make.
+class RangePlan:
+    """A product of few rows an expert in limbs that its CTAs make.
 
     Attributes:
         sizes: between n and ``waits`` among the function's arguments.
@@ -70,7 +70,7 @@ class RunPlan:
     """
 
     function: Callable[..., Any]
-    layout: RunLayout
+    layout: RangeLayout
     sizes: tuple[int, ...]
     waits: bool = True
     gathers: bool = True
@@ -98,7 +98,7 @@ class AssignedIds(NamedTuple):
 
 @dataclass(frozen=True)
 class AssignedPlan:
-    """A product of a few assignments as a router leaves them, in digits that its CTAs make: no launch sorts them.
+    """A product of a few assignments as a router leaves them, in limbs that its CTAs make: no launch sorts them.
 
     Attributes:
         sizes: between n and ``waits`` among the function's arguments.
@@ -106,7 +106,7 @@ class AssignedPlan:
     """
 
     function: Callable[..., Any]
-    layout: RunLayout
+    layout: RangeLayout
     sizes: tuple[int, ...]
     waits: bool
     gathers: bool = True
@@ -136,8 +136,8 @@ class TilesPlan:
 
 
 @dataclass(frozen=True)
-class DigitsPlan:
-    """A product of activations in digits, of which it has a launch before it make those of all places.
+class LimbsPlan:
+    """A product of activations in limbs, of which it has a launch before it make those of all places.
 
     Attributes:
         rows: that launch.
@@ -145,7 +145,7 @@ class DigitsPlan:
     """
 
     function: Callable[..., Any]
-    rows: DigitRows
+    rows: LimbRows
     tiles: GroupedTiles
     sizes: tuple[int, ...]
     num_experts: int
@@ -157,12 +157,12 @@ class DigitsPlan:
         codes, scales, _, bias, out = addresses
         offsets, rows = routing
         n, activation, out_kind = numbers
-        digits, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
+        limbs, x_scales = self.rows.make(x, offsets + 4 * self.num_experts, rows)
         tail = *self.sizes, activation, out_kind, self.rows.pitch
-        self.function(digits, codes, scales, x_scales.data_ptr(), bias, out, offsets, n, *tail)
+        self.function(limbs, codes, scales, x_scales.data_ptr(), bias, out, offsets, n, *tail)
 
 
-ProductPlan = GroupedPlan | RunPlan | TilesPlan | DigitsPlan
+ProductPlan = GroupedPlan | RangePlan | TilesPlan | LimbsPlan
 
 
 @lru_cache(maxsize=4096)
@@ -198,16 +198,16 @@ def plan_of(places: int, form: ExpertsForm, batch_invariant: bool = False) -> Pr
 def make_product_plan(layout: GroupedLayout, places: int, num_experts: int, device_index: int) -> ProductPlan:
     """The plan of a given layout, of few rows an expert or of many."""
     if isinstance(layout, GroupedTiles):
-        make = make_digits_plan if layout.config.digits else make_tiles_plan
+        make = make_limbs_plan if layout.config.limbs else make_tiles_plan
         return make(layout, places, num_experts, device_index)
-    if isinstance(layout, RunLayout):
-        return make_run_plan(layout, places, num_experts, device_index)
+    if isinstance(layout, RangeLayout):
+        return make_range_plan(layout, places, num_experts, device_index)
     return make_plan(layout, num_experts, device_index)
 
 
 def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) -> GroupedPlan:
     """The plan of a given schedule of few rows an expert."""
-    sizes = schedule.num_tiles, schedule.units, schedule.num_slices, schedule.num_groups
+    sizes = schedule.num_tiles, schedule.k_blocks, schedule.num_slices, schedule.num_groups
     entries = num_experts, schedule.entry_rows.bit_length() - 1, schedule.x_slots
     return GroupedPlan(
         function=load(GroupedSpec(schedule.config), arch_of(device_index)),
@@ -221,35 +221,35 @@ def make_plan(schedule: GroupedSchedule, num_experts: int, device_index: int) ->
     )
 
 
-def make_run_plan(layout: RunLayout, places: int, num_experts: int, device_index: int) -> RunPlan:
+def make_range_plan(layout: RangeLayout, places: int, num_experts: int, device_index: int) -> RangePlan:
     """The plan of given runs of blocks."""
-    sizes = layout.num_tiles, layout.units, layout.num_ctas, num_experts, places, layout.x_slots
-    function = load(RunSpec(layout.config), arch_of(device_index))
-    return RunPlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
+    sizes = layout.num_tiles, layout.k_blocks, layout.num_ctas, num_experts, places, layout.x_slots
+    function = load(RangeSpec(layout.config), arch_of(device_index))
+    return RangePlan(function, layout, sizes, stores_fp32=places <= FEW_PLACES)
 
 
-def make_assigned_plan(layout: RunLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
+def make_assigned_plan(layout: RangeLayout, ids: AssignedIds, num_experts: int, device_index: int) -> AssignedPlan:
     """The plan of given runs of blocks among assignments; layout: of `among_assignments`."""
-    sizes = layout.num_tiles, layout.units, layout.num_ctas, num_experts, ids.count, layout.x_slots
+    sizes = layout.num_tiles, layout.k_blocks, layout.num_ctas, num_experts, ids.count, layout.x_slots
     of_ids = ids.id_words, row_factor(ids.row_assignments), layout.part_bits
-    function = load(RunSpec(layout.config), arch_of(device_index))
+    function = load(RangeSpec(layout.config), arch_of(device_index))
     return AssignedPlan(function, layout, (*sizes, *of_ids), ids.waits)
 
 
 def make_tiles_plan(tiles: GroupedTiles, _places: int, num_experts: int, device_index: int) -> TilesPlan:
     """The plan of given tiles of many rows an expert."""
-    sizes = tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas
+    sizes = tiles.num_tiles, tiles.k_blocks, num_experts, tiles.num_ctas
     return TilesPlan(load(GroupedWgmmaSpec(tiles.config), arch_of(device_index)), tiles, sizes)
 
 
-def make_digits_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> DigitsPlan:
-    """The plan of given tiles whose activations come in digits."""
+def make_limbs_plan(tiles: GroupedTiles, places: int, num_experts: int, device_index: int) -> LimbsPlan:
+    """The plan of given tiles whose activations come in limbs."""
     arch = arch_of(device_index)
-    return DigitsPlan(
+    return LimbsPlan(
         function=load(GroupedWgmmaSpec(tiles.config), arch),
-        rows=digit_rows(tiles.config.dtype, places, tiles.units, arch),
+        rows=limb_rows(tiles.config.dtype, places, tiles.k_blocks, arch),
         tiles=tiles,
-        sizes=(tiles.num_tiles, tiles.units, num_experts, tiles.num_ctas),
+        sizes=(tiles.num_tiles, tiles.k_blocks, num_experts, tiles.num_ctas),
         num_experts=num_experts,
     )
 

@@ -1,9 +1,9 @@
 """Assignments sorted by expert, in one CTA and without atomics: a counting sort whose order is always the same.
 
 Warps take runs of neighbouring assignments. In a step of 32, lanes with the same expert find each other by match.sync;
-the first of them counts for all, in counters of its warp. Sums over the warps and over the experts say where each
-warp's assignments to each expert begin, and a second pass over the run gives every assignment its place: behind all
-before it that have the same expert.
+the first of them counts for all, in counters of its warp. Accumulators over the warps and over the experts say where
+each warp's assignments to each expert begin, and a second pass over the run gives every assignment its place: behind
+all before it that have the same expert.
 """
 
 from __future__ import annotations
@@ -146,22 +146,22 @@ class RoutingKernel:
     def sum_experts(self, totals, offsets, num_experts, lane):
         """One warp turns totals into the first place of each expert; a lane has neighbouring experts."""
         expert = lane * EXPERTS_PER_LANE
-        sums = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
-        sums[0] = Int32(0)
+        acc = cute.make_rmem_tensor(EXPERTS_PER_LANE + 1, Int32)
+        acc[0] = Int32(0)
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
             count = Int32(0)
             if expert + i < num_experts:
                 count = Int32(ptx.load_shared(totals + (expert + i) * 4, 0))
-            sums[i + 1] = sums[i] + count
-        before = sums[EXPERTS_PER_LANE]
+            acc[i + 1] = acc[i] + count
+        before = acc[EXPERTS_PER_LANE]
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
             before = before + cutlass.select_(lane >= (1 << step), other, Int32(0))
-        before = before - sums[EXPERTS_PER_LANE]
+        before = before - acc[EXPERTS_PER_LANE]
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
             if expert + i < num_experts:
-                ptx.store_shared(totals + (expert + i) * 4, 0, [Uint32(before + sums[i])])
+                ptx.store_shared(totals + (expert + i) * 4, 0, [Uint32(before + acc[i])])
             if expert + i <= num_experts:
-                ptx.store_global(offsets + Int64(expert + i) * 4, [Uint32(before + sums[i])])
+                ptx.store_global(offsets + Int64(expert + i) * 4, [Uint32(before + acc[i])])
         if (lane == WARP_THREADS - 1) & (num_experts == MAX_EXPERTS):
-            ptx.store_global(offsets + Int64(num_experts) * 4, [Uint32(before + sums[EXPERTS_PER_LANE])])
+            ptx.store_global(offsets + Int64(num_experts) * 4, [Uint32(before + acc[EXPERTS_PER_LANE])])

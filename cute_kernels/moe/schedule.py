@@ -71,21 +71,21 @@ class GroupedSchedule:
     """How the launches of one product are laid out: ``num_groups`` groups of ``num_slices`` CTAs each.
 
     Attributes:
-        config: the compiled variant; its ``max_tokens`` are the rows that an entry may have at most.
+        config: the compiled variant; its ``tile_m`` are the rows that an entry may have at most.
         num_tiles: tiles of 64 output features of an expert.
-        units: of the padded K.
+        k_blocks: of the padded K.
         num_slices: parts of K, one for each CTA of a group.
-        num_groups: parts of all blocks' units.
+        num_groups: parts of all blocks' k blocks.
         entry_rows: rows that an entry may have, a power of two: what a set of activations has room for.
         x_slots: sets of activations that a CTA has room for, 1 or 2.
         max_entries: that one launch computes at most.
         num_launches: that all entries there may be take.
-        slack: units that a group may have beyond its share so that blocks stay whole; -1: they are cut.
+        slack: k blocks that a group may have beyond its share so that blocks stay whole; -1: they are cut.
     """
 
     config: LinearConfig
     num_tiles: int
-    units: int
+    k_blocks: int
     num_slices: int
     num_groups: int
     entry_rows: int
@@ -100,14 +100,14 @@ class GroupedSchedule:
         return -(-self.num_tiles // self.config.n_tiles)
 
     @property
-    def slice_units(self) -> int:
-        return -(-self.units // self.num_slices)
+    def slice_k_blocks(self) -> int:
+        return -(-self.k_blocks // self.num_slices)
 
     @property
     def max_parts(self) -> int:
-        """Partial results of a block, at most; most are those of the fewest units, one entry's."""
-        base = max(1, self.num_blocks * self.slice_units // self.num_groups)
-        return self.num_slices * min(self.num_groups, (self.slice_units - 1) // base + 2)
+        """Partial results of a block, at most; most are those of the fewest k blocks, one entry's."""
+        base = max(1, self.num_blocks * self.slice_k_blocks // self.num_groups)
+        return self.num_slices * min(self.num_groups, (self.slice_k_blocks - 1) // base + 2)
 
     @property
     def workspace_words(self) -> int:
@@ -115,12 +115,12 @@ class GroupedSchedule:
         parts = self.num_groups if self.num_slices == 1 else self.max_entries * self.num_blocks * self.max_parts
         return parts * self.entry_rows * self.config.block_rows
 
-    def group_units(self, entries: int) -> list[int]:
-        """Units of each group of a launch that finds so many entries."""
+    def group_k_blocks(self, entries: int) -> list[int]:
+        """K blocks of each group of a launch that finds so many entries."""
         blocks = entries * self.num_blocks
-        units = blocks * self.slice_units
-        is_whole = -(-blocks // self.num_groups) * self.slice_units - units // self.num_groups <= self.slack
-        count, grain = (blocks, self.slice_units) if is_whole else (units, 1)
+        k_blocks = blocks * self.slice_k_blocks
+        is_whole = -(-blocks // self.num_groups) * self.slice_k_blocks - k_blocks // self.num_groups <= self.slack
+        count, grain = (blocks, self.slice_k_blocks) if is_whole else (k_blocks, 1)
         base, rest = divmod(count, self.num_groups)
         return [grain * (base + (group < rest)) for group in range(self.num_groups)]
 
@@ -165,7 +165,7 @@ def usual_entries(mean: float, capacity: int) -> float:
 def most_rows(problem: GroupedProblem) -> int:
     """Rows that hardly any expert has more of, if rows fall to them at random, as a power of two.
 
-    Where those are fewer than the columns of an MMA, activations leave the room of the others to a longer ring.
+    Where those are fewer than the columns of an MMA, activations leave the room of the others to a longer pipeline.
     """
     mean = problem.places / problem.num_experts
     rows = math.ceil(min(problem.places, mean + MOST_DEVIATIONS * math.sqrt(mean)))
@@ -179,15 +179,15 @@ def schedules(problem: GroupedProblem, capacity: int) -> Iterator[GroupedSchedul
         config = with_table(candidate)
         if in_flight(config) < IN_FLIGHT_BYTES:
             continue
-        units = problem.k_pad // config.unit_k
-        for num_slices in range(1, min(units, problem.num_sms) + 1):
-            slice_units = -(-units // num_slices)
-            if -(-units // slice_units) != num_slices:
+        k_blocks = problem.k_pad // config.block_k
+        for num_slices in range(1, min(k_blocks, problem.num_sms) + 1):
+            slice_k_blocks = -(-k_blocks // num_slices)
+            if -(-k_blocks // slice_k_blocks) != num_slices:
                 continue  # the last slice would be empty
-            slot_bytes = rows * (2 * slice_units * config.unit_k + X_PAD)
+            slot_bytes = rows * (2 * slice_k_blocks * config.block_k + X_PAD)
             if slot_bytes <= config.x_bytes:
-                slack = SLACK_BYTES // (config.n_tiles * config.unit_bytes) if num_slices == 1 else -1
-                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), units, num_slices, 1, rows, slack=slack)
+                slack = SLACK_BYTES // (config.n_tiles * config.k_block_bytes) if num_slices == 1 else -1
+                schedule = GroupedSchedule(config, -(-problem.n // TILE_N), k_blocks, num_slices, 1, rows, slack=slack)
                 slots = 2 if 2 * slot_bytes <= config.x_bytes and may_take_turns(schedule) else 1
                 if most_entries(replace(schedule, num_groups=problem.num_sms)):  # else an expert of 60 GB
                     yield with_launches(replace(schedule, x_slots=slots), problem)
@@ -204,26 +204,27 @@ def may_take_turns(schedule: GroupedSchedule) -> bool:
     """Whether two slots for activations are enough without asking if one is free.
 
     The entry before the last has been multiplied when the weights of the last one, between the two, are more than the
-    ring holds: a stage is filled when its last contents have been used.
+    pipeline holds: a stage is filled when its last contents have been used.
     """
-    shortest = schedule.units - (schedule.num_slices - 1) * schedule.slice_units
-    chunks = schedule.num_blocks * -(-shortest // schedule.config.chunk_units)
+    shortest = schedule.k_blocks - (schedule.num_slices - 1) * schedule.slice_k_blocks
+    chunks = schedule.num_blocks * -(-shortest // schedule.config.chunk_k_blocks)
     return chunks >= schedule.config.num_stages
 
 
 def most_entries(schedule: GroupedSchedule) -> int:
-    """Entries of a launch whose units and blocks are counted in numbers that `cute_kernels.moe.work.quotient` takes."""
-    divisor = max(schedule.num_groups, schedule.slice_units)
-    of_entry = schedule.num_blocks * max(schedule.slice_units * divisor, schedule.num_blocks)
+    """Entries of a launch whose k blocks and blocks are counted in numbers that `cute_kernels.moe.work.quotient`
+    takes."""
+    divisor = max(schedule.num_groups, schedule.slice_k_blocks)
+    of_entry = schedule.num_blocks * max(schedule.slice_k_blocks * divisor, schedule.num_blocks)
     return (MOST_DIVIDED - divisor**2) // of_entry
 
 
 def with_launches(schedule: GroupedSchedule, problem: GroupedProblem) -> GroupedSchedule:
     """With as many groups as there are SMs for, and as many launches as entries want."""
     bound = problem.max_entries(schedule.entry_rows)
-    block_units = schedule.num_blocks * schedule.slice_units
-    schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_units))
-    # A run of 1 / num_groups of all units touches at most 2 entries more than its share.
+    block_k_blocks = schedule.num_blocks * schedule.slice_k_blocks
+    schedule = replace(schedule, num_groups=min(problem.num_sms // schedule.num_slices, bound * block_k_blocks))
+    # A run of 1 / num_groups of all k blocks touches at most 2 entries more than its share.
     entries = min(bound, (TABLE_ENTRIES - 3) * schedule.num_groups, most_entries(schedule))
     if schedule.num_slices > 1:
         of_entry = replace(schedule, max_entries=1).workspace_words

@@ -24,18 +24,18 @@ from cute_kernels.linear.tuned import (
 from cute_kernels.linear.wgmma.config import WgmmaConfig
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US
 from cute_kernels.moe import schedule as few
-from cute_kernels.moe.runs import schedule as runs
-from cute_kernels.moe.runs.schedule import RunLayout, among_assignments
+from cute_kernels.moe.ranges import schedule as ranges
+from cute_kernels.moe.ranges.schedule import RangeLayout, among_assignments
 from cute_kernels.moe.schedule import CAPACITIES, GroupedProblem, GroupedSchedule, usual_entries, usual_rows
 from cute_kernels.moe.wgmma import schedule as many
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
 from cute_kernels.runtime.tuned import Choice, choice_of
 
-RUNS = "runs"  # as tables name these kernels, beside `FEW` and `MANY`
+RANGES = "ranges"  # as tables name these kernels, beside `FEW` and `MANY`
 MOST_ENTRIES = 2  # that experts may usually take of the memory-bound kernel, which reads a weight for each of them
 SLICE_US = 0.7  # of exchanging partial results with a further slice of K
 
-GroupedLayout = GroupedSchedule | RunLayout | GroupedTiles
+GroupedLayout = GroupedSchedule | RangeLayout | GroupedTiles
 GroupedCandidate = Candidate[GroupedLayout]
 
 
@@ -60,8 +60,8 @@ def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
         for capacity in CAPACITIES:
             for schedule in few.schedules(problem, capacity):
                 yield Candidate(FEW, schedule, schedule.num_slices, few_rows_us(problem, schedule))
-        for layout in runs.layouts(problem):
-            yield Candidate(RUNS, layout, 1, runs.estimate_us(problem, layout))
+        for layout in ranges.layouts(problem):
+            yield Candidate(RANGES, layout, 1, ranges.estimate_us(problem, layout))
     for tiles in many.layouts(problem):
         yield Candidate(MANY, tiles, 1, many.estimate_clocks(problem, tiles) / CLOCKS_PER_US)
 
@@ -69,7 +69,7 @@ def candidates(problem: GroupedProblem) -> Iterator[GroupedCandidate]:
 def few_rows_us(problem: GroupedProblem, schedule: GroupedSchedule) -> float:
     """Microseconds of the memory-bound kernel: the weights of all entries, each read once, and what slices cost."""
     entries = problem.num_experts * usual_entries(problem.places / problem.num_experts, schedule.entry_rows)
-    weight_bytes = schedule.num_blocks * schedule.units * schedule.config.unit_stage_bytes
+    weight_bytes = schedule.num_blocks * schedule.k_blocks * schedule.config.k_block_stage_bytes
     return entries * weight_bytes / MEMORY_BYTES_PER_US + SLICE_US * (schedule.num_slices - 1)
 
 
@@ -77,8 +77,8 @@ def modelled(problem: GroupedProblem) -> GroupedLayout:
     """What is taken if no table says otherwise."""
     if problem.batch_invariant:
         return many.make_tiles(problem)
-    if runs.has_few_rows(problem):
-        return runs.make_runs(problem)
+    if ranges.has_few_rows(problem):
+        return ranges.make_ranges(problem)
     return many.make_tiles(problem) if many.has_many_rows(problem) else few.make_schedule(problem)
 
 
@@ -102,14 +102,14 @@ def tuned(problem: GroupedProblem, gpu: str) -> GroupedLayout | None:
 
 def assigned(
     assignments: int, problems: Sequence[GroupedProblem], layouts: Sequence[GroupedLayout]
-) -> list[RunLayout] | None:
+) -> list[RangeLayout] | None:
     """How a layer's products find assignments as they are; layouts: what serves each of them among sorted ones.
 
     None if there are too many assignments, or one of the products has to have them sorted.
     """
-    found: list[RunLayout] = []
+    found: list[RangeLayout] = []
     for number, (problem, layout) in enumerate(zip(problems, layouts, strict=True), 1):
-        choices = runs_like(problem, layout, last=number == len(problems))
+        choices = ranges_like(problem, layout, last=number == len(problems))
         possible = (among_assignments(choice, assignments) for choice in choices)
         same = next((one for one in possible if one), None)
         if same is None:
@@ -118,18 +118,18 @@ def assigned(
     return found
 
 
-def runs_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> Iterator[RunLayout]:
+def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> Iterator[RangeLayout]:
     """Runs that may serve a product of a layer in place of a layout, if not by themselves, then for a launch less.
 
     Those of more rows an entry than are found among assignments give way to the model's. The last product, whose
     results are added up anyway, may have a K in parts that has no room whole.
     """
-    if isinstance(layout, RunLayout):
+    if isinstance(layout, RangeLayout):
         yield layout
-        if runs.has_few_rows(problem):
-            yield runs.make_runs(problem)
-    elif last and not any(runs.layouts(problem)):
-        parts = runs.make_parts(problem)
+        if ranges.has_few_rows(problem):
+            yield ranges.make_ranges(problem)
+    elif last and not any(ranges.layouts(problem)):
+        parts = ranges.make_parts(problem)
         if parts:
             yield parts
 

@@ -1,10 +1,10 @@
 """Which part of the active experts' weights a CTA takes, as the device finds it out from the routing.
 
-The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none. The units of all
-entries, one after the other, are what :class:`cute_kernels.linear.work.Work` cuts into equal runs: an entry's blocks
-of output features are numbered behind those of the entry before it. So every CTA reads equally many bytes whichever
-experts are active, and nothing has to be known on the host but upper bounds. :mod:`.schedule` says the same in plain
-Python.
+The rows of an expert are cut into *entries* of up to ``m`` rows; an expert without rows has none. The k blocks of all
+entries, one after the other, are what :class:`cute_kernels.linear.work.Work` cuts into equal work ranges: an entry's
+blocks of output features are numbered behind those of the entry before it. So every CTA reads equally many bytes
+whichever experts are active, and nothing has to be known on the host but upper bounds. :mod:`.schedule` says the same
+in plain Python.
 
 Partial results are few without slices of K: a CTA leaves at most one, of the block that its run ends in. It has the
 place of the CTA's number in the workspace, however many blocks there are; the parts of a block are then neighbours.
@@ -55,10 +55,10 @@ class GroupedOperands:
 @dataclass(frozen=True)
 class GroupedShape(Shape):
     """Sizes of a launch; run-time integers. ``m`` is the rows that an entry may have; ``base`` and ``rest`` are 0
-    until :meth:`cut`, and count ``grain`` units each."""
+    until :meth:`cut`, and count ``grain`` k blocks each."""
 
     num_blocks: Any  # of an expert
-    entry_units: Any  # of all blocks of an entry, in a slice
+    entry_k_blocks: Any  # of all blocks of an entry, in a slice
     block_reciprocal: Any  # as `reciprocal`, of num_blocks; slice_reciprocal is another
     num_groups: Any
     group_reciprocal: Any
@@ -67,9 +67,9 @@ class GroupedShape(Shape):
     x_slots: Any  # sets of activations that shared memory holds, 1 or 2
     first_entry: Any  # that this launch computes,
     max_entries: Any  # and how many of those that there are
-    slack: Any  # units that a group may have beyond its share so that blocks stay whole
+    slack: Any  # k blocks that a group may have beyond its share so that blocks stay whole
     waits: Any  # whether offsets may be of the kernel before this one
-    grain: Any  # 1, or the units of a block where blocks stay whole
+    grain: Any  # 1, or the k blocks of a block where blocks stay whole
 
     @property
     def base_divisor(self):
@@ -79,35 +79,35 @@ class GroupedShape(Shape):
         """Entries of an expert with so many rows."""
         return (rows + (self.m - 1)) >> self.entry_shift
 
-    def block_of(self, unit):
-        return quotient(unit, self.slice_reciprocal)
+    def block_of(self, k_block):
+        return quotient(k_block, self.slice_reciprocal)
 
     def entry_of(self, block):
         """The entry of a block, counted over all entries of the launch."""
         return quotient(block, self.block_reciprocal)
 
-    def run_of(self, group):
-        first, count = super().run_of(group)
+    def range_of(self, group):
+        first, count = super().range_of(group)
         return first * self.grain, count * self.grain
 
     def cut(self, num_entries) -> GroupedShape:
-        """With the units of ``num_entries`` entries dealt out: groups without any if there are too few.
+        """With the k blocks of ``num_entries`` entries dealt out: groups without any if there are too few.
 
-        Blocks stay whole, and leave no partial results, where no group has more than ``slack`` units more by that.
+        Blocks stay whole, and leave no partial results, where no group has more than ``slack`` k blocks more by that.
         """
         blocks = num_entries * self.num_blocks
-        units = num_entries * self.entry_units
-        each, blocks_each = quotient(units, self.group_reciprocal), quotient(blocks, self.group_reciprocal)
+        k_blocks = num_entries * self.entry_k_blocks
+        each, blocks_each = quotient(k_blocks, self.group_reciprocal), quotient(blocks, self.group_reciprocal)
         more = cutlass.select_(blocks > blocks_each * self.num_groups, Int32(1), Int32(0))
-        whole = (blocks_each + more) * self.slice_units - each <= self.slack
+        whole = (blocks_each + more) * self.slice_k_blocks - each <= self.slack
         base = cutlass.select_(whole, blocks_each, each)
-        rest = cutlass.select_(whole, blocks, units) - base * self.num_groups
-        return replace(self, base=base, rest=rest, grain=cutlass.select_(whole, self.slice_units, Int32(1)))
+        rest = cutlass.select_(whole, blocks, k_blocks) - base * self.num_groups
+        return replace(self, base=base, rest=rest, grain=cutlass.select_(whole, self.slice_k_blocks, Int32(1)))
 
 
 @dataclass(frozen=True)
 class GroupedSegment:
-    """A CTA's units of one block of one entry; run-time integers.
+    """A CTA's k blocks of one block of one entry; run-time integers.
 
     block: among the expert's; begin, end, last: as in :class:`cute_kernels.linear.work.Segment`; flat_block: among
     those of all entries; entry: among the CTA's; first_row, rows: its places.
@@ -126,7 +126,7 @@ class GroupedSegment:
 
 @dataclass(frozen=True)
 class GroupedWork(Work):
-    """A CTA's part of the units of all entries.
+    """A CTA's part of the k blocks of all entries.
 
     table: shared memory that holds the CTA's entries, see :data:`.schedule.TABLE_BYTES`; own_entry, end_entry: the
     first of them, and what is behind the last.
@@ -140,9 +140,9 @@ class GroupedWork(Work):
     @staticmethod
     def of_entries(shape: GroupedShape, group, slice_index, table) -> GroupedWork:
         """``shape`` is cut already."""
-        first, count = shape.run_of(group)
+        first, count = shape.range_of(group)
         first_block = shape.block_of(first)
-        end_block = shape.block_of(first + count + (shape.slice_units - 1))
+        end_block = shape.block_of(first + count + (shape.slice_k_blocks - 1))
         return GroupedWork(
             shape=shape,
             group=group,
@@ -151,7 +151,7 @@ class GroupedWork(Work):
             count=count,
             first_block=first_block,
             num_segments=cutlass.select_(count > 0, end_block - first_block, Int32(0)),
-            own_units=cutlass.min(shape.slice_units, shape.units - slice_index * shape.slice_units),
+            own_k_blocks=cutlass.min(shape.slice_k_blocks, shape.k_blocks - slice_index * shape.slice_k_blocks),
             table=table,
             own_entry=shape.entry_of(first_block),
             end_entry=shape.entry_of(end_block + (shape.num_blocks - 1)),

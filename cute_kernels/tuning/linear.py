@@ -52,7 +52,7 @@ class Format:
 
 
 class Weights:
-    """The weight of the layer that was asked for last: random codes, scales that make results of about unit size."""
+    """The weight of the layer that was asked for last: random codes, scales that make results of about k block size."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = device
@@ -71,7 +71,7 @@ class Weights:
 def random_parts(
     problem: Problem, lead: tuple[int, ...], device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes, scales and zeros [*lead, ...] of a packed weight that makes results of about unit size."""
+    """Codes, scales and zeros [*lead, ...] of a packed weight that makes results of about k block size."""
     shape, size = (problem.n, problem.k), problem.group_size or None
     tiles = padded_shape(shape, size)[0] // TILE_N
     generator = torch.Generator(device).manual_seed(0)

@@ -104,7 +104,7 @@ def exact_grouped(x: torch.Tensor, weight: PackedExperts, offsets: torch.Tensor,
 
 
 def is_rounded(weight: PackedExperts, places: int) -> bool:
-    """Whether W is rounded to the dtype of x: in tiles, where a scale is not a whole row's nor x in digits."""
+    """Whether W is rounded to the dtype of x: in tiles, where a scale is not a whole row's nor x in limbs."""
     form = weight.bits, weight.dtype, weight.group_size, weight.zeros is not None
     layout = chosen(problem(places, len(weight), *weight.shape, *form), GPU)
-    return weight.group_size is not None and isinstance(layout, GroupedTiles) and not layout.config.digits
+    return weight.group_size is not None and isinstance(layout, GroupedTiles) and not layout.config.limbs

@@ -96,7 +96,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A linear layer [n, k] with m rows. Those with large n or k use stages of their ring again."""
+    """A linear layer [n, k] with m rows. Those with large n or k use stages of their pipeline again."""
 
     n: int
     k: int
@@ -178,7 +178,7 @@ LAYERS = {
     "linear-16-rows-turns": LinearCase(8192, 8192, 16),
     "linear-24-rows-parts": LinearCase(8192, 8192, 24),
     "linear-64-rows-cluster": LinearCase(8192, 8192, 64),
-    "linear-digits-before": LinearCase(57344, 8192, 8),
+    "linear-limbs-before": LinearCase(57344, 8192, 8),
     "linear-mma-sync": LinearCase(2048, 2048, 1, Format(4, 32, True, "fp16")),
     "linear-zeros-turns": LinearCase(2048, 2048, 16, Format(4, 32, True, "fp16")),
     "linear-w8": LinearCase(2048, 2048, 16, Format(8, 128, False, "bf16")),
@@ -194,7 +194,7 @@ EXPERTS = {
     "experts-runs": LayerCase(MoeShape(SMALL, 20)),
     "experts-tiles": LayerCase(MoeShape(SMALL, 300)),
     "experts-16-rows": LayerCase(MoeShape(QWEN3, 128)),
-    "experts-digits": LayerCase(MoeShape(MIXTRAL, 64)),
+    "experts-limbs": LayerCase(MoeShape(MIXTRAL, 64)),
     "experts-48-rows": LayerCase(MoeShape(MIXTRAL, 128)),
 }
 CASES: dict[str, Case] = {**ATTENTION, **LAYERS, **EXPERTS}

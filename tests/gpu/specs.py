@@ -25,7 +25,7 @@ from cute_kernels.kv_cache.compile import AppendSpec
 from cute_kernels.linear import ops as linear_ops
 from cute_kernels.linear import plan as linear_plan
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma import digit_launch
+from cute_kernels.linear.wgmma import limb_launch
 from cute_kernels.moe import launch as moe_launch
 from cute_kernels.moe import layer as moe_layer
 from cute_kernels.moe import ops as moe_ops
@@ -161,7 +161,7 @@ def products_needed_by(work: Callable[[], object]) -> list[KernelSpec]:
         found[spec] = None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear_plan, moe_plan, digit_launch):
+        for module in (linear_plan, moe_plan, limb_launch):
             patch.setattr(module, "load", note)
         for module in (linear_plan, moe_plan):
             patch.setattr(module, "arch_of", lambda index: ARCH)

@@ -16,8 +16,8 @@ from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import MAX_TOKENS, Problem, make_schedule, schedules
 from cute_kernels.linear.tuned import chosen
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
-from cute_kernels.linear.wgmma.config import DigitBlocksConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec
 from tests.gpu.specs import GPU
@@ -66,7 +66,7 @@ def specs() -> list[KernelSpec]:
     for m, n, k, group in SHAPES:
         found += [problem_of(m, n, k, 4, torch.bfloat16, group, zero) for zero in (False, True)]
     few: list[KernelSpec] = [LinearSpec(make_schedule(one).config) for one in found if one.m <= MAX_TOKENS]
-    few += [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
+    few += [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
     return list(dict.fromkeys([*few, *map(spec_of, found)]))
 
 
@@ -92,7 +92,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tens
 def is_rounded(problem: Problem) -> bool:
     """Whether W is rounded to the dtype of x: in tiles of decoded weights, where a scale is not a whole row's."""
     config = chosen(problem, GPU).config
-    return problem.group_size > 0 and isinstance(config, WgmmaConfig) and not config.digits
+    return problem.group_size > 0 and isinstance(config, WgmmaConfig) and not config.limbs
 
 
 def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
@@ -104,10 +104,10 @@ def exact_product(x: torch.Tensor, reference: Known) -> torch.Tensor:
 
 
 def sums_tolerance(m: int, reference: Known) -> float:
-    """Of fp32 results; the sums of a warpgroup's MMAs are of more products each before they are rounded."""
+    """Of fp32 results; the accumulators of a warpgroup's MMAs are of more products each before they are rounded."""
     config = chosen(reference.problem(m), GPU).config
     if isinstance(config, WgmmaConfig):
-        return 2e-4 if config.digits else 3e-5
+        return 2e-4 if config.limbs else 3e-5
     return TOLERANCE[torch.float32]
 
 
@@ -169,7 +169,7 @@ def test_epilogues(activation, out_dtype, n, k, m):
 
 @pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
 @pytest.mark.parametrize("n, k, m", [(14_336, 1024, 6), (24_576, 512, 12)])
-def test_epilogues_of_ctas_that_make_digits_of_large_blocks(activation, n, k, m):
+def test_epilogues_of_ctas_that_make_limbs_of_large_blocks(activation, n, k, m):
     reference = known(n, k, group_size=128)
     assert isinstance(chosen(reference.problem(m), GPU).config, ResidentConfig)
     check_epilogues(reference, m, activation, torch.bfloat16)

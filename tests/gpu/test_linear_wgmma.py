@@ -15,8 +15,8 @@ from cute_kernels.linear.plan import ACTIVATIONS, OUT_KINDS, make_tile_plan
 from cute_kernels.linear.reference import linear_reference
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma.compile import DigitBlocksSpec
-from cute_kernels.linear.wgmma.config import DigitBlocksConfig
+from cute_kernels.linear.wgmma.compile import LimbBlocksSpec
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, TileSchedule, make_tile_schedule, tile_schedules
 from cute_kernels.runtime.spec import KernelSpec
@@ -38,11 +38,11 @@ pytestmark = pytest.mark.gpu
 
 # W is rounded to the activations' dtype first, so fp32 results are those of fp64 on the rounded one.
 SUMS = 3e-5
-DIGITS = 2e-4  # of the largest result; x in digits is off by at most 2**-15 of the largest of 128 inputs
+LIMBS = 2e-4  # of the largest result; x in limbs is off by at most 2**-15 of the largest of 128 inputs
 FORMAT_ROWS = (33, 100)
-DIGIT_ROWS = (3, 8, 9, 16, 17, 24)
-DIGIT_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
-DIGIT_SHAPES = ((1000, 2048), (200, 520), (130, 9216), (130, 8520))
+LIMB_ROWS = (3, 8, 9, 16, 17, 24)
+LIMB_FORMATS = ((torch.bfloat16, 128), (torch.float16, 128), (torch.bfloat16, 256))
+LIMB_SHAPES = ((1000, 2048), (200, 520), (130, 9216), (130, 8520))
 TURN_ROWS = (1, 8, 9, 16, 17, 24, 25, 32, 33, 49, 64)
 TURN_FORMATS = {  # bits, dtype, group, zero points
     "w4": (4, torch.bfloat16, 128, False),
@@ -77,32 +77,32 @@ def specs() -> list[KernelSpec]:
     configs += [schedule.config for schedule in between(problem_of(*BETWEEN))]
     for m in INVARIANT_ROWS:
         configs += [make_tile_schedule(replace(problem_of(m, n, k), batch_invariant=True)).config for n, k in SHAPES]
-    for (dtype, group), m, shape in product(DIGIT_FORMATS, DIGIT_ROWS, DIGIT_SHAPES):
-        schedules = in_digits(problem_of(m, *shape, dtype=dtype, group_size=group))
+    for (dtype, group), m, shape in product(LIMB_FORMATS, LIMB_ROWS, LIMB_SHAPES):
+        schedules = in_limbs(problem_of(m, *shape, dtype=dtype, group_size=group))
         configs += [schedule.config for schedule in schedules]
     for form in TURN_FORMATS.values():
         for m in TURN_ROWS:
             configs += [schedule.config for schedule in in_turn(problem_of(m, 1000, 2048, *form))]
     configs += [schedule.config for n, k in LARGE_BLOCKS for m in (8, 9) for schedule in resident(problem_of(m, n, k))]
-    digits: list[KernelSpec] = [DigitBlocksSpec(DigitBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
-    return [*digits, *(spec_of(config) for config in dict.fromkeys(configs))]
+    limbs: list[KernelSpec] = [LimbBlocksSpec(LimbBlocksConfig(dtype)) for dtype in ("bf16", "fp16")]
+    return [*limbs, *(spec_of(config) for config in dict.fromkeys(configs))]
 
 
-def in_digits(case: Problem) -> list[TileSchedule]:
-    """Schedules that take x in digits."""
-    return [schedule for schedule in tile_schedules(case) if schedule.config.digits]
+def in_limbs(case: Problem) -> list[TileSchedule]:
+    """Schedules that take x in limbs."""
+    return [schedule for schedule in tile_schedules(case) if schedule.config.limbs]
 
 
 def resident(case: Problem) -> list[TileSchedule]:
-    """Schedules whose CTAs make digits of x, of a wave that most SMs have a part of."""
-    found = [schedule for schedule in in_digits(case) if isinstance(schedule.config, ResidentConfig)]
+    """Schedules whose CTAs make limbs of x, of a wave that most SMs have a part of."""
+    found = [schedule for schedule in in_limbs(case) if isinstance(schedule.config, ResidentConfig)]
     return [schedule for schedule in found if schedule.num_ctas > 66]
 
 
 def in_turn(case: Problem) -> list[TileSchedule]:
-    """Schedules of decoded weights whose warpgroups take units in turn, and push their parts of K."""
-    found = [schedule for schedule in tile_schedules(case) if schedule.config.turns > 1]
-    return [schedule for schedule in found if not schedule.config.digits]
+    """Schedules of decoded weights whose warpgroups take k blocks in turn, and reduce in the cluster (DSMEM) of K."""
+    found = [schedule for schedule in tile_schedules(case) if schedule.config.k_warpgroups > 1]
+    return [schedule for schedule in found if not schedule.config.limbs]
 
 
 @every_format
@@ -147,7 +147,7 @@ def in_large_tiles(case: Problem) -> list[TileSchedule]:
 def between(case: Problem) -> list[TileSchedule]:
     """Schedules of tiles for the numbers of rows in between the powers of two."""
     sizes = {shape[0] for shape in BETWEEN_SHAPES}
-    return [schedule for schedule in tile_schedules(case) if schedule.config.tokens in sizes]
+    return [schedule for schedule in tile_schedules(case) if schedule.config.tile_m in sizes]
 
 
 def launch(
@@ -171,7 +171,7 @@ def test_tiles_in_between_store_their_rows_and_nothing_beside_them(activation):
     weight, x = reference.pack().to(CUDA), activations(m, k, torch.bfloat16)
     exact = linear_reference(x, weight, activation=activation, compute_dtype=torch.float64, out_dtype=torch.float64)
     schedules = between(problem_of(m, n, k))
-    assert {schedule.config.tokens for schedule in schedules} == {shape[0] for shape in BETWEEN_SHAPES}
+    assert {schedule.config.tile_m for schedule in schedules} == {shape[0] for shape in BETWEEN_SHAPES}
     for schedule in schedules:
         memory = torch.full((exact.numel() + 2 * MARGIN,), math.nan, device=CUDA, dtype=torch.bfloat16)
         out = memory[MARGIN:-MARGIN].view(exact.shape)
@@ -203,7 +203,7 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
     one_hot[torch.arange(m), inputs] = 1
     columns = packed.dequantize(torch.bfloat16)[:, inputs].T
     schedules = in_large_tiles(problem_of(m, n, k))
-    assert any(one.config.sharing > 1 for one in schedules)
+    assert any(one.config.multicast > 1 for one in schedules)
     assert any(one.config.cuts_rows for one in schedules) == (n > 1000)
     memory = torch.empty(m * n + 2 * MARGIN, device=CUDA, dtype=torch.bfloat16)
     out = memory[MARGIN : MARGIN + m * n].view(m, n)
@@ -218,38 +218,38 @@ def test_large_tiles_are_stored_whole_and_nothing_beside_them(m, n, k):
         assert torch.all(memory[:MARGIN] == 7.0) and torch.all(memory[MARGIN + m * n :] == 7.0)
 
 
-@pytest.mark.parametrize("m", DIGIT_ROWS)
-@pytest.mark.parametrize("dtype, group", DIGIT_FORMATS, ids=str)
-@pytest.mark.parametrize("n, k", DIGIT_SHAPES)
-def test_digits_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
+@pytest.mark.parametrize("m", LIMB_ROWS)
+@pytest.mark.parametrize("dtype, group", LIMB_FORMATS, ids=str)
+@pytest.mark.parametrize("n, k", LIMB_SHAPES)
+def test_limbs_are_right_whatever_tiles_and_parts_of_k(n, k, dtype, group, m):
     """Against weights that are not rounded; the same bits in every run."""
     reference = known(n, k, group_size=group, dtype=dtype)
     packed = reference.pack()
     weight, x = packed.to(CUDA), activations(m, k, dtype)
     exact = x.double().cpu() @ packed.dequantize(torch.float32).double().T
-    schedules = in_digits(problem_of(m, n, k, dtype=dtype, group_size=group))
+    schedules = in_limbs(problem_of(m, n, k, dtype=dtype, group_size=group))
     assert schedules
     for schedule in schedules:
         results = [launch(schedule, weight, x) for _ in range(3)]
-        assert_near(results[0].cpu(), exact, DIGITS)
+        assert_near(results[0].cpu(), exact, LIMBS)
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("m", [3, 8, 16, 24])
-def test_one_hot_rows_of_digits_return_the_weights(m):
+def test_one_hot_rows_of_limbs_return_the_weights(m):
     packed = known(1000, 2048, group_size=128).pack()
     inputs = torch.arange(m) * 61 + 7
     x = torch.zeros(m, 2048, dtype=torch.bfloat16)
     x[torch.arange(m), inputs] = 1
-    for schedule in in_digits(problem_of(m, 1000, 2048)):
+    for schedule in in_limbs(problem_of(m, 1000, 2048)):
         found = launch(schedule, packed.to(CUDA), x.to(CUDA))
         assert torch.equal(found.cpu(), packed.dequantize(torch.float32)[:, inputs].T)
 
 
 @pytest.mark.parametrize("m", [8, 9, 16])
 @pytest.mark.parametrize("n, k", LARGE_BLOCKS)
-def test_digits_of_large_blocks_are_right_in_every_layer(n, k, m):
-    """Where each SM has several tiles of 64 features and every CTA all digits of its part of K; cold, three times."""
+def test_limbs_of_large_blocks_are_right_in_every_layer(n, k, m):
+    """Where each SM has several tiles of 64 features and every CTA all limbs of its part of K; cold, three times."""
     generator = torch.Generator(CUDA).manual_seed(n)
     codes = torch.randint(0, 256, (n // 64, k // 64, 2048), dtype=torch.uint8, device=CUDA, generator=generator)
     scales = 0.005 + 0.01 * torch.rand(n // 64, k // 128, 64, device=CUDA, generator=generator)
@@ -260,22 +260,24 @@ def test_digits_of_large_blocks_are_right_in_every_layer(n, k, m):
     assert schedules
     for schedule in schedules:
         first = launch(schedule, weight, x)
-        assert_near(first.cpu(), exact, DIGITS)
+        assert_near(first.cpu(), exact, LIMBS)
         for _ in range(3):
             torch.empty(1 << 26, device=CUDA).fill_(0.0)  # which takes the place of weights in L2
             assert torch.equal(launch(schedule, weight, x), first)
 
 
 def as_multiplied(weight: PackedWeight) -> torch.Tensor:
-    """W as tiles of decoded weights have it: rounded once, unless a scale is a whole row's and meets the sums."""
+    """W as tiles of decoded weights have it: rounded once, unless a scale is a whole row's and meets the
+    accumulators."""
     return weight.dequantize(weight.dtype if weight.group_size else torch.float32)
 
 
 @pytest.mark.parametrize("m", TURN_ROWS)
 @pytest.mark.parametrize("bits, dtype, group, zero", TURN_FORMATS.values(), ids=list(TURN_FORMATS))
 @pytest.mark.parametrize("n, k", [(1000, 2048), (200, 520), (66, 256), (130, 8520)])
-def test_units_in_turn_add_up(n, k, bits, dtype, group, zero, m):
-    """Right with a last unit that is not whole, with one unit for each turn of a part and with none for the second.
+def test_k_blocks_in_turn_add_up(n, k, bits, dtype, group, zero, m):
+    """Right with a last k block that is not whole, with one k block for each turn of a part and with none for the
+    second.
 
     The same bits in every run, and nothing is written beside the output.
     """
@@ -296,7 +298,7 @@ def test_units_in_turn_add_up(n, k, bits, dtype, group, zero, m):
 
 @pytest.mark.parametrize("bits, dtype, group, zero", TURN_FORMATS.values(), ids=list(TURN_FORMATS))
 @pytest.mark.parametrize("m", [16, 24, 32])
-def test_one_hot_rows_return_the_weights_where_units_are_taken_in_turn(bits, dtype, group, zero, m):
+def test_one_hot_rows_return_the_weights_where_k_blocks_are_taken_in_turn(bits, dtype, group, zero, m):
     packed = known(1000, 2048, bits, group, zero, dtype).pack()
     inputs = torch.arange(m) * 61 + 7
     x = torch.zeros(m, 2048, dtype=dtype)

@@ -14,8 +14,8 @@ from cute_kernels.linear.config import BF16, FP32, NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.experts import PackedExperts, interleave_experts, stack_experts
 from cute_kernels.linear.plan import ACTIVATIONS, DTYPES
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma.compile import DigitRowsSpec
-from cute_kernels.linear.wgmma.config import DigitRowsConfig
+from cute_kernels.linear.wgmma.compile import LimbRowsSpec
+from cute_kernels.linear.wgmma.config import LimbRowsConfig
 from cute_kernels.moe import fused_moe, grouped_linear, ops, plan
 from cute_kernels.moe.compile import (
     CombineSpec,
@@ -37,12 +37,12 @@ from cute_kernels.moe.layer import (
     moe_plan_of,
     sorted_plans,
 )
-from cute_kernels.moe.plan import AssignedPlan, DigitsPlan, GroupedPlan, RunPlan, TilesPlan, make_product_plan
+from cute_kernels.moe.plan import AssignedPlan, GroupedPlan, LimbsPlan, RangePlan, TilesPlan, make_product_plan
+from cute_kernels.moe.ranges import schedule as ranges
+from cute_kernels.moe.ranges.config import ROUND_EXPERTS, ROUNDS
+from cute_kernels.moe.ranges.schedule import SHAPES as RANGE_SHAPES
+from cute_kernels.moe.ranges.schedule import RangeLayout
 from cute_kernels.moe.reference import grouped_linear_reference, route_reference
-from cute_kernels.moe.runs import schedule as runs
-from cute_kernels.moe.runs.config import ROUND_EXPERTS, ROUNDS
-from cute_kernels.moe.runs.schedule import SHAPES as RUN_SHAPES
-from cute_kernels.moe.runs.schedule import RunLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import GroupedCandidate, candidates, key_of, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles, layouts
@@ -82,10 +82,10 @@ SPARE = 2  # places behind those of the experts
 TUNED_TOKENS = 33
 EARLY_TOKENS = (1, 3)
 # Entries of the products' memory-bound kernel, or another kernel.
-RUNS, TILES = "runs", "tiles"
-PAIRS = [(8, TILES), (TILES, 16), (32, 8), (TILES, TILES), (RUNS, RUNS), (RUNS, 8), (16, RUNS), (TILES, RUNS)]
+RANGES, TILES = "ranges", "tiles"
+PAIRS = [(8, TILES), (TILES, 16), (32, 8), (TILES, TILES), (RANGES, RANGES), (RANGES, 8), (16, RANGES), (TILES, RANGES)]
 MARGIN = 3  # rows before and behind a result, which nobody writes
-EXACT = 1e-4  # of the largest result, of x in digits and sums in fp32
+EXACT = 1e-4  # of the largest result, of x in limbs and accumulators in fp32
 DISTINCT = 4  # experts with a weight of their own; others have one of theirs
 # Experts' rows; beyond 128 and 256 experts there are more rounds in which they are found.
 RUN_COUNTS = {
@@ -97,7 +97,7 @@ RUN_COUNTS = {
     "two rounds": tuple(int(i % 3 == 1) * (i % 11) for i in range(200)),
     "four rounds": (*(0,) * 300, 17, *(int(i % 50 == 3) for i in range(210)), 5),
 }
-# N, K of an expert: tails of both, an odd number of units, and room for the digits of one entry only.
+# N, K of an expert: tails of both, an odd number of k blocks, and room for the limbs of one entry only.
 RUN_SIZES = ((1000, 1000), (72, 384), (200, 3584))
 
 
@@ -111,7 +111,7 @@ def specs() -> list[KernelSpec]:
     """The kernels of this module."""
     found: list[KernelSpec] = [RoutingSpec(RoutingConfig(bits)) for bits in (32, 64)]
     found += [GatherSpec(GatherConfig(dtype)) for dtype in ("bf16", "fp16")]
-    found += [DigitRowsSpec(DigitRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
+    found += [LimbRowsSpec(LimbRowsConfig(dtype)) for dtype in ("bf16", "fp16")]
     found += [CombineSpec(CombineConfig(*pair)) for pair in (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32"))]
     found += [CombineSpec(CombineConfig("fp32", "bf16"))]
     found += [CombineSpec(CombineConfig(dtype, id_bits=bits)) for dtype in ("bf16", "fp32") for bits in (32, 64)]
@@ -142,9 +142,9 @@ def layer_problems(tokens: int, zero: bool) -> list[GroupedProblem]:
 
 
 def tiles_of_few_rows(bits: int, dtype: torch.dtype, group: int | None, zero: bool) -> list[GroupedTiles]:
-    """Synchronous tiles, and those whose activations come in digits, for a product of SHAPES[0]."""
+    """Synchronous tiles, and those whose activations come in limbs, for a product of SHAPES[0]."""
     every = layouts(problem(sum(FEW_ROWS), len(FEW_ROWS), *SHAPES[0], bits, dtype, group, zero))
-    return [layout for layout in every if layout.config.synchronous or layout.config.digits]
+    return [layout for layout in every if layout.config.synchronous or layout.config.limbs]
 
 
 RUN_CASES = [(counts, RUN_SIZES[0], torch.bfloat16) for counts in RUN_COUNTS.values()]
@@ -152,14 +152,15 @@ RUN_CASES += [(RUN_COUNTS["every number of rows"], size, torch.bfloat16) for siz
 RUN_CASES += [(RUN_COUNTS["every number of rows"], RUN_SIZES[0], torch.float16)]
 
 
-def run_layouts(counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> list[RunLayout]:
-    """All runs of whole blocks that are possible: entries of 8 and of 16 rows, chunks of a unit and of two."""
-    found = list(runs.layouts(problem(sum(counts) + SPARE, len(counts), n, k, dtype=dtype)))
-    units = padded_shape((n, k), 128)[1] // 128
+def run_layouts(counts: tuple[int, ...], n: int, k: int, dtype: torch.dtype) -> list[RangeLayout]:
+    """All work ranges of whole blocks that are possible: entries of 8 and of 16 rows, chunks of a k block and of
+    two."""
+    found = list(ranges.layouts(problem(sum(counts) + SPARE, len(counts), n, k, dtype=dtype)))
+    k_blocks = padded_shape((n, k), 128)[1] // 128
     # With more rounds of experts there are fewer tiles of entries of 16 rows, or none.
     rounds = next(count for count in ROUNDS if len(counts) <= count * ROUND_EXPERTS)
-    possible = [one for one in RUN_SHAPES if one.max_tokens == 8 or one.n_tiles * rounds <= 2]
-    assert len(found) == sum(units % shape.chunk_units == 0 for shape in possible)
+    possible = [one for one in RANGE_SHAPES if one.tile_m == 8 or one.n_tiles * rounds <= 2]
+    assert len(found) == sum(k_blocks % shape.chunk_k_blocks == 0 for shape in possible)
     return found
 
 
@@ -167,8 +168,8 @@ def kind_of(one: GroupedCandidate) -> int | str:
     """What of PAIRS a candidate is."""
     layout = one.schedule
     if isinstance(layout, GroupedSchedule):
-        return layout.config.max_tokens
-    return RUNS if isinstance(layout, RunLayout) else TILES
+        return layout.config.tile_m
+    return RANGES if isinstance(layout, RangeLayout) else TILES
 
 
 def tuned_products(pair: tuple[int | str, int | str]) -> dict[str, GroupedCandidate]:
@@ -232,7 +233,7 @@ def test_whole_vectors_and_tails(counts, activation):
 @pytest.mark.parametrize("n, k", SHAPES)
 @pytest.mark.parametrize("activation", [None, "silu", "swiglu"])
 def test_runs_of_few_rows(n, k, activation, dtype):
-    assert isinstance(modelled(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)), RunLayout)
+    assert isinstance(modelled(problem(sum(SHARED_OUT) + SPARE, len(SHARED_OUT), n, k, dtype=dtype)), RangeLayout)
     check_grouped(experts_of(len(SHARED_OUT), n, k, dtype=dtype), SHARED_OUT, activation, dtype)
 
 
@@ -343,7 +344,7 @@ def test_a_table_may_give_each_product_to_any_kernel(pair, tmp_path, monkeypatch
         forget()
     assert_near(out, wanted, 6e-3)
     assert isinstance(made, SortedMoePlan)
-    plans: dict[Any, Any] = {RUNS: RunPlan, TILES: (TilesPlan, DigitsPlan)}
+    plans: dict[Any, Any] = {RANGES: RangePlan, TILES: (TilesPlan, LimbsPlan)}
     for product, kind in zip((made.gate_up, made.down), pair, strict=True):
         assert isinstance(product, plans.get(kind, GroupedPlan))
 
@@ -358,9 +359,9 @@ def forget() -> None:
 
 
 @pytest.mark.parametrize("tokens", EARLY_TOKENS)
-@pytest.mark.parametrize("kind", [AssignedPlan, RunPlan, GroupedPlan])
+@pytest.mark.parametrize("kind", [AssignedPlan, RangePlan, GroupedPlan])
 def test_a_second_product_that_begins_early_gives_the_same_numbers(tokens, kind):
-    """Of layers behind each other with new routing each: offsets, digits, partial results of one are no other's."""
+    """Of layers behind each other with new routing each: offsets, limbs, partial results of one are no other's."""
     gate_up, down = (weight.to(CUDA) for weight in layer(zero=kind is GroupedPlan))
     forms = gate_up.form, down.form
     plans = assigned_plans(tokens, 2, 32, *forms) if kind is AssignedPlan else sorted_plans(2 * tokens, *forms)
@@ -418,7 +419,8 @@ def test_a_product_of_no_places():
     assert grouped_linear(x, weight, offsets).shape == (0, SHAPES[1][0])
 
 
-# -- runs of whole blocks ----------------------------------------------------------------------------------------------
+# -- work ranges of whole blocks
+# ----------------------------------------------------------------------------------------------
 
 
 def weights_of(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedExperts, torch.Tensor]:
@@ -430,7 +432,7 @@ def weights_of(count: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedEx
 
 
 def run_product(
-    layout: RunLayout | GroupedTiles,
+    layout: RangeLayout | GroupedTiles,
     weight: PackedExperts,
     x: torch.Tensor,
     offsets: torch.Tensor,
@@ -528,7 +530,7 @@ def test_rows_of_runs_that_are_not_finite_are_nan_alone(name):
         assert found[broken].isnan().all() and found[~broken].isfinite().all()
 
 
-@pytest.mark.parametrize("number", range(len(RUN_SHAPES)), ids=lambda number: str(tuple(RUN_SHAPES[number])))
+@pytest.mark.parametrize("number", range(len(RANGE_SHAPES)), ids=lambda number: str(tuple(RANGE_SHAPES[number])))
 def test_graphs_of_runs_replay_with_other_routing(number):
     counts, (n, k) = RUN_COUNTS["every number of rows"], RUN_SIZES[0]
     weight, dense = weights_of(len(counts), n, k, torch.bfloat16)

@@ -19,9 +19,9 @@ from cute_kernels.moe.compile import spec_of
 from cute_kernels.moe.launch import addresses_of
 from cute_kernels.moe.layer import AssignedMoePlan, SortedMoePlan, make_moe_plan, moe_plan_of, sorted_plans
 from cute_kernels.moe.plan import AssignedIds, make_assigned_plan
-from cute_kernels.moe.runs import schedule as runs
-from cute_kernels.moe.runs.config import LANE_ASSIGNMENTS
-from cute_kernels.moe.runs.schedule import RunLayout, among_assignments
+from cute_kernels.moe.ranges import schedule as ranges
+from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS
+from cute_kernels.moe.ranges.schedule import RangeLayout, among_assignments
 from cute_kernels.runtime import KernelSpec, arch_of, load_many
 from cute_kernels.sm90 import WARP_THREADS
 from tests.gpu.compiled import assert_replays, compiled
@@ -45,9 +45,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ID_DTYPES = (torch.int32, torch.int64)
 OUT_DTYPES = (BF16, FP32)
 LAYER_TOLERANCE = 6e-3  # of the largest result: what is between the products is rounded, too
-SORTED_TOLERANCE = 1e-3  # of the largest result: of the same sums, rounded to hidden activations now and then otherwise
+SORTED_TOLERANCE = (
+    1e-3  # of the largest result: of the same accumulators, rounded to hidden activations now and then otherwise
+)
 HIDDEN, INNER = 1000, 200  # with tails of both products' K
-# Inner features whose digits have no room whole, so that the second product is in parts of K, with a tail; and few
+# Inner features whose limbs have no room whole, so that the second product is in parts of K, with a tail; and few
 # hidden ones beside so many.
 LONG_INNER, LONG_HIDDEN, LONG_EXPERTS = 14320, 200, 8
 LONG_ROUTES = ((1, 2), (4, 2), (5, 3), (16, 2))  # tokens, experts that each chooses
@@ -55,7 +57,7 @@ LONG_ROUTES = ((1, 2), (4, 2), (5, 3), (16, 2))  # tokens, experts that each cho
 LAYERS = ((8, BF16), (60, BF16), (128, FP16), (256, BF16))
 # Tokens, experts that each chooses: a lane has one of at most 32 assignments, or two of at most 64.
 ROUTES = ((1, 8), (2, 8), (3, 8), (4, 8), (1, 1), (32, 1), (1, 32), (16, 2), (5, 3), (5, 8), (8, 8), (64, 1), (2, 17))
-# N, K of an expert: tails of both, an odd number of units, and room for the digits of one entry only.
+# N, K of an expert: tails of both, an odd number of k blocks, and room for the limbs of one entry only.
 SIZES = ((1000, 1000), (72, 384), (200, 3584))
 # Few experts usually have more than an entry's rows of as many assignments as two a lane.
 CASES = [
@@ -162,10 +164,10 @@ every_product = pytest.mark.parametrize(
 )
 
 
-def layouts_of(experts: int, n: int, k: int, dtype: torch.dtype, count: int) -> list[RunLayout]:
-    """All that are possible among so many assignments: chunks of a unit, and of two; a lane's one, and its two."""
+def layouts_of(experts: int, n: int, k: int, dtype: torch.dtype, count: int) -> list[RangeLayout]:
+    """All that are possible among so many assignments: chunks of a k block, and of two; a lane's one, and its two."""
     rooms = [number * WARP_THREADS for number in LANE_ASSIGNMENTS if count <= number * WARP_THREADS]
-    every = runs.layouts(problem(count, experts, n, k, dtype=dtype))
+    every = ranges.layouts(problem(count, experts, n, k, dtype=dtype))
     among = [among_assignments(layout, room) for layout in every for room in rooms]
     found = [layout for layout in among if layout is not None]
     assert len(found) == len(rooms) * (2 - padded_shape((n, k), 128)[1] // 128 % 2)
@@ -185,7 +187,7 @@ kept_weights_of = lru_cache(maxsize=16)(weights_of)
 
 
 def run_product(
-    layout: RunLayout,
+    layout: RangeLayout,
     weight: PackedExperts,
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -79,7 +79,7 @@ def tiles_of(form: Form) -> list[GroupedTiles]:
     """All tiles that may serve batch-invariant products of a layer's first weight."""
     product = problem(ALL_TOKENS * TOPK, EXPERTS, 2 * INNER, HIDDEN, *form)
     found = layouts(replace(product, batch_invariant=True))
-    assert {tiles.config.tokens for tiles in found} >= TILES
+    assert {tiles.config.tile_m for tiles in found} >= TILES
     return found
 
 
@@ -141,7 +141,7 @@ def test_compiled_tokens_do_not_depend_on_each_other():
 
 @every_form
 def test_every_tile_adds_up_alike(form):
-    """In fp32, as sums are: so any of them may serve any number of rows."""
+    """In fp32, as accumulators are: so any of them may serve any number of rows."""
     weight, (x, ids, _) = layer(form)[0], call(form)
     offsets, rows, _ = (one.to(CUDA) for one in route_reference(ids.cpu(), EXPERTS))
     given = x[rows.long()].contiguous()

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("product_kernels")]
 
 LOADED = Form(8, BF16, None, zero=True)  # whose layer takes on another format
 LOADED_TOKENS = 33
-BLOCK_HIDDEN, BLOCK_INNER, BLOCK_TOKENS = 128, 64, 8
+BLOCK_HIDDEN, BLOCK_INNER, MMA_N = 128, 64, 8
 
 
 def specs() -> list[KernelSpec]:
@@ -52,7 +52,7 @@ def specs() -> list[KernelSpec]:
             for made in (module(device="cpu"), module_with_shared_expert("cpu")):
                 made(call(FORMS["w4"], tokens, device="cpu")[0])
         module(LOADED, device="cpu")(call(LOADED, LOADED_TOKENS, device="cpu")[0])
-        model_of_blocks()(numbers(BLOCK_TOKENS, BLOCK_HIDDEN, device="cpu"))
+        model_of_blocks()(numbers(MMA_N, BLOCK_HIDDEN, device="cpu"))
 
     return products_needed_by(work)
 
@@ -198,7 +198,7 @@ def test_blocks_quantised_on_the_gpu_are_those_quantised_on_the_cpu():
     assert told == [("0", 1, 2), ("1", 2, 2)]
     ours, theirs = made.state_dict(), moved.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    x = numbers(BLOCK_TOKENS, BLOCK_HIDDEN)
+    x = numbers(MMA_N, BLOCK_HIDDEN)
     assert torch.equal(made(x), moved(x)) and torch.equal(compiled(made)(x), made(x))
     block = Block().to(CUDA)
     error = (QuantizedMoE.from_block(block)(x) - block(x)).float().norm()

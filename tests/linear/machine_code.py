@@ -49,9 +49,9 @@ def early_writes(loop: list[tuple[str, str, str]]) -> list[str]:
     wrong = []
     for _, opcode, operands in loop * 2:
         if opcode.startswith(MMAS):
-            sums, first = (int(operand.strip()[1:].split(".")[0]) for operand in operands.split(",")[:2])
+            acc, first = (int(operand.strip()[1:].split(".")[0]) for operand in operands.split(",")[:2])
             columns = int(opcode.split(".")[1].split("x")[1])
-            current |= {*range(sums, sums + columns // 2), *range(first, first + 4)}
+            current |= {*range(acc, acc + columns // 2), *range(first, first + 4)}
             if "gsb0" in operands:
                 groups.append(current)
                 current = set()

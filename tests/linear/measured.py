@@ -7,7 +7,7 @@ warps that ask for weights, which made no difference.
 
 from __future__ import annotations
 
-# (n, k, m): {(tokens of a tile, its output features, parts of K of a tile that is cut): us}
+# (n, k, m): {(tile_m of a tile, its output features, parts of K of a tile that is cut): us}
 MICROSECONDS = {
     (8192, 8192, 8): {(16, 256, 4): 19.5, (16, 192, 3): 19.5, (16, 128, 2): 19.4, (16, 384, 5): 20.6},
     (8192, 8192, 12): {(16, 256, 4): 20.1, (16, 192, 3): 19.7, (16, 128, 2): 19.9, (16, 384, 5): 21.2},
@@ -87,7 +87,7 @@ CUBLAS = {
     (4096, 4096, 16): 16.4,
 }
 
-# (n, k, m): {tokens of a tile of 128 features whose K two CTAs of a cluster have: us}, the fastest of all others in the
+# (n, k, m): {tile_m of a tile of 128 features whose K two CTAs of a cluster have: us}, the fastest of all others in the
 # same run, 2026-11-22, medians of 13
 CLUSTERS = {
     (4096, 4096, 64): ({32: 13.2, 64: 14.8}, 13.7),
@@ -99,10 +99,10 @@ CLUSTERS = {
     (8192, 8192, 256): ({256: 50.9}, 51.3),
 }
 
-# A run of 2026-11-22, x in digits, with the launch that makes them, medians of 21 (of 24 rows an earlier one, when the
+# A run of 2026-11-22, x in limbs, with the launch that makes them, medians of 21 (of 24 rows an earlier one, when the
 # start had divisions): N, K, M: the memory-bound kernel up to 8 rows, the fastest tile of bf16 beyond, both of that
-# earlier run, then {(tokens, features, parts of K, whether they are pushed): us}.
-DIGITS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, int, bool], float]]] = {
+# earlier run, then {(tile_m, features, parts of K, whether they are dsmem): us}.
+LIMBS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, int, bool], float]]] = {
     (8192, 8192, 1): (
         15.9,
         {(16, 128, 2, True): 15.1, (16, 128, 2, False): 16.4, (16, 256, 4, False): 17.8, (16, 128, 3, False): 18.4},
@@ -215,7 +215,8 @@ DIGITS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, int, bool],
     (4096, 4096, 24): (10.8, {(32, 128, 3, True): 11.5, (32, 256, 6, False): 14.8}),
 }
 
-# The same of CTAs that make digits themselves: N, K, M: {(features, parts of K, turns, whether warps load x): us}.
+# The same of CTAs that make limbs themselves: N, K, M: {(features, parts of K, k_warpgroups, whether warps load x):
+# us}.
 RESIDENT: dict[tuple[int, int, int], dict[tuple[int, int, int, bool], float]] = {
     (4096, 4096, 1): {
         (64, 2, 2, True): 7.9,
@@ -313,7 +314,8 @@ RESIDENT: dict[tuple[int, int, int], dict[tuple[int, int, int, bool], float]] = 
 
 # The same of layers whose CTAs have four to seven tiles of 64 features, beside the fastest of other kernels; cold L2,
 # other kernels between the calls, 2026-11-23.
-# (Seven tiles of 16 rows are those of before their sums left early, which takes 0.2 to 0.5 us less where K is 4096.)
+# (Seven tiles of 16 rows are those of before their accumulators left early, which takes 0.2 to 0.5 us less where K is
+# 4096.)
 RESIDENT_LAYERS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, int, bool], float]]] = {
     (14336, 4096, 1): (14.9, {(256, 2, 1, True): 14.1}),
     (14336, 4096, 4): (14.3, {(256, 2, 1, True): 14.0, (256, 2, 1, False): 14.0}),
@@ -352,7 +354,7 @@ RESIDENT_LAYERS: dict[tuple[int, int, int], tuple[float, dict[tuple[int, int, in
 }
 
 # A run of 2026-11-22 of codes that are scaled as they are decoded, medians of 11 (5 from 512 rows of large layers on):
-# N, K, bits, M: cuBLAS, then {(tokens, features, parts of K, CTAs of a cluster): us}.
+# N, K, bits, M: cuBLAS, then {(tile_m, features, parts of K, CTAs of a cluster): us}.
 Scaled = dict[tuple[int, int, int, int], tuple[float, dict[tuple[int, int, int, int], float]]]
 SCALED: Scaled = {
     (4096, 4096, 4, 32): (16.7, {(32, 128, 3, 1): 11.9, (32, 128, 4, 1): 12.3, (32, 128, 2, 2): 12.3}),
@@ -428,7 +430,7 @@ SCALED: Scaled = {
 }
 
 # Large tiles that TMA stores, one launch between others on a cold L2, 2026-11-22: microseconds by (whether a last round
-# is cut along rows of x, CTAs that share activations, parts) of (n, k, bits, m).
+# is cut along rows of x, CTAs that share activations by TMA multicast, parts) of (n, k, bits, m).
 LARGE = {
     (28672, 4096, 8, 512): {(True, 1, 2): 158.6, (False, 1, 2): 162.8, (False, 1, 1): 175.8},
     (28672, 4096, 4, 512): {(True, 1, 2): 154.7, (False, 1, 2): 159.6, (False, 1, 1): 171.7},

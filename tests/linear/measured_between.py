@@ -8,7 +8,7 @@ another one. An experiment's, 2026-11-26.
 from __future__ import annotations
 
 # One product in a few full lines, as a table is read.
-# (n, k, bits, m): (cuBLAS, {(tokens of a tile, its output features, CTAs of a cluster, parts of K): us})
+# (n, k, bits, m): (cuBLAS, {(tile_m of a tile, its output features, CTAs of a cluster, parts of K): us})
 # fmt: off
 BETWEEN = {
     (8192, 8192, 4, 72): (52.1, {

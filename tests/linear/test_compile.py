@@ -1,4 +1,4 @@
-"""What bundles do not hold compiles on demand, without spills: short units, other shapes of CTAs, early launches."""
+"""What bundles do not hold compiles on demand, without spills: short k blocks, other shapes of CTAs, early launches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cute_kernels.linear.compile import KERNEL_MODULES, LinearSpec, compile_line
 from cute_kernels.linear.config import LinearConfig
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.compile import ResidentSpec, WgmmaSpec
-from cute_kernels.linear.wgmma.config import STORE_TOKENS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import STORE_M, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, PUSH_FORMS, candidate_configs, push_configs
+from cute_kernels.linear.wgmma.schedule import BETWEEN_SHAPES, DSMEM_FORMS, candidate_configs, dsmem_configs
 from cute_kernels.runtime import KernelSpec, default_cache, native
 from cute_kernels.runtime.artifact import Artifact
 from tests import golden
@@ -23,14 +23,14 @@ ARCH = "sm_90a"
 pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="compiling needs nvidia-cutlass-dsl")
 
 CONFIGS = [
-    LinearConfig(4, "bf16", 32, True, unit_k=64),
-    LinearConfig(4, "fp16", 64, unit_k=64, max_tokens=16, n_tiles=2, chunk_units=4),
-    LinearConfig(4, "bf16", 0, True, n_tiles=2, chunk_units=2),
+    LinearConfig(4, "bf16", 32, True, block_k=64),
+    LinearConfig(4, "fp16", 64, block_k=64, tile_m=16, n_tiles=2, chunk_k_blocks=4),
+    LinearConfig(4, "bf16", 0, True, n_tiles=2, chunk_k_blocks=2),
     LinearConfig(4, "bf16", 128, k_warps=4, num_buffers=1),
     LinearConfig(4, "bf16", 128, k_warps=1, epilogue_warps=1),
-    LinearConfig(4, "bf16", 256, True, unit_k=256, chunk_units=2, use_pdl=True),
-    LinearConfig(8, "bf16", 128, True, k_warps=3, chunk_units=3, num_stages=5),
-    LinearConfig(8, "fp16", 32, unit_k=64, max_tokens=16, num_stages=4),
+    LinearConfig(4, "bf16", 256, True, block_k=256, chunk_k_blocks=2, use_pdl=True),
+    LinearConfig(8, "bf16", 128, True, k_warps=3, chunk_k_blocks=3, num_stages=5),
+    LinearConfig(8, "fp16", 32, block_k=64, tile_m=16, num_stages=4),
 ]
 
 
@@ -42,7 +42,7 @@ def test_it_compiles_without_spills(config: LinearConfig):
 
 
 def test_mma_and_additions_are_as_many_as_the_codes_need():
-    """A unit of 128 inputs: 8 products, and for each of its 8 k16 steps 4 packed additions."""
+    """A k block of 128 inputs: 8 products, and for each of its 8 k16 steps 4 packed additions."""
     spec = LinearSpec(LinearConfig(4, "bf16", 128))
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["opcodes"]["HMMA"] == 8
@@ -60,36 +60,42 @@ def test_the_cache_knows_the_modules_that_kernels_are_made_of():
     assert all(path.is_file() for path in LinearSpec(CONFIGS[0]).source_roots())
 
 
-STORED = WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, sharing=2, bulk_stores=True)
+STORED = WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, multicast=2, bulk_stores=True)
 IN_ROWS = WgmmaConfig(8, "bf16", 128, row_parts=2, num_stages=4, cuts_rows=True, bulk_stores=True)
 WGMMA_CONFIGS = [
     WgmmaConfig(4, "bf16", 128, num_stages=5),
     WgmmaConfig(4, "bf16", 32, True, num_stages=5),
-    WgmmaConfig(4, "fp16", 128, True, tokens=128, m_tiles=2, num_stages=6),
-    WgmmaConfig(8, "bf16", 64, True, tokens=128, m_tiles=2, num_stages=5),
-    WgmmaConfig(4, "bf16", 0, True, tokens=64, m_tiles=2, unit_k=128, num_stages=4, splits_k=True),
-    WgmmaConfig(8, "fp16", 256, tokens=128, unit_k=128, num_stages=3, splits_k=True),
-    WgmmaConfig(4, "bf16", 128, True, tokens=32, m_tiles=2, warpgroups=3, unit_k=128, num_stages=6, splits_k=True),
+    WgmmaConfig(4, "fp16", 128, True, tile_m=128, n_tiles=2, num_stages=6),
+    WgmmaConfig(8, "bf16", 64, True, tile_m=128, n_tiles=2, num_stages=5),
+    WgmmaConfig(4, "bf16", 0, True, tile_m=64, n_tiles=2, block_k=128, num_stages=4, splits_k=True),
+    WgmmaConfig(8, "fp16", 256, tile_m=128, block_k=128, num_stages=3, splits_k=True),
+    WgmmaConfig(4, "bf16", 128, True, tile_m=32, n_tiles=2, warpgroups=3, block_k=128, num_stages=6, splits_k=True),
     WgmmaConfig(4, "bf16", 128, num_stages=5, splits_k=True, cluster=2),
-    WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, num_stages=3, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, num_stages=5, sharing=2),
+    WgmmaConfig(8, "bf16", 128, tile_m=128, block_k=128, num_stages=3, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, num_stages=5, multicast=2),
     STORED,
 ]
-EVEN = WgmmaConfig(8, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=3, splits_k=True)
-WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tokens=64, num_stages=7)]
+EVEN = WgmmaConfig(8, "bf16", 128, tile_m=128, block_k=128, in_flight=2, num_stages=3, splits_k=True)
+WGMMA_CONFIGS += [EVEN, replace(EVEN, bits=4, tile_m=64, num_stages=7)]
 BETWEEN = {shape[0] for shape in BETWEEN_SHAPES}
 WGMMA_CONFIGS += [  # tiles for numbers of rows in between, in formats of more and of less decoding
     config
     for form in ((4, "bf16", 128, False), (4, "bf16", 32, True), (8, "fp16", 64, True))
     for config in candidate_configs(Problem(8192, 8192, 8192, 8192, *form))
-    if config.tokens in BETWEEN and config.can_implement() is None and not config.digits
+    if config.tile_m in BETWEEN and config.can_implement() is None and not config.limbs
 ]
-SQUARE = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, in_flight=2, num_stages=4, splits_k=True)
-IN_TURN = {  # tiles whose warpgroups take turns: what ships, and other formats
+SQUARE = WgmmaConfig(4, "bf16", 128, tile_m=128, block_k=128, in_flight=2, num_stages=4, splits_k=True)
+INTERLEAVED = {  # tiles whose warpgroups take turns: what ships, and other formats
     config: None
-    for form in (*PUSH_FORMS, (4, "bf16", 32, True), (4, "fp16", 0, True), (4, "bf16", 0, False), (8, "fp16", 64, True))
+    for form in (
+        *DSMEM_FORMS,
+        (4, "bf16", 32, True),
+        (4, "fp16", 0, True),
+        (4, "bf16", 0, False),
+        (8, "fp16", 64, True),
+    )
     for rows in (16, 32, 64)
-    for config in push_configs(Problem(rows, 8192, 8192, 8192, *form))
+    for config in dsmem_configs(Problem(rows, 8192, 8192, 8192, *form))
 }
 OPCODES = {
     SQUARE: {"LOP3": 4, "SHF": 1, "HFMA2": 4},
@@ -103,7 +109,7 @@ def compiled() -> None:
     """All kernels of this file at once: one by one, each would wait for a compiler to start."""
     shipped = LinearSpec(LinearConfig(4, "bf16", 128))
     default_cache().artifacts(
-        [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *IN_TURN, *OPCODES))], ARCH
+        [shipped, *map(LinearSpec, CONFIGS), *map(WgmmaSpec, (*WGMMA_CONFIGS, IN_ROWS, *INTERLEAVED, *OPCODES))], ARCH
     )
 
 
@@ -120,35 +126,35 @@ def test_warpgroup_mmas_run_side_by_side_with_decoding(config: WgmmaConfig):
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    groups = config.unit_steps // config.group_steps
-    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.m_tiles
+    groups = config.k_block_steps // config.group_steps
+    assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.n_tiles
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups + 1
 
 
-@pytest.mark.parametrize("config", IN_TURN, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", INTERLEAVED, ids=lambda config: config.name)
 def test_mmas_run_side_by_side_where_warpgroups_take_turns(config: WgmmaConfig):
     """As above, a loop for each number of parts of rows."""
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    loops, groups = len(config.loop_parts), config.unit_steps // config.group_steps
-    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.m_tiles * loops
+    loops, groups = len(config.loop_parts), config.k_block_steps // config.group_steps
+    assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.n_tiles * loops
     assert kernel["opcodes"]["WARPGROUP"] == 2 * groups * loops + 1
 
 
 @pytest.mark.parametrize(
     "config",
-    [*WGMMA_CONFIGS, *(config for config in IN_TURN if config.row_parts == 1)],
+    [*WGMMA_CONFIGS, *(config for config in INTERLEAVED if config.row_parts == 1)],
     ids=lambda config: config.name,
 )
 def test_operands_stay_until_the_mmas_that_read_them_are_done(config: WgmmaConfig, tmp_path):
     """Versions of ptxas before 13.3 could use registers of A again while an MMA read them.
 
-    13.3 does so with those of sums where it knows that no MMA to come reads them.
+    13.3 does so with those of accumulators where it knows that no MMA to come reads them.
     """
     artifact = compiled_apart(WgmmaSpec(config))
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
-    assert sum(opcode.startswith("HGMMA") for _, opcode, _ in loop) == config.unit_steps * config.m_tiles
+    assert sum(opcode.startswith("HGMMA") for _, opcode, _ in loop) == config.k_block_steps * config.n_tiles
     assert machine_code.early_writes(loop) == []
 
 
@@ -157,7 +163,7 @@ def test_a_code_takes_no_more_than_what_is_written(config: WgmmaConfig, per_step
     """A mask for two codes, one HFMA2 for their weights, and none made or copied again; four more with zero points."""
     artifact = compiled_apart(WgmmaSpec(config))
     loop = machine_code.main_loop(machine_code.instructions(artifact.object_code, tmp_path))
-    steps = config.unit_steps
+    steps = config.k_block_steps
     for name, count in per_step.items():
         assert count * steps <= sum(opcode.startswith(name) for _, opcode, _ in loop) <= count * steps + 4, name
     copies = [operands for _, opcode, operands in loop if opcode.startswith(("IMAD.U32", "MOV")) and ", UR" in operands]
@@ -177,19 +183,19 @@ def test_copies_come_first_and_wait_for_no_division(config: WgmmaConfig, tmp_pat
 
 MOST_PREFETCHED_BYTES = 24 << 10  # of a CTA: with more, x came later (docs/design/weight_only_few_rows.md)
 PREFETCHING = [
-    config for config in push_configs(Problem(16, 4096, 4096, 4096, 4, "bf16", 128)) if config.prefetched_units
+    config for config in dsmem_configs(Problem(16, 4096, 4096, 4096, 4, "bf16", 128)) if config.prefetched_k_blocks
 ]
 PREFETCHING_RESIDENT = [
     ResidentConfig(
-        4, "bf16", 128, tokens=8, warpgroups=warpgroups, turns=turns, unit_k=128, num_stages=6, digits=True, cluster=2,
-        pushes=True, splits_k=True, boxes=16, loads=loads,
+        4, "bf16", 128, tile_m=8, warpgroups=warpgroups, k_warpgroups=k_warpgroups, block_k=128, num_stages=6,
+        limbs=True, cluster=2, dsmem_reduction=True, splits_k=True, resident_k_blocks=16, loads=loads,
     )
-    for warpgroups, turns, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
+    for warpgroups, k_warpgroups, loads in ((2, 2, True), (4, 2, False), (4, 1, True))
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [*PREFETCHING, *PREFETCHING_RESIDENT], ids=lambda config: config.name)
-def test_first_units_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
+def test_first_k_blocks_are_asked_for_before_barriers_are_there(config: WgmmaConfig, tmp_path):
     """One instruction a tile, before the first copy and most barriers."""
     code = machine_code.instructions(compiled_apart(spec_of(config)).object_code, tmp_path)
     opcodes = [opcode for _, opcode, _ in code]
@@ -198,12 +204,12 @@ def test_first_units_are_asked_for_before_barriers_are_there(config: WgmmaConfig
     assert asks[-1] < opcodes.index("UBLKCP.S.G") < 150
     made = [place for place, opcode in enumerate(opcodes) if opcode == "SYNCS.EXCH.64"]
     assert sum(place > asks[-1] for place in made) > len(made) / 2
-    assert config.prefetched_units * config.code_stage_bytes <= MOST_PREFETCHED_BYTES
+    assert config.prefetched_k_blocks * config.code_stage_bytes <= MOST_PREFETCHED_BYTES
 
 
 def test_shared_activations_are_multicast(tmp_path):
-    """One copy of a box in the code, and two barriers of the cluster: before the first of them, after the last."""
-    artifact = compiled_apart(WgmmaSpec(WgmmaConfig(4, "bf16", 128, num_stages=5, sharing=2)))
+    """One copy of a TMA tile in the code, and two barriers of the cluster: before the first of them, after the last."""
+    artifact = compiled_apart(WgmmaSpec(WgmmaConfig(4, "bf16", 128, num_stages=5, multicast=2)))
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(artifact.object_code, tmp_path)]
     copies = [opcode for opcode in opcodes if opcode.startswith("UTMALDG")]
     assert len(copies) == 1 and "MULTICAST" in copies[0]
@@ -214,20 +220,21 @@ def test_shared_activations_are_multicast(tmp_path):
 
 @pytest.mark.parametrize("config", [STORED, IN_ROWS], ids=lambda config: config.name)
 def test_boxes_of_results_are_stored_by_tma(config: WgmmaConfig, tmp_path):
-    """One instruction for each box; a loop of MMAs for each number of a tile's parts of rows, none of them spilling."""
+    """One instruction for each TMA tile; a loop of MMAs for each number of a tile's parts of rows, none of them
+    spilling."""
     spec = WgmmaSpec(config)
     (kernel,) = golden.measure([spec], default_cache())[spec.symbol]
     assert kernel["stack_bytes"] == kernel["spill_store_bytes"] == kernel["spill_load_bytes"] == 0
-    assert kernel["opcodes"]["HGMMA"] == config.unit_steps * config.row_parts
+    assert kernel["opcodes"]["HGMMA"] == config.k_block_steps * config.row_parts
     opcodes = [opcode for _, opcode, _ in machine_code.instructions(compiled_apart(spec).object_code, tmp_path)]
-    assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == config.tokens // STORE_TOKENS
+    assert sum(opcode.startswith("UTMASTG") for opcode in opcodes) == config.tile_m // STORE_M
 
 
 def test_a_tile_is_read_before_the_mmas_of_the_one_before_it(tmp_path):
-    """Where tiles of a unit come one by one: what is read later waits in one queue with those MMAs' operands."""
+    """Where tiles of a k block come one by one: what is read later waits in one queue with those MMAs' operands."""
     config = ResidentConfig(
-        4, "bf16", 128, tokens=16, m_tiles=4, unit_k=128, num_stages=4, digits=True, cluster=2, pushes=True,
-        boxes=16, spare=1, sends_early=True,
+        4, "bf16", 128, tile_m=16, n_tiles=4, block_k=128, num_stages=4, limbs=True, cluster=2, dsmem_reduction=True,
+        resident_k_blocks=16, spare=1, publishes_early=True,
     )  # fmt: skip
     loop = machine_code.main_loop(machine_code.instructions(compiled_apart(ResidentSpec(config)).object_code, tmp_path))
     read, ahead = 0, []

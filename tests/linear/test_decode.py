@@ -1,4 +1,4 @@
-"""Every code with every zero point, as the multiplying warps decode it: exact, in every width and dtype."""
+"""Every code with every zero point, as the consumer warps decode it: exact, in every width and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items that are found without divisions are those that divisions find."""
+"""Work tiles that are found without divisions are those that divisions find."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import few_rows, tiles
-from cute_kernels.linear.wgmma.schedule import digit_configs, schedule_of
+from cute_kernels.linear.wgmma.schedule import limb_configs, schedule_of
 from cute_kernels.linear.work import RECIPROCAL_BITS
-from tests.linear import plain_items
+from tests.linear import plain_work_tiles
 
 
 @pytest.mark.parametrize("n", [64, 1000, 8192, 57344])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 @pytest.mark.parametrize("whole", [0, 5])
 def test_items_are_those_of_one_tile_of_rows(n: int, splits: int, whole: int, monkeypatch):
-    plain_items.install(monkeypatch, few_rows)
+    plain_work_tiles.install(monkeypatch, few_rows)
     case = Problem(16, n, 2688, 2688, 4, "bf16", 128)
-    config = next(one for one in digit_configs(case) if not one.pushes)
+    config = next(one for one in limb_configs(case) if not one.dsmem_reduction)
     schedule = schedule_of(case, config, splits)
     assert schedule is not None
     schedule = replace(schedule, whole=min(whole, schedule.num_tiles_cut))
     reciprocal = -(-(1 << RECIPROCAL_BITS) // splits)
-    shape = plain_items.shape_of(schedule, grid=plain_items.grid_of(schedule), split_reciprocal=reciprocal)
-    known, found = tiles.Items(shape, 0, 1), few_rows.FewRowsItems(shape, 0, 1, schedule.num_items)
-    assert schedule.num_items > 0
-    for index in range(schedule.num_items):
-        assert found.item(index) == known.item(index)
+    shape = plain_work_tiles.shape_of(schedule, grid=plain_work_tiles.grid_of(schedule), split_reciprocal=reciprocal)
+    known, found = tiles.TileScheduler(shape, 0, 1), few_rows.FewRowsTileScheduler(shape, 0, 1, schedule.num_work_tiles)
+    assert schedule.num_work_tiles > 0
+    for index in range(schedule.num_work_tiles):
+        assert found.work_tile(index) == known.work_tile(index)

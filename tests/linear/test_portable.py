@@ -29,7 +29,7 @@ from cute_kernels.linear.wgmma import epilogue, reading, tiles
 from cute_kernels.linear.wgmma import kernel as wgmma_kernel
 from layouts import banks
 from tests.attention import warp as machine
-from tests.linear import measured_portable, plain_items
+from tests.linear import measured_portable, plain_work_tiles
 from tests.linear.cases import known
 from tests.linear.test_schedule import problems
 from tests.linear.warpgroup import WarpgroupWarp
@@ -37,15 +37,15 @@ from tests.linear.warpgroup import WarpgroupWarp
 POISON = 0xFF  # a NaN in either dtype
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = [
-    PortableConfig(bits, dtype, group_size, zero_point, tokens=16, num_stages=3)
+    PortableConfig(bits, dtype, group_size, zero_point, tile_m=16, num_stages=3)
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
 ] + [
     PortableConfig(4, "bf16", 128, num_stages=3),
-    PortableConfig(4, "bf16", 32, True, tokens=32, m_tiles=1, num_stages=2),
-    PortableConfig(8, "fp16", 64, True, tokens=32, num_stages=2),
+    PortableConfig(4, "bf16", 32, True, tile_m=32, n_tiles=1, num_stages=2),
+    PortableConfig(8, "fp16", 64, True, tile_m=32, num_stages=2),
 ]
 SOME = [CONFIGS[7], CONFIGS[19], *CONFIGS[-3:]]
 
@@ -79,15 +79,15 @@ class Launch:
     def __init__(self, config: PortableConfig, weight: PackedWeight, x: torch.Tensor, splits: int, monkeypatch):
         self.config, (self.n, k), m = config, weight.shape, x.shape[0]
         k_pad = weight.codes.shape[1] * config.tile_k
-        units, num_tiles = k_pad // config.unit_k, weight.codes.shape[0]
+        k_blocks, num_tiles = k_pad // config.block_k, weight.codes.shape[0]
         aligned = torch.nn.functional.pad(x, (0, -k % 8))
-        plain_items.install(monkeypatch)
-        blocks, token_tiles = -(-num_tiles // config.block_tiles), -(-m // config.tokens)
-        grid = tiles.TileGrid.of(blocks, token_tiles, 0, splits)
+        plain_work_tiles.install(monkeypatch)
+        blocks, m_tiles = -(-num_tiles // config.block_tiles), -(-m // config.tile_m)
+        grid = tiles.TileGrid.of(blocks, m_tiles, 0, splits)
         self.shape = tiles.Shape(
-            m=m, n=self.n, k=aligned.shape[1], num_tiles=num_tiles, units=units,
+            m=m, n=self.n, k=aligned.shape[1], num_tiles=num_tiles, k_blocks=k_blocks,
             scale_groups=k_pad // config.group_size if config.group_size else 1, whole=0, splits=splits,
-            split_units=-(-units // splits), activation=0, out_kind=0, grid=grid,
+            split_k_blocks=-(-k_blocks // splits), activation=0, out_kind=0, grid=grid,
         )  # fmt: skip
         parts = {"x": aligned, "codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros}
         pieces, places, end = [], {}, 0
@@ -105,70 +105,70 @@ class Launch:
         stages = config.num_stages
         x_start = stages * config.code_stage_bytes
         scales = x_start + stages * config.x_stage_bytes
-        self.ring = kernel.Ring(0, x_start, scales, scales + stages * config.scale_stage_bytes, 0)
+        self.stages = kernel.Stages(0, x_start, scales, scales + stages * config.scale_stage_bytes, 0)
 
-    def copy(self, item, unit: int, stage: int) -> None:
+    def copy(self, work_tile, k_block: int, stage: int) -> None:
         """All threads' parts of `copy_stage`."""
         config, subject = self.config, self.subject
-        for warp in range(config.math_warps):
+        for warp in range(config.consumer_warps):
             tid = warp * 32 + machine.LANES
-            subject.copy_codes(self.operands, self.shape, self.ring, item, unit, stage, tid)
-            subject.copy_x(self.operands, self.shape, self.ring, item, unit, stage, tid)
-        parts = [(self.operands.scales, self.ring.scales, config.scale_stage_bytes, SCALE_BYTES)]
-        parts += [(self.operands.zeros, self.ring.zeros, config.zero_stage_bytes, ZERO_BYTES)]
+            subject.copy_codes(self.operands, self.shape, self.stages, work_tile, k_block, stage, tid)
+            subject.copy_x(self.operands, self.shape, self.stages, work_tile, k_block, stage, tid)
+        parts = [(self.operands.scales, self.stages.scales, config.scale_stage_bytes, SCALE_BYTES)]
+        parts += [(self.operands.zeros, self.stages.zeros, config.zero_stage_bytes, ZERO_BYTES)]
         for source, target, stage_bytes, group_bytes in parts:
-            count = config.m_tiles * config.unit_groups * group_bytes // 16 if stage_bytes else 0
+            count = config.n_tiles * config.k_block_groups * group_bytes // 16 if stage_bytes else 0
             assert count <= config.num_threads and count * 16 == stage_bytes
             for tid in range(count):
-                offset = subject.group_offset(group_bytes, self.shape, item, unit, tid)
+                offset = subject.group_offset(group_bytes, self.shape, work_tile, k_block, tid)
                 place = int(np.asarray(source + offset).flat[0])
                 start = target + stage * stage_bytes + tid * 16
                 self.shared[start : start + 16] = self.gpu.global_memory[place : place + 16]
 
-    def item(self, item) -> np.ndarray:
+    def work_tile(self, work_tile) -> np.ndarray:
         """[tokens, block_rows] of a part of K of a tile."""
         config, subject = self.config, self.subject
-        begin, end = (int(np.asarray(value).flat[0]) for value in (item.begin, item.end))
-        registers = [machine.Registers(config.thread_sums, machine.Float32) for _ in range(4)]
+        begin, end = (int(np.asarray(value).flat[0]) for value in (work_tile.begin, work_tile.end))
+        registers = [machine.Registers(config.thread_acc, machine.Float32) for _ in range(4)]
         places = [subject.lane_places(self.shape, warp, machine.LANES) for warp in range(4)]
-        channels = [subject.load_channel(self.operands, self.shape, item, 0, place) for place in places]
-        for unit in range(begin, end):
-            stage = (unit - begin) % config.num_stages
-            self.copy(item, unit, stage)
-            for sums, place, channel in zip(registers, places, channels, strict=True):
-                subject.multiply_stage(sums, self.ring, stage, place, channel, machine.LANES)
-        for sums, channel in zip(registers, channels, strict=True):
-            subject.put_sums(sums, list(sums), channel)
+        channels = [subject.load_channel(self.operands, self.shape, work_tile, 0, place) for place in places]
+        for k_block in range(begin, end):
+            stage = (k_block - begin) % config.num_stages
+            self.copy(work_tile, k_block, stage)
+            for acc, place, channel in zip(registers, places, channels, strict=True):
+                subject.multiply_stage(acc, self.stages, stage, place, channel, machine.LANES)
+        for acc, channel in zip(registers, channels, strict=True):
+            subject.scale_acc(acc, list(acc), channel)
         return self.staged(registers)
 
     def staged(self, registers) -> np.ndarray:
         """What the epilogue finds in shared memory, [tokens, block_rows]."""
         config = self.config
-        found = np.zeros((config.tokens, config.block_rows))
-        for tile in range(config.m_tiles):
-            for warp, sums in enumerate(registers):
+        found = np.zeros((config.tile_m, config.block_rows))
+        for tile in range(config.n_tiles):
+            for warp, acc in enumerate(registers):
                 store = epilogue.Store(0, 0, warp * 32 + machine.LANES, warp, machine.LANES)
-                self.subject.epilogue.stage_sums(store, sums, tile * config.tokens // 2, config.tokens)
-            part = self.shared[: config.tokens * config.staging_pitch].view(np.float32)
-            found[:, tile * 64 : (tile + 1) * 64] = part.reshape(config.tokens, -1)[:, :64]
+                self.subject.epilogue.stage_acc(store, acc, tile * config.tile_m // 2, config.tile_m)
+            part = self.shared[: config.tile_m * config.staging_pitch].view(np.float32)
+            found[:, tile * 64 : (tile + 1) * 64] = part.reshape(config.tile_m, -1)[:, :64]
         return found
 
     def product(self) -> np.ndarray:
-        """[m, n]: all items, the parts of K of a tile added up."""
+        """[m, n]: all work tiles, the parts of K of a tile added up."""
         config, shape = self.config, self.shape
-        items = self.subject.items_of.__func__
-        out = np.zeros((-(-shape.m // config.tokens) * config.tokens, shape.num_tiles * 64 + 64))
-        count = int(np.asarray(items(self.subject, shape, 0, 1).count).flat[0])
+        scheduler = self.subject.tile_scheduler.__func__
+        out = np.zeros((-(-shape.m // config.tile_m) * config.tile_m, shape.num_tiles * 64 + 64))
+        count = int(np.asarray(scheduler(self.subject, shape, 0, 1).count).flat[0])
         for cta in range(count):
-            item = items(self.subject, shape, cta, count).item(cta)
-            block, token = (int(np.asarray(v).flat[0]) for v in (item.block, item.token_tile))
-            rows = slice(token * config.tokens, (token + 1) * config.tokens)
-            out[rows, block * config.block_rows : (block + 1) * config.block_rows] += self.item(item)
+            work_tile = scheduler(self.subject, shape, cta, count).work_tile(cta)
+            block, token = (int(np.asarray(v).flat[0]) for v in (work_tile.block, work_tile.m_tile))
+            rows = slice(token * config.tile_m, (token + 1) * config.tile_m)
+            out[rows, block * config.block_rows : (block + 1) * config.block_rows] += self.work_tile(work_tile)
         return out[: shape.m, : self.n]
 
 
 class Pipeline(Launch):
-    """The kernel's own loop over the ring: four warps that take turns at barriers, copies that are late or early.
+    """The kernel's own loop over the pipeline: four warps that take turns at barriers, copies that are late or early.
 
     Late copies come when they are waited for, and not before; early ones at once. Warps run from barrier to barrier one
     after the other, so what one does too early is done before the others have done what must come first.
@@ -205,9 +205,9 @@ class Pipeline(Launch):
             while group:
                 group.pop(0)()
 
-    def copy_groups(self, source, target, group_bytes, shape, item, unit, tid) -> None:
-        for lane in tid[tid < self.config.m_tiles * self.config.unit_groups * group_bytes // 16]:
-            offset = self.subject.group_offset(group_bytes, shape, item, unit, lane)
+    def copy_groups(self, source, target, group_bytes, shape, work_tile, k_block, tid) -> None:
+        for lane in tid[tid < self.config.n_tiles * self.config.k_block_groups * group_bytes // 16]:
+            offset = self.subject.group_offset(group_bytes, shape, work_tile, k_block, lane)
             place, start = (int(np.asarray(value).flat[0]) for value in (source + offset, target + lane * 16))
 
             def copy(place=place, start=start):
@@ -225,13 +225,13 @@ class Pipeline(Launch):
     def wait_for_turn(self) -> None:
         assert self.moved.wait_for(lambda: self.order[self.turn] == self.warp or len(self.finished) == 4, timeout=60)
 
-    def item(self, item) -> np.ndarray:
-        ends = {name: int(np.asarray(getattr(item, name)).flat[0]) for name in ("begin", "end", "token_tile", "block")}
-        item = replace(item, **ends)
+    def work_tile(self, work_tile) -> np.ndarray:
+        ends = {name: int(np.asarray(getattr(work_tile, name)).flat[0]) for name in ("begin", "end", "m_tile", "block")}
+        work_tile = replace(work_tile, **ends)
         results: dict[int, machine.Registers] = {}
         self.finished.clear()
         self.turn = 0
-        threads = [threading.Thread(target=self.run_warp, args=(item, results), name=str(w)) for w in self.order]
+        threads = [threading.Thread(target=self.run_warp, args=(work_tile, results), name=str(w)) for w in self.order]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -239,18 +239,18 @@ class Pipeline(Launch):
         assert len(results) == 4, "a warp has failed"
         return self.staged([results[warp] for warp in range(4)])
 
-    def run_warp(self, item, results: dict[int, machine.Registers]) -> None:
+    def run_warp(self, work_tile, results: dict[int, machine.Registers]) -> None:
         subject, warp = self.subject, self.warp
         with self.moved:
             self.wait_for_turn()
-        sums = machine.Registers(self.config.thread_sums, machine.Float32)
+        acc = machine.Registers(self.config.thread_acc, machine.Float32)
         place = subject.lane_places(self.shape, warp, machine.LANES)
-        channel = subject.load_channel(self.operands, self.shape, item, 0, place)
+        channel = subject.load_channel(self.operands, self.shape, work_tile, 0, place)
         loop = kernel.PortableKernel.multiply_all.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         tid = warp * 32 + machine.LANES
-        loop(subject, sums, self.operands, self.shape, self.ring, item, place, channel, tid, machine.LANES)
-        subject.put_sums(sums, list(sums), channel)
-        results[warp] = sums
+        loop(subject, acc, self.operands, self.shape, self.stages, work_tile, place, channel, tid, machine.LANES)
+        subject.scale_acc(acc, list(acc), channel)
+        results[warp] = acc
         with self.moved:
             self.finished.add(warp)
             self.turn = (self.turn + 1) % len(self.order)
@@ -271,9 +271,9 @@ def case(config: PortableConfig, n: int, k: int, m: int) -> tuple[PackedWeight, 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_products_with_tails_of_all_sizes(config: PortableConfig, monkeypatch):
-    """K ends within a unit, N within the first tile of a block, M within a second tile of tokens."""
+    """K ends within a k block, N within the first tile of a block, M within a second tile of tokens."""
     k = 264 if config.group_size == 256 else 136
-    weight, x = case(config, 130, k, config.tokens + 3)
+    weight, x = case(config, 130, k, config.tile_m + 3)
     found = Launch(config, weight, x, 1, monkeypatch).product()
     exact = (x.double() @ rounded(weight).T).numpy()
     np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
@@ -311,7 +311,7 @@ def test_one_hot_rows_return_the_weights_rounded_once(config: PortableConfig, mo
 
 @pytest.mark.parametrize("config", SOME, ids=lambda config: config.name)
 def test_shared_memory_is_read_and_written_without_conflicts(config: PortableConfig, monkeypatch):
-    weight, x = case(config, 64 * config.m_tiles, 64 if config.group_size < 256 else 256, config.tokens)
+    weight, x = case(config, 64 * config.n_tiles, 64 if config.group_size < 256 else 256, config.tile_m)
     launch = Launch(config, weight, x, 1, monkeypatch)
     launch.product()
     assert len(launch.gpu.accesses) > 32
@@ -327,9 +327,9 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem, m: int):
     config = schedule.config
     assert isinstance(config, PortableConfig) and config.can_implement() is None
     assert 2 * config.smem_bytes <= MAX_SHARED_BYTES
-    assert schedule.units * config.unit_k == problem.k_pad
-    assert schedule.num_ctas == schedule.num_items
-    assert (schedule.splits - 1) * schedule.split_units < schedule.units
+    assert schedule.k_blocks * config.block_k == problem.k_pad
+    assert schedule.num_ctas == schedule.num_work_tiles
+    assert (schedule.splits - 1) * schedule.split_k_blocks < schedule.k_blocks
 
 
 def test_rows_do_not_depend_on_each_other_if_k_is_in_one_part():
@@ -345,14 +345,14 @@ def test_choices_are_near_the_fastest_that_was_measured():
         schedule = make_portable_schedule(Problem(m, n, k, k, 4, "bf16", 128))
         assert schedule.whole == 0
         best = min(us for parts in times.values() for us in parts.values())
-        losses.append(times[schedule.config.m_tiles][schedule.splits] / best)
+        losses.append(times[schedule.config.n_tiles][schedule.splits] / best)
     assert max(losses) < 1.15 and math.prod(losses) ** (1 / len(losses)) < 1.03
 
 
 @pytest.mark.parametrize("m", [1, 32, 64])
 def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
     found = {schedule.config for schedule in portable_schedules(Problem(m, 4096, 4096, 4096, 4, "bf16", 128))}
-    assert {config.m_tiles for config in found if isinstance(config, PortableConfig)} == {1, 2}
+    assert {config.n_tiles for config in found if isinstance(config, PortableConfig)} == {1, 2}
     assert all(config.can_implement() is None for config in found)
 
 
@@ -361,8 +361,8 @@ def test_tiles_of_64_and_of_128_features_are_candidates(m: int):
     [
         ({"row_parts": 2}, "row_parts 2 is not one of 1"),
         ({"bits": 3}, "bits 3 is not one of 4, 8"),
-        ({"tokens": 128}, "tokens 128 is not one of 16, 32, 64"),
-        ({"unit_k": 128}, "unit_k 128 is not one of 64"),
+        ({"tile_m": 128}, "tile_m 128 is not one of 16, 32, 64"),
+        ({"block_k": 128}, "block_k 128 is not one of 64"),
         ({"num_stages": 1}, "num_stages 1"),
         ({"num_stages": 20}, "bytes of shared memory exceed"),
     ],

@@ -1,4 +1,4 @@
-"""What a multiplying warp computes, lane by lane in NumPy: addresses, decoding, fragments, scales, staging."""
+"""What a consumer warp computes, lane by lane in NumPy: addresses, decoding, fragments, scales, staging."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ X_START, STAGING_START = 1 << 17, 3 << 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 CONFIGS = [
-    LinearConfig(bits, dtype, group_size, zero_point, unit_k=max(unit_k, group_size), chunk_units=2)
+    LinearConfig(bits, dtype, group_size, zero_point, block_k=max(block_k, group_size), chunk_k_blocks=2)
     for bits in (4, 8)
     for dtype in ("bf16", "fp16")
     for group_size in (0, 32, 64, 128, 256)
     for zero_point in (False, True)
-    for unit_k in (64, 128)
+    for block_k in (64, 128)
 ] + [
-    LinearConfig(4, "bf16", 128, True, max_tokens=16, n_tiles=2, chunk_units=2),
-    LinearConfig(4, "fp16", 32, True, max_tokens=16, n_tiles=2, chunk_units=2),
-    LinearConfig(4, "fp16", 64, False, max_tokens=32, n_tiles=2, chunk_units=2, num_buffers=1, epilogue_warps=2),
-    LinearConfig(8, "bf16", 64, False, max_tokens=16, chunk_units=2),
+    LinearConfig(4, "bf16", 128, True, tile_m=16, n_tiles=2, chunk_k_blocks=2),
+    LinearConfig(4, "fp16", 32, True, tile_m=16, n_tiles=2, chunk_k_blocks=2),
+    LinearConfig(4, "fp16", 64, False, tile_m=32, n_tiles=2, chunk_k_blocks=2, num_buffers=1, epilogue_warps=2),
+    LinearConfig(8, "bf16", 64, False, tile_m=16, chunk_k_blocks=2),
 ]
 
 
-def make_weight(config: LinearConfig, units: int, seed: int = 0) -> PackedWeight:
-    """A block of rows and ``units`` units of K with every code, scale and zero point different."""
+def make_weight(config: LinearConfig, k_blocks: int, seed: int = 0) -> PackedWeight:
+    """A block of rows and ``k_blocks`` k blocks of K with every code, scale and zero point different."""
     generator = torch.Generator().manual_seed(seed)
-    n, k = config.block_rows, units * config.unit_k
+    n, k = config.block_rows, k_blocks * config.block_k
     q = torch.randint(0, 1 << config.bits, (n, k), dtype=torch.uint8, generator=generator)
     if config.bits == 4:
         q = q[:, ::2] | q[:, 1::2] << 4
@@ -56,25 +56,25 @@ def make_weight(config: LinearConfig, units: int, seed: int = 0) -> PackedWeight
 
 
 def load_stage(shared: np.ndarray, config: LinearConfig, weight: PackedWeight, start: int) -> None:
-    """Puts all units of a weight into a stage, as the bulk copies do: runs of codes, of scales, of zero points."""
+    """Puts all k blocks of a weight into a stage, as the bulk copies do: runs of codes, of scales, of zero points."""
     tensors = [
-        (weight.codes, 0, config.unit_bytes),
-        (weight.scales, config.scale_offset, config.unit_scale_bytes),
-        (weight.zeros, config.zero_offset, config.unit_zero_bytes),
+        (weight.codes, 0, config.k_block_bytes),
+        (weight.scales, config.scale_offset, config.k_block_scale_bytes),
+        (weight.zeros, config.zero_offset, config.k_block_zero_bytes),
     ]
-    for tensor, offset, unit_bytes in tensors:
-        if tensor is None or not unit_bytes:
+    for tensor, offset, k_block_bytes in tensors:
+        if tensor is None or not k_block_bytes:
             continue
         for tile in range(config.n_tiles):
             run = tensor[tile].contiguous().view(torch.uint8).numpy().reshape(-1)
-            place = start + offset + tile * config.chunk_units * unit_bytes
+            place = start + offset + tile * config.chunk_k_blocks * k_block_bytes
             shared[place : place + run.size] = run
 
 
 def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monkeypatch) -> tuple[np.ndarray, list]:
-    """What all multiplying warps stage for one chunk, added up: [tokens, rows]; and their accesses."""
+    """What all consumer warps stage for one chunk, added up: [tokens, rows]; and their accesses."""
     m, k = x.shape
-    units, pitch = k // config.unit_k, 2 * k + X_PAD
+    k_blocks, pitch = k // config.block_k, 2 * k + X_PAD
     shared = np.zeros(1 << 18, np.uint8)
     load_stage(shared, config, weight, 0)
     for token in range(m):
@@ -88,24 +88,24 @@ def run_warps(config: LinearConfig, weight: PackedWeight, x: torch.Tensor, monke
     memory = SimpleNamespace(x=X_START, x_pitch=pitch, staging=STAGING_START)
     work = SimpleNamespace(shape=SimpleNamespace(m=m, num_tiles=config.n_tiles), tile=lambda segment, i, n_tiles: i)
     operands = SimpleNamespace(scales=0, zeros=scales.size)
-    for number in range(config.math_warps):
+    for number in range(config.consumer_warps):
         place = subject.lane_places(memory, work, number, machine.LANES)
-        sums = machine.Registers(config.n_tiles * config.token_blocks * 4, machine.Float32)
+        acc = machine.Registers(config.n_tiles * config.m_fragments * 4, machine.Float32)
         channel = subject.load_channel(operands, work, None, place)
-        for unit in range(place.k_warp, units, config.k_warps):
-            subject.multiply_unit(sums, machine.Int32(0), unit, unit * 2 * config.unit_k, place, channel)
-        subject.stage_sums(sums, memory, 0, place, channel)
+        for k_block in range(place.k_warp, k_blocks, config.k_warps):
+            subject.multiply_k_block(acc, machine.Int32(0), k_block, k_block * 2 * config.block_k, place, channel)
+        subject.stage_acc(acc, memory, 0, place, channel)
     staged = shared.view(np.float32)[STAGING_START // 4 :][: config.buffer_bytes // 4]
-    staged = staged.reshape(config.k_warps, config.max_tokens, -1)[:, :m, : config.block_rows]
+    staged = staged.reshape(config.k_warps, config.tile_m, -1)[:, :m, : config.block_rows]
     return staged.sum(0, dtype=np.float64), gpu.accesses
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_chunk_is_multiplied(config: LinearConfig, monkeypatch):
-    units = config.chunk_units
-    weight = make_weight(config, units)
-    m = config.max_tokens - 3
-    x = torch.randn(m, units * config.unit_k, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+    k_blocks = config.chunk_k_blocks
+    weight = make_weight(config, k_blocks)
+    m = config.tile_m - 3
+    x = torch.randn(m, k_blocks * config.block_k, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
     found, _ = run_warps(config, weight, x, monkeypatch)
     exact = x.double() @ weight.dequantize(torch.float64).T
     np.testing.assert_allclose(found, exact.numpy(), rtol=2e-5, atol=2e-5 * exact.abs().max().item())
@@ -115,7 +115,7 @@ def test_a_chunk_is_multiplied(config: LinearConfig, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("group_size", [0, 64])
 def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, monkeypatch):
-    config = LinearConfig(bits, dtype, group_size, True, unit_k=64, chunk_units=2)
+    config = LinearConfig(bits, dtype, group_size, True, block_k=64, chunk_k_blocks=2)
     weight = make_weight(config, 2)
     wanted = weight.dequantize(torch.float32).T.numpy()
     for first in range(0, 128, 40):
@@ -127,9 +127,9 @@ def test_one_hot_rows_return_the_weights_exactly(bits, dtype, group_size, monkey
 @pytest.mark.parametrize("m", [1, 7])
 @pytest.mark.parametrize("config", [CONFIGS[6], *CONFIGS[-3:]], ids=lambda config: config.name)
 def test_shared_memory_is_read_and_written_without_conflicts(config: LinearConfig, m: int, monkeypatch):
-    config = replace(config, chunk_units=2)
+    config = replace(config, chunk_k_blocks=2)
     weight = make_weight(config, 2)
-    x = torch.zeros(m, 2 * config.unit_k, dtype=weight.dtype)
+    x = torch.zeros(m, 2 * config.block_k, dtype=weight.dtype)
     _, accesses = run_warps(config, weight, x, monkeypatch)
     assert len(accesses) > WARP_THREADS
     for access in accesses:

@@ -1,4 +1,4 @@
-"""Digits that a CTA makes of x itself: every warp in NumPy, against boxes of digits that TMA brings."""
+"""Limbs that a CTA makes of x itself: every warp in NumPy, against TMA tiles of limbs that TMA brings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.linear.wgmma import digit_rows, resident_rows
-from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
+from cute_kernels.linear.wgmma import limb_rows, resident_rows
+from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.resident_rows import UNIT_BOXES
+from cute_kernels.linear.wgmma.resident_rows import K_BLOCK_TMA_TILES
 from layouts import banks
 from tests.attention.warp import LANES, Int32, Uint32, Warp, elements, from_halves, halves
-from tests.linear.digits import GROUP, digits_of
-from tests.linear.warpgroup import put_box
+from tests.linear.limbs import GROUP, limbs_of
+from tests.linear.warpgroup import put_tma_tile
 
 X, X_SCALES = 1 << 10, 1 << 18
-CONFIG = ResidentConfig(4, "bf16", 128, tokens=16, unit_k=128, warpgroups=4, digits=True)
+CONFIG = ResidentConfig(4, "bf16", 128, tile_m=16, block_k=128, warpgroups=4, limbs=True)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,42 +46,46 @@ class Numbers:
 
 
 def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypatch) -> Warp:
-    """Shared memory after all steps of all warps of a CTA that has units [begin, end) of x [m, k]."""
+    """Shared memory after all steps of all warps of a CTA that has k blocks [begin, end) of x [m, k]."""
     rows, k = x.shape
     gpu = Warp(np.full(1 << 19, 0xAA, np.uint8), np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, digit_rows, resident_rows)
+    gpu.install(monkeypatch, limb_rows, resident_rows)
     monkeypatch.setattr(resident_rows, "numbers", Numbers(x.contiguous().view(torch.int16).numpy().reshape(-1)))
     subject = resident_rows.ResidentRows(config)
-    parts = -(-rows // MMA_TOKENS)
-    tokens, count = parts * MMA_TOKENS, end - begin
-    padded = torch.zeros(tokens, end * GROUP, dtype=x.dtype)
+    parts = -(-rows // WGMMA_N_STEP)
+    tile_m, count = parts * WGMMA_N_STEP, end - begin
+    padded = torch.zeros(tile_m, end * GROUP, dtype=x.dtype)
     padded[:rows, : min(k, end * GROUP)] = x[:, : end * GROUP]
-    for box in range(UNIT_BOXES * count * (not config.loads)):  # what TMA brings: zeros where x has nothing
+    for tma_tile in range(K_BLOCK_TMA_TILES * count * (not config.loads)):  # what TMA brings: zeros where x has nothing
         for part in range(parts):
-            inputs = slice(begin * GROUP + box * BOX_K, begin * GROUP + (box + 1) * BOX_K)
-            some = padded[part * MMA_TOKENS : (part + 1) * MMA_TOKENS, inputs].contiguous().view(torch.int16).numpy()
-            put_box(gpu.shared_memory, X + (box * parts + part) * 2 * BOX_K * MMA_TOKENS, some.view(np.uint16))
+            inputs = slice(begin * GROUP + tma_tile * TMA_TILE_K, begin * GROUP + (tma_tile + 1) * TMA_TILE_K)
+            some = (
+                padded[part * WGMMA_N_STEP : (part + 1) * WGMMA_N_STEP, inputs].contiguous().view(torch.int16).numpy()
+            )
+            put_tma_tile(
+                gpu.shared_memory, X + (tma_tile * parts + part) * 2 * TMA_TILE_K * WGMMA_N_STEP, some.view(np.uint16)
+            )
     bits = int(subject.step_bits(np.full(1, count, np.int32))[0])
-    assert resident_rows.STEP_UNITS << bits >= count
+    assert resident_rows.STEP_K_BLOCKS << bits >= count
     done: set[tuple[int, int]] = set()
     source = SimpleNamespace(address=0, rows=rows, row_pieces=k // 8)
     steps = -(-rows // resident_rows.STEP_ROWS) << bits
     for step in range(steps):
-        row, unit = subject.place(bits, step, LANES)
-        start = Int32(X + (unit * 2 * tokens + row) * resident_rows.ROW_BYTES)
+        row, k_block = subject.place(bits, step, LANES)
+        start = Int32(X + (k_block * 2 * tile_m + row) * resident_rows.ROW_BYTES)
         if config.loads:
             words = subject.load_global(source, begin, bits, steps, step, LANES)  # type: ignore
         else:
-            words = subject.load(start, tokens, Int32(row), LANES)
-        scale, digits = subject.split(words)
-        # Lanes without a unit store behind the last one, in which nobody is interested; the kernel's do not.
-        subject.store(start, tokens, Int32(row), LANES, digits)
+            words = subject.load(start, tile_m, Int32(row), LANES)
+        scale, limbs = subject.split(words)
+        # Lanes without a k block store behind the last one, in which nobody is interested; the kernel's do not.
+        subject.store(start, tile_m, Int32(row), LANES, limbs)
         for lane in range(0, 32, resident_rows.GROUP_LANES):
-            at = X_SCALES // 4 + int(unit[lane]) * tokens + int(row[lane])
+            at = X_SCALES // 4 + int(k_block[lane]) * tile_m + int(row[lane])
             gpu.shared_memory.view(np.uint32)[at] = np.asarray(scale)[lane]
-            assert (int(row[lane]), int(unit[lane])) not in done
-            done.add((int(row[lane]), int(unit[lane])))
-    assert {(row, unit) for row in range(rows) for unit in range(count)} <= done
+            assert (int(row[lane]), int(k_block[lane])) not in done
+            done.add((int(row[lane]), int(k_block[lane])))
+    assert {(row, k_block) for row in range(rows) for k_block in range(count)} <= done
     return gpu
 
 
@@ -91,36 +95,36 @@ def made(config: ResidentConfig, x: torch.Tensor, begin: int, end: int, monkeypa
     ("rows", "k", "begin", "end"),
     [(1, 4096, 0, 32), (16, 4096, 16, 32), (5, 1000, 0, 8), (9, 1192, 3, 10), (16, 640, 2, 5), (8, 3072, 8, 24)],
 )
-def test_digits_lie_as_boxes_of_digits_would(
+def test_limbs_lie_as_boxes_of_limbs_would(
     dtype: str, loads: bool, rows: int, k: int, begin: int, end: int, monkeypatch
 ):
     generator = torch.Generator().manual_seed(rows + k)
     x = (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 8).to(DTYPES[dtype])
     x[0, : k // 2] = 0
     found = made(replace(CONFIG, dtype=dtype, loads=loads), x, begin, end, monkeypatch).shared_memory
-    digits, scales = digits_of(x)
-    parts = -(-rows // MMA_TOKENS)
-    zeros = np.zeros((parts * MMA_TOKENS - rows, *digits.shape[1:]), np.int8)
-    digits = np.concatenate([digits, zeros])
+    limbs, scales = limbs_of(x)
+    parts = -(-rows // WGMMA_N_STEP)
+    zeros = np.zeros((parts * WGMMA_N_STEP - rows, *limbs.shape[1:]), np.int8)
+    limbs = np.concatenate([limbs, zeros])
     wanted = np.zeros(1 << 19, np.uint8)
-    for unit in range(begin, end):
-        at = X + (unit - begin) * parts * 2 * DIGIT_GROUP * MMA_TOKENS
-        for digit in range(2):
+    for k_block in range(begin, end):
+        at = X + (k_block - begin) * parts * 2 * LIMB_GROUP * WGMMA_N_STEP
+        for limb in range(2):
             for part in range(parts):
-                some = digits[part * MMA_TOKENS : (part + 1) * MMA_TOKENS, unit, digit].copy().view(np.uint16)
-                put_box(wanted, at + (digit * parts + part) * 2 * BOX_K * MMA_TOKENS, some)
-        first = X_SCALES + (unit - begin) * parts * MMA_TOKENS * 4
-        assert np.array_equal(found[first : first + 4 * rows], scales[unit].view(np.uint8))
+                some = limbs[part * WGMMA_N_STEP : (part + 1) * WGMMA_N_STEP, k_block, limb].copy().view(np.uint16)
+                put_tma_tile(wanted, at + (limb * parts + part) * 2 * TMA_TILE_K * WGMMA_N_STEP, some)
+        first = X_SCALES + (k_block - begin) * parts * WGMMA_N_STEP * 4
+        assert np.array_equal(found[first : first + 4 * rows], scales[k_block].view(np.uint8))
         for part in range(2 * parts):  # what lies in missing rows is nobody's
-            first = at + part * 2 * BOX_K * MMA_TOKENS
-            size = 2 * BOX_K * min(MMA_TOKENS, rows - part % parts * MMA_TOKENS)
+            first = at + part * 2 * TMA_TILE_K * WGMMA_N_STEP
+            size = 2 * TMA_TILE_K * min(WGMMA_N_STEP, rows - part % parts * WGMMA_N_STEP)
             assert np.array_equal(found[first : first + size], wanted[first : first + size])
-    assert GROUP == DIGIT_GROUP
+    assert GROUP == LIMB_GROUP
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("loads", [False, True])
-def test_digits_are_stored_without_conflicts(loads: bool, rows: int, monkeypatch):
+def test_limbs_are_stored_without_conflicts(loads: bool, rows: int, monkeypatch):
     found = made(replace(CONFIG, loads=loads), torch.randn(rows, 4096).bfloat16(), 0, 32, monkeypatch)
     assert len(found.accesses) == -(-rows // 2) * 8 * (4 if loads else 8)
     for access in found.accesses:

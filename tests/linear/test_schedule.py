@@ -40,12 +40,12 @@ def problems(draw) -> Problem:
 
 @st.composite
 def cuts(draw) -> Schedule:
-    units = draw(st.integers(1, 60))
-    num_slices = draw(st.integers(1, units))
-    slice_units = -(-units // num_slices)
-    num_slices = -(-units // slice_units)
+    k_blocks = draw(st.integers(1, 60))
+    num_slices = draw(st.integers(1, k_blocks))
+    slice_k_blocks = -(-k_blocks // num_slices)
+    num_slices = -(-k_blocks // slice_k_blocks)
     config = LinearConfig(4, "bf16", 128, n_tiles=draw(st.sampled_from([1, 2])))
-    schedule = Schedule(config, draw(st.integers(1, 30)), units, num_slices, 1)
+    schedule = Schedule(config, draw(st.integers(1, 30)), k_blocks, num_slices, 1)
     return replace(schedule, num_groups=draw(st.integers(1, schedule.total)))
 
 
@@ -57,9 +57,9 @@ TOO_LONG_K_ON_FEW_SMS = Problem(m=32, n=1, k=32769, k_pad=32832, bits=4, dtype="
 
 def fits_cut_for_all_sms(problem: Problem, config: LinearConfig) -> bool:
     """Whether an SM has room for its part of the activations if each has one."""
-    units = problem.k_pad // config.unit_k
-    own = -(-units // min(units, problem.num_sms))
-    return schedules.x_bytes_of(problem, own * config.unit_k) <= config.x_bytes
+    k_blocks = problem.k_pad // config.block_k
+    own = -(-k_blocks // min(k_blocks, problem.num_sms))
+    return schedules.x_bytes_of(problem, own * config.block_k) <= config.x_bytes
 
 
 @given(problems())
@@ -77,27 +77,27 @@ def test_every_problem_has_a_schedule_that_fits(problem: Problem):
     assert config.can_implement() is None
     assert config.smem_bytes <= MAX_SHARED_BYTES
     assert schedule.num_slices * schedule.num_groups <= problem.num_sms
-    assert schedule.units * config.unit_k == problem.k_pad
-    assert schedules.x_bytes_of(problem, schedule.slice_units * config.unit_k) <= config.x_bytes
-    assert problem.m <= config.max_tokens
+    assert schedule.k_blocks * config.block_k == problem.k_pad
+    assert schedules.x_bytes_of(problem, schedule.slice_k_blocks * config.block_k) <= config.x_bytes
+    assert problem.m <= config.tile_m
 
 
 @given(cuts())
 @settings(max_examples=200, deadline=None)
-def test_every_unit_of_every_block_is_taken_once(schedule: Schedule):
+def test_every_k_block_of_every_block_is_taken_once(schedule: Schedule):
     taken = Counter()
     for group in range(schedule.num_groups):
         for slice_index in range(schedule.num_slices):
             for block, begin, end, _ in schedule.segments(group, slice_index):
-                first = slice_index * schedule.slice_units
-                taken.update((block, first + unit) for unit in range(begin, end))
-    wanted = {(block, unit) for block in range(schedule.num_blocks) for unit in range(schedule.units)}
+                first = slice_index * schedule.slice_k_blocks
+                taken.update((block, first + k_block) for k_block in range(begin, end))
+    wanted = {(block, k_block) for block in range(schedule.num_blocks) for k_block in range(schedule.k_blocks)}
     assert set(taken) == wanted and set(taken.values()) == {1}
 
 
 @given(cuts())
 @settings(max_examples=200, deadline=None)
-def test_groups_take_equally_many_units(schedule: Schedule):
+def test_groups_take_equally_many_k_blocks(schedule: Schedule):
     sizes = [end - first for first, end in map(schedule.group_range, range(schedule.num_groups))]
     assert sum(sizes) == schedule.total and max(sizes) - min(sizes) <= 1
 
@@ -148,7 +148,8 @@ def epilogue_steps(
 @given(cuts(), st.sampled_from([1, 2]))
 @settings(max_examples=150, deadline=None)
 def test_no_two_ctas_wait_for_each_other(schedule: Schedule, num_buffers: int):
-    """Multiplying warps want a buffer, storing warps want sums and others' parts: all of them come to their ends."""
+    """Consumer warps want a buffer, epilogue warps want accumulators and others' parts: all of them come to their
+    ends."""
     ctas = [(group, index) for group in range(schedule.num_groups) for index in range(schedule.num_slices)]
     segments = {cta: list(schedule.segments(*cta)) for cta in ctas}
     warps = [(cta, number) for cta in ctas for number in range(2)]
@@ -204,8 +205,8 @@ def test_the_device_computes_the_same_segments(schedule: Schedule):
     work = pytest.importorskip("cute_kernels.linear.work")
     base, rest = divmod(schedule.total, schedule.num_groups)
     shape = work.Shape(
-        m=1, n=0, k=0, num_tiles=schedule.num_tiles, units=schedule.units, slice_units=schedule.slice_units,
-        slice_reciprocal=-(-(1 << work.RECIPROCAL_BITS) // schedule.slice_units),
+        m=1, n=0, k=0, num_tiles=schedule.num_tiles, k_blocks=schedule.k_blocks, slice_k_blocks=schedule.slice_k_blocks,
+        slice_reciprocal=-(-(1 << work.RECIPROCAL_BITS) // schedule.slice_k_blocks),
         num_slices=schedule.num_slices, base=base, rest=rest, max_parts=schedule.max_parts, activation=0, out_kind=0,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -229,7 +230,7 @@ def test_the_device_computes_the_same_segments(schedule: Schedule):
 def test_all_sms_of_an_h200_get_nearly_equal_bytes(m: int, n: int, k: int):
     schedule = make_schedule(Problem(m, n, k, k, 4, "bf16", 128))
     each = max(end - first for first, end in map(schedule.group_range, range(schedule.num_groups)))
-    mean = schedule.num_blocks * schedule.units / 132
+    mean = schedule.num_blocks * schedule.k_blocks / 132
     assert each <= 1.06 * mean
 
 

@@ -86,7 +86,7 @@ def test_shipped_tables_name_schedules_that_there_are(path: Path):
         assert entry.us <= entry.model_us
 
 
-def test_a_table_does_not_hold_back_sixteen_rows_whose_digits_stay():
+def test_a_table_does_not_hold_back_sixteen_rows_whose_limbs_stay():
     """An entry from before that kernel once did: it was measured, and nobody chose it on an H200."""
     (path,) = (path for path in SHIPPED if path.name == tables.file_name(GPU))
     shipped = TunedTable.read(path)
@@ -94,7 +94,7 @@ def test_a_table_does_not_hold_back_sixteen_rows_whose_digits_stay():
         case = Problem(m, 28672, 4096, 4096, 4, "bf16", 128)
         entry = shipped.entries.get(key_of(case))
         schedule = modelled(case) if entry is None else find(case, entry)
-        assert schedule is not None and isinstance(schedule.config, ResidentConfig) and schedule.config.sends_early
+        assert schedule is not None and isinstance(schedule.config, ResidentConfig) and schedule.config.publishes_early
 
 
 def test_a_table_decides_for_its_problem_only():

@@ -1,4 +1,5 @@
-"""Whole items of products in digits whose units are decoded ahead: a ring of stages, lane by lane in NumPy."""
+"""Whole work tiles of products in limbs whose k blocks are decoded ahead: a pipeline of stages, lane by lane in
+NumPy."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from cute_kernels.linear import decode
 from cute_kernels.linear import epilogue as linear_epilogue
 from cute_kernels.linear.quantize import quantize_weight
 from cute_kernels.linear.weight import PackedWeight
-from cute_kernels.linear.wgmma import digits, digits_ahead, epilogue, kernel, reading
-from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, WgmmaConfig
-from cute_kernels.moe.wgmma.kernel import GroupedDigitKernel
+from cute_kernels.linear.wgmma import epilogue, kernel, limbs, limbs_ahead, reading
+from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WgmmaConfig
+from cute_kernels.moe.wgmma.kernel import GroupedLimbKernel
 from tests.attention import warp as machine
-from tests.linear.digits import digits_of
-from tests.linear.test_wgmma_digits import X_SCALES
+from tests.linear.limbs import limbs_of
+from tests.linear.test_wgmma_limbs import X_SCALES
 from tests.linear.test_wgmma_products import CODES, SCALES, X
-from tests.linear.warpgroup import WarpgroupWarp, put_box
+from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
 
 STAGES = 3
 CONFIGS = [
@@ -31,32 +32,32 @@ CONFIGS = [
         4,
         "bf16",
         group,
-        tokens=tokens,
-        row_parts=tokens // 8,
-        m_tiles=tiles,
-        unit_k=128,
+        tile_m=tile_m,
+        row_parts=tile_m // 8,
+        n_tiles=tiles,
+        block_k=128,
         num_stages=STAGES,
-        digits=True,
+        limbs=True,
         ahead=True,
     )
-    for tokens, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
+    for tile_m, tiles, group in ((16, 1, 128), (16, 2, 256), (32, 1, 128), (32, 2, 128))
 ]
 
-PLAIN: dict[str, Any] = {name: vars(digits_ahead.AheadUnits)[name].__wrapped__ for name in ("multiply",)}
+PLAIN: dict[str, Any] = {name: vars(limbs_ahead.AheadMainloop)[name].__wrapped__ for name in ("multiply",)}
 
 
-class Ring:
-    """Stages that are filled, as the copying warps would, no sooner than they were given back.
+class Stages:
+    """Stages that are filled, as the producer warps would, no sooner than they were given back.
 
-    A stage that is not filled, or was given back, holds what no unit has, so that whoever reads it is found out.
+    A stage that is not filled, or was given back, holds what no k block has, so that whoever reads it is found out.
     """
 
     def __init__(self, shared: np.ndarray, config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, begin: int):
         self.shared, self.config, self.weight = shared, config, weight
-        self.found, self.scales = digits_of(x)
-        self.present = len(x) // config.part_tokens
+        self.found, self.scales = limbs_of(x)
+        self.present = len(x) // config.part_m
         self.begin, self.filled, self.given_back = begin, 0, 0
-        self.end = x.shape[1] // DIGIT_GROUP
+        self.end = x.shape[1] // LIMB_GROUP
         for stage in range(STAGES):
             self.spoil(stage)
 
@@ -86,89 +87,91 @@ class Ring:
         )
         return [(start + stage * size, size) for start, size in sizes]
 
-    def fill(self, stage: int, unit: int) -> None:
+    def fill(self, stage: int, k_block: int) -> None:
         config, weight = self.config, self.weight
         (_, _), (codes, _), (scales, _), (x_scales, _) = self.places(stage)
         for tile in range(config.block_tiles):
-            group = unit * DIGIT_GROUP // config.group_size
+            group = k_block * LIMB_GROUP // config.group_size
             for part, start in (
-                (weight.codes[tile, unit * config.unit_tiles : (unit + 1) * config.unit_tiles], codes),
+                (weight.codes[tile, k_block * config.k_block_tiles : (k_block + 1) * config.k_block_tiles], codes),
                 (weight.scales[tile, group : group + 1], scales),
             ):
                 run = part.contiguous().view(torch.uint8).numpy().reshape(-1)
                 self.shared[start + tile * run.size : start + (tile + 1) * run.size] = run
-        subject = GroupedDigitKernel(config)  # whose digits come in parts
-        for digit in range(2):
+        subject = GroupedLimbKernel(config)  # whose limbs come in parts
+        for limb in range(2):
             for part in range(self.present):
-                rows = self.found[part * config.part_tokens : (part + 1) * config.part_tokens, unit, digit]
-                at_part, at_box = subject.box_place(stage, part, digit, self.present)
-                place = X + at_box * config.box_bytes + at_part * 2 * BOX_K * config.part_tokens
-                put_box(self.shared, place, rows.copy().view(np.uint16))
-        self.shared[x_scales : x_scales + 4 * self.found.shape[0]] = self.scales[unit].view(np.uint8)
+                rows = self.found[part * config.part_m : (part + 1) * config.part_m, k_block, limb]
+                at_part, at_tma_tile = subject.tma_tile_place(stage, part, limb, self.present)
+                place = X + at_tma_tile * config.tma_tile_bytes + at_part * 2 * TMA_TILE_K * config.part_m
+                put_tma_tile(self.shared, place, rows.copy().view(np.uint16))
+        self.shared[x_scales : x_scales + 4 * self.found.shape[0]] = self.scales[k_block].view(np.uint8)
 
 
 def sums_of(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: int, begin: int, monkeypatch):
-    """A warp's sums over the units of x from ``begin`` on, and the ring behind them."""
+    """A warp's accumulators over the k blocks of x from ``begin`` on, and the pipeline behind them."""
     shared = np.zeros(1 << 18, np.uint8)
-    ring = Ring(shared, config, weight, x, begin)
+    state = Stages(shared, config, weight, x, begin)
     gpu = WarpgroupWarp(shared, np.zeros(0, np.uint8))
-    gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, digits, digits_ahead)
-    arch = digits_ahead.cute.arch
-    arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, ring.wait
-    monkeypatch.setattr(digits_ahead.cute, "size", len, raising=False)
-    monkeypatch.setattr(digits_ahead.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
+    gpu.install(monkeypatch, kernel, reading, decode, epilogue, linear_epilogue, limbs, limbs_ahead)
+    arch = limbs_ahead.cute.arch
+    arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, state.wait
+    monkeypatch.setattr(limbs_ahead.cute, "size", len, raising=False)
+    monkeypatch.setattr(limbs_ahead.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
     monkeypatch.setattr(
-        digits_ahead,
+        limbs_ahead,
         "advance",
         lambda stage, phase, count: ((stage + 1) % count, phase ^ (stage + 1 == count)),
     )
     for name, method in PLAIN.items():
-        monkeypatch.setattr(digits_ahead.AheadUnits, name, method)
+        monkeypatch.setattr(limbs_ahead.AheadMainloop, name, method)
     subject = kernel.WgmmaKernel(config)
-    subject.release = ring.release  # type: ignore[method-assign]
+    subject.release = state.release  # type: ignore[method-assign]
     memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0)
-    item = SimpleNamespace(begin=begin, end=ring.end, token_tile=0)
-    place = subject.lane_places(SimpleNamespace(m=config.tokens), warp, machine.LANES)
-    sums = machine.Registers(config.thread_sums, machine.Float32)
-    stage, phase, _ = subject.digits.multiply(sums, memory, item, place, (0, 0, 0), True, len(x))
-    assert ring.filled == ring.given_back == ring.end - begin
-    assert (stage, phase) == (ring.filled % STAGES, ring.filled // STAGES % 2)
-    return np.array([np.asarray(value, np.float64) for value in sums])
+    work_tile = SimpleNamespace(begin=begin, end=state.end, m_tile=0)
+    place = subject.lane_places(SimpleNamespace(m=config.tile_m), warp, machine.LANES)
+    acc = machine.Registers(config.thread_acc, machine.Float32)
+    stage, phase, _ = subject.limbs.multiply(acc, memory, work_tile, place, (0, 0, 0), True, len(x))
+    assert state.filled == state.given_back == state.end - begin
+    assert (stage, phase) == (state.filled % STAGES, state.filled // STAGES % 2)
+    return np.array([np.asarray(value, np.float64) for value in acc])
 
 
 def expected(config: WgmmaConfig, weight: PackedWeight, x: torch.Tensor, warp: int, begin: int) -> np.ndarray:
     """[sum, lane] of a warp, as fragments of MMAs have them."""
     exact = (
-        x.double()[:, begin * DIGIT_GROUP :] @ weight.dequantize(torch.float64)[:, begin * DIGIT_GROUP : x.shape[1]].T
+        x.double()[:, begin * LIMB_GROUP :] @ weight.dequantize(torch.float64)[:, begin * LIMB_GROUP : x.shape[1]].T
     ).numpy()
-    found = np.zeros((config.thread_sums, 32))
-    for tile in range(config.m_tiles):
+    found = np.zeros((config.thread_acc, 32))
+    for tile in range(config.n_tiles):
         for i in range(len(x) // 2):
-            row = 64 * (warp // 4 * config.m_tiles + tile) + 16 * (warp % 4) + machine.ROW + 8 * (i // 2 % 2)
-            found[tile * config.tokens // 2 + i] = exact[8 * (i // 4) + 2 * machine.COLUMN + i % 2, row]
+            row = 64 * (warp // 4 * config.n_tiles + tile) + 16 * (warp % 4) + machine.ROW + 8 * (i // 2 % 2)
+            found[tile * config.tile_m // 2 + i] = exact[8 * (i // 4) + 2 * machine.COLUMN + i % 2, row]
     return found
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-@pytest.mark.parametrize(("units", "begin"), [(1, 0), (2, 0), (5, 0), (7, 2), (8, 1)])
-def test_an_item_is_multiplied(config: WgmmaConfig, units: int, begin: int, monkeypatch):
-    generator = torch.Generator().manual_seed(units)
-    k = 8 * DIGIT_GROUP
+@pytest.mark.parametrize(("k_blocks", "begin"), [(1, 0), (2, 0), (5, 0), (7, 2), (8, 1)])
+def test_an_item_is_multiplied(config: WgmmaConfig, k_blocks: int, begin: int, monkeypatch):
+    generator = torch.Generator().manual_seed(k_blocks)
+    k = 8 * LIMB_GROUP
     weight = quantize_weight(torch.randn(config.block_rows, k, generator=generator).bfloat16(), 4, config.group_size)
-    for rows, warp in ((config.part_tokens, 1), (config.tokens, 6)):
-        x = torch.randn(rows, (begin + units) * DIGIT_GROUP if begin + units < 8 else k, generator=generator).bfloat16()
+    for rows, warp in ((config.part_m, 1), (config.tile_m, 6)):
+        x = torch.randn(
+            rows, (begin + k_blocks) * LIMB_GROUP if begin + k_blocks < 8 else k, generator=generator
+        ).bfloat16()
         found = sums_of(config, weight, x, warp, begin, monkeypatch)
         exact = expected(config, weight, x, warp, begin)
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
 
 
-def test_sums_are_those_of_units_one_after_the_other(monkeypatch):
+def test_sums_are_those_of_k_blocks_one_after_the_other(monkeypatch):
     weight = quantize_weight(torch.randn(128, 1024).bfloat16(), 4, 128)
     x = torch.randn(16, 1024).bfloat16()
-    one, two = CONFIGS[0], replace(CONFIGS[0], m_tiles=2, warpgroups=1)
+    one, two = CONFIGS[0], replace(CONFIGS[0], n_tiles=2, warpgroups=1)
     assert np.array_equal(sums_of(one, weight, x, 2, 0, monkeypatch), sums_of(two, weight, x, 2, 0, monkeypatch)[:8])
 
 
-def test_only_digits_of_few_rows_are_taken():
-    for change in ({"digits": False}, {"tokens": 64}):
+def test_only_limbs_of_few_rows_are_taken():
+    for change in ({"limbs": False}, {"tile_m": 64}):
         assert replace(CONFIGS[0], **change).can_implement(), change

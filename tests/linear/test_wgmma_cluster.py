@@ -1,4 +1,4 @@
-"""CTAs of a cluster that have the parts of K of a tile: whose sums meet where, lane by lane in NumPy."""
+"""CTAs of a cluster that have the parts of K of a tile: whose accumulators meet where, lane by lane in NumPy."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ pytest.importorskip("cutlass")
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma import epilogue, tiles
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.rings import with_ring
 from cute_kernels.linear.wgmma.schedule import tile_schedules
+from cute_kernels.linear.wgmma.stages import with_stages
 from layouts import banks
 from tests.attention import warp as machine
-from tests.linear import plain_items
+from tests.linear import plain_work_tiles
 from tests.linear.warpgroup import WarpgroupWarp
 
-RING = 1024
+STAGES = 1024
 CTA_BYTES = 1 << 18  # of a CTA's window of the cluster's shared memory
 
 CONFIGS = [
-    WgmmaConfig(4, "bf16", 128, tokens=256, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(8, "bf16", 128, tokens=64, unit_k=128, splits_k=True, cluster=2),
-    WgmmaConfig(4, "bf16", 128, tokens=32, unit_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, tile_m=256, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, tile_m=128, block_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(8, "bf16", 128, tile_m=64, block_k=128, splits_k=True, cluster=2),
+    WgmmaConfig(4, "bf16", 128, tile_m=32, block_k=128, splits_k=True, cluster=2),
 ]
 
 
@@ -45,33 +45,33 @@ class ClusterWarp(WarpgroupWarp):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_each_cta_has_all_of_k_of_its_share_of_the_tokens(config: WgmmaConfig, monkeypatch):
-    config = with_ring(config)
+    config = with_stages(config)
     assert config.can_implement() is None
-    cluster, warps = config.cluster, config.math_warps
+    cluster, warps = config.cluster, config.consumer_warps
     gpu = ClusterWarp(np.full(cluster * CTA_BYTES, 0xFF, np.uint8), np.zeros(0, np.uint8))  # NaN where nothing is
     gpu.install(monkeypatch, epilogue)
     subject = epilogue.TileEpilogue(config)
     generator = np.random.default_rng(0)
-    parts = generator.integers(-100, 100, (cluster, warps, config.thread_sums, 32))
-    sums = [[[machine.Float32(value) for value in warp] for warp in cta] for cta in parts]
+    parts = generator.integers(-100, 100, (cluster, warps, config.thread_acc, 32))
+    acc = [[[machine.Float32(value) for value in warp] for warp in cta] for cta in parts]
     places = [
-        [subject.shares_place(store_of(config, warp), RING) for warp in range(warps)]
+        [subject.shares_place(store_of(config, warp), STAGES) for warp in range(warps)]
     ] * cluster  # the same in all CTAs
     for rank in range(cluster):
         gpu.base = rank * CTA_BYTES
         for warp in range(warps):
             for share in range(cluster):
                 if share != rank:
-                    subject.leave_share(places[rank][warp], sums[rank][warp], share)
-            subject.keep_share(sums[rank][warp], rank)
-    own = config.own_tokens // 2
+                    subject.publish_share(places[rank][warp], acc[rank][warp], share)
+            subject.keep_share(acc[rank][warp], rank)
+    own = config.own_m // 2
     for rank in range(cluster):
         for warp in range(warps):
-            subject.add_shares(places[rank][warp], sums[rank][warp], rank)
-            found = np.stack([np.asarray(value) for value in sums[rank][warp][:own]])
+            subject.load_shares(places[rank][warp], acc[rank][warp], rank)
+            found = np.stack([np.asarray(value) for value in acc[rank][warp][:own]])
             assert np.array_equal(found, parts[:, warp, rank * own : (rank + 1) * own].sum(0))
     written = [place % CTA_BYTES for access in gpu.accesses for place in access.addresses]
-    assert RING <= min(written) and max(written) + 16 <= RING + config.num_stages * config.x_stage_bytes
+    assert STAGES <= min(written) and max(written) + 16 <= STAGES + config.num_stages * config.x_stage_bytes
     for access in gpu.accesses:
         assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
 
@@ -84,10 +84,10 @@ def store_of(config: WgmmaConfig, warp: int) -> epilogue.Store:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"tokens": 16, "cluster": 2}, "16 tokens for each CTA"),
-        ({"tokens": 128, "cluster": 3}, "cluster 3 is not one of 1, 2"),
-        ({"tokens": 128, "m_tiles": 2, "cluster": 2}, "one tile a warpgroup"),
-        ({"tokens": 256, "num_stages": 3, "cluster": 2}, "do not fit into the ring"),
+        ({"tile_m": 16, "cluster": 2}, "16 tokens for each CTA"),
+        ({"tile_m": 128, "cluster": 3}, "cluster 3 is not one of 1, 2"),
+        ({"tile_m": 128, "n_tiles": 2, "cluster": 2}, "one tile a warpgroup"),
+        ({"tile_m": 256, "num_stages": 3, "cluster": 2}, "do not fit into the stages"),
     ],
 )
 def test_clusters_that_cannot_be_are_refused(options, reason):
@@ -96,25 +96,25 @@ def test_clusters_that_cannot_be_are_refused(options, reason):
 
 @pytest.mark.parametrize("m, n, k", [(128, 4096, 4096), (100, 1000, 1152), (256, 8192, 8192), (300, 200, 2048)])
 def test_the_ctas_of_a_cluster_have_the_parts_of_one_tile(m, n, k, monkeypatch):
-    """Each CTA has one item, no part of K is empty, and all run at once: nobody waits for who has not begun."""
-    plain_items.install(monkeypatch)
+    """Each CTA has one work tile, no part of K is empty, and all run at once: nobody waits for who has not begun."""
+    plain_work_tiles.install(monkeypatch)
     problem = Problem(m, n, k, k, 4, "bf16", 128)
     schedules = [schedule for schedule in tile_schedules(problem) if schedule.config.cluster > 1]
     assert schedules
     for schedule in schedules:
         cluster = schedule.config.cluster
-        assert schedule.num_ctas == schedule.num_items <= problem.num_sms and schedule.num_ctas % cluster == 0
+        assert schedule.num_ctas == schedule.num_work_tiles <= problem.num_sms and schedule.num_ctas % cluster == 0
         assert (schedule.splits, schedule.whole, schedule.workspace_words) == (cluster, 0, 0)
-        shape = plain_items.shape_of(schedule)
-        done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
+        shape = plain_work_tiles.shape_of(schedule)
+        done = np.zeros((schedule.blocks, schedule.m_tiles, schedule.k_blocks), int)
         for cta in range(schedule.num_ctas):
-            items = tiles.ClusterItems(shape, cta, cluster)
-            (index,) = range(items.first, items.count, items.stride)
-            item, first = items.item(index), items.item(cta - cta % cluster)
-            assert (item.split, item.splits) == (cta % cluster, cluster)
-            assert (item.block, item.token_tile) == (first.block, first.token_tile)
-            assert item.begin < item.end
-            done[item.block, item.token_tile, item.begin : item.end] += 1
+            scheduler = tiles.ClusterTileScheduler(shape, cta, cluster)
+            (index,) = range(scheduler.first, scheduler.count, scheduler.stride)
+            work_tile, first = scheduler.work_tile(index), scheduler.work_tile(cta - cta % cluster)
+            assert (work_tile.split, work_tile.splits) == (cta % cluster, cluster)
+            assert (work_tile.block, work_tile.m_tile) == (first.block, first.m_tile)
+            assert work_tile.begin < work_tile.end
+            done[work_tile.block, work_tile.m_tile, work_tile.begin : work_tile.end] += 1
         assert (done == 1).all()
 
 

@@ -8,16 +8,16 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.tiles import TileGrid
-from tests.linear import plain_items
+from tests.linear import plain_work_tiles
 
 LARGEST = 2**31 - 1
 
 
 @pytest.fixture(autouse=True)
 def plain_integers(monkeypatch):
-    plain_items.install(monkeypatch)
+    plain_work_tiles.install(monkeypatch)
 
 
 def test_quotients_are_exact():
@@ -48,14 +48,14 @@ def test_quotients_of_many_numbers_are_exact():
             assert divisor.divide_int(int(number)) == divmod(int(number), int(value))
 
 
-@pytest.mark.parametrize("token_tiles", [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 163, 65536])
+@pytest.mark.parametrize("m_tiles", [1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 163, 65536])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 32, 224, 448, 16384])
-def test_tiles_are_counted_in_bands_tokens_first(blocks, token_tiles):
-    grid = TileGrid.of(blocks, token_tiles, 0, 1)
-    assert grid.num_items == blocks * token_tiles
-    step = max(1, grid.num_items // 3000)
-    tiles = {*range(0, grid.num_items, step), *range(max(0, grid.num_items - 40), grid.num_items)}
+def test_tiles_are_counted_in_bands_tokens_first(blocks, m_tiles):
+    grid = TileGrid.of(blocks, m_tiles, 0, 1)
+    assert grid.num_work_tiles == blocks * m_tiles
+    step = max(1, grid.num_work_tiles // 3000)
+    tiles = {*range(0, grid.num_work_tiles, step), *range(max(0, grid.num_work_tiles - 40), grid.num_work_tiles)}
     for tile in tiles:
-        band, rest = divmod(tile, blocks * TOKEN_BAND)
-        width = min(TOKEN_BAND, token_tiles - band * TOKEN_BAND)
-        assert grid.place(tile) == (rest // width, band * TOKEN_BAND + rest % width)
+        band, rest = divmod(tile, blocks * M_TILE_BAND)
+        width = min(M_TILE_BAND, m_tiles - band * M_TILE_BAND)
+        assert grid.place(tile) == (rest // width, band * M_TILE_BAND + rest % width)

@@ -11,23 +11,23 @@ import pytest
 
 from cute_kernels.linear.schedule import Problem, Schedule
 from cute_kernels.linear.tuned import chosen, modelled
-from cute_kernels.linear.wgmma.config import TOKENS, WgmmaConfig
+from cute_kernels.linear.wgmma.config import TILE_M_SIZES, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
-from cute_kernels.linear.wgmma.rings import with_ring
 from cute_kernels.linear.wgmma.schedule import (
     TileSchedule,
     candidate_configs,
+    dsmem_configs,
     efficiency,
     estimate_us,
+    k_block_clocks,
     make_tile_schedule,
-    push_configs,
     schedule_of,
     tile_schedules,
-    unit_clocks,
 )
+from cute_kernels.linear.wgmma.stages import with_stages
 from tests.linear import measured
 from tests.linear.measured_between import BETWEEN
-from tests.linear.measured_turns import FORM_TURNS, MORE_TURNS, TURNS
+from tests.linear.measured_k_warpgroups import FORM_K_WARPGROUPS, K_WARPGROUPS, MORE_K_WARPGROUPS
 
 SHAPES = [(8192, 8192), (8192, 28672), (57344, 8192), (28672, 4096), (4096, 4096), (100, 128), (64, 64), (1000, 2048)]
 
@@ -46,17 +46,17 @@ def test_smaller_tiles_fill_the_last_wave_better():
     assert efficiency(9, 4) == 0.75  # 128 x 128
     assert efficiency(18, 4) == 0.9  # 128 x 64
     small = problem(384, 384, 128, num_sms=4)
-    config = WgmmaConfig(4, "bf16", 128, tokens=128, unit_k=64)
-    items = [schedule_of(small, replace(config, tokens=tokens)) for tokens in (128, 64)]
-    assert [(item.num_items, item.num_ctas) for item in items if item] == [(9, 4), (18, 4)]
+    config = WgmmaConfig(4, "bf16", 128, tile_m=128, block_k=64)
+    scheduler = [schedule_of(small, replace(config, tile_m=tile_m)) for tile_m in (128, 64)]
+    assert [(work_tile.num_work_tiles, work_tile.num_ctas) for work_tile in scheduler if work_tile] == [(9, 4), (18, 4)]
 
 
 def test_only_the_last_round_is_cut():
     """448 tiles of 128 x 256 on 132 SMs: three rounds, and 52 tiles in halves for half a round."""
     case = problem(256, 57344, 8192)
-    alone = [one for one in tile_schedules(case) if one.config.splits_k and one.config.sharing == 1]
+    alone = [one for one in tile_schedules(case) if one.config.splits_k and one.config.multicast == 1]
     schedule = min(alone, key=lambda one: estimate_us(case, one))
-    assert (schedule.config.tokens, schedule.config.block_rows) == (256, 128)
+    assert (schedule.config.tile_m, schedule.config.block_rows) == (256, 128)
     assert (schedule.whole, schedule.num_tiles_cut, schedule.splits) == (396, 52, 2)
     uncut = schedule_of(case, schedule.config)
     assert uncut and estimate_us(case, schedule) < 0.9 * estimate_us(case, uncut)
@@ -69,113 +69,117 @@ def test_the_model_finds_what_was_fastest(n, k, m):
     case, times = unscaled(m, n, k), measured.MICROSECONDS[n, k, m]
     expected = {variant: estimate_us(case, measured_schedule(case, *variant)) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.05 * min(times.values())
-    # Of weights with zero points, which are not multiplied by digits: those are measured below.
+    # Of weights with zero points, which are not multiplied by limbs: those are measured below.
     chosen = make_tile_schedule(replace(case, zero_point=True)).config
     if chosen.cluster > 1:
         return  # measured in another run, see below
-    of_tile = [us for (*tile, _), us in times.items() if tile == [chosen.tokens, chosen.block_rows]]
+    of_tile = [us for (*tile, _), us in times.items() if tile == [chosen.tile_m, chosen.block_rows]]
     assert min(of_tile) <= 1.05 * min(times.values())
     assert min(of_tile) <= 1.05 * measured.CUBLAS[n, k, m]
 
 
-@pytest.mark.parametrize("n, k, m", measured.DIGITS, ids=lambda number: str(number))
-def test_digits_are_chosen_where_they_were_faster(n, k, m):
+@pytest.mark.parametrize("n, k, m", measured.LIMBS, ids=lambda number: str(number))
+def test_limbs_are_chosen_where_they_were_faster(n, k, m):
     """Within 7 % of the fastest, or within 1.1 us, which is about what times of small layers differ between runs."""
-    before, times = measured.DIGITS[n, k, m]
+    before, times = measured.LIMBS[n, k, m]
     times = times | measured.RESIDENT.get((n, k, m), {}) | measured.RESIDENT_LAYERS.get((n, k, m), (0, {}))[1]
     case = problem(m, n, k)
     chosen = modelled(case)
-    us = times[variant_of(chosen)] if is_in_digits(chosen) else before
-    if takes_turns(chosen):
-        us = turns_us(case, chosen)
+    us = times[variant_of(chosen)] if is_in_limbs(chosen) else before
+    if interleaves_k(chosen):
+        us = k_warpgroups_us(case, chosen)
     fastest = min(before, *times.values())
     assert us <= max(1.07 * fastest, fastest + 1.1)
     for one in tile_schedules(case):
-        us = times.get(variant_of(one)) if is_in_digits(one) else None
+        us = times.get(variant_of(one)) if is_in_limbs(one) else None
         if us is not None and us <= 1.1 * fastest:
             assert estimate_us(case, one) == pytest.approx(us, rel=0.13), one
 
 
 @pytest.mark.parametrize("n, k, m", measured.RESIDENT_LAYERS, ids=lambda number: str(number))
-def test_digits_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
+def test_limbs_of_large_blocks_are_chosen_where_they_were_faster(n, k, m):
     """Within 4 % of the fastest; what they are expected to take is within 13 % of what they took."""
     before, times = measured.RESIDENT_LAYERS[n, k, m]
     case = problem(m, n, k)
     chosen = modelled(case)
-    us = times.get(variant_of(chosen), before) if is_in_digits(chosen) else before
+    us = times.get(variant_of(chosen), before) if is_in_limbs(chosen) else before
     assert us <= 1.04 * min(before, *times.values())
     for one in tile_schedules(case):
         if isinstance(one.config, ResidentConfig) and variant_of(one) in times:
             assert estimate_us(case, one) == pytest.approx(times[variant_of(one)], rel=0.13), one
 
 
-def is_in_digits(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
-    return isinstance(schedule, TileSchedule) and schedule.config.digits
+def is_in_limbs(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
+    return isinstance(schedule, TileSchedule) and schedule.config.limbs
 
 
 def variant_of(schedule: TileSchedule) -> tuple[int, int, int, bool]:
-    """As `measured.DIGITS` and `measured.RESIDENT` name schedules."""
+    """As `measured.LIMBS` and `measured.RESIDENT` name schedules."""
     config = schedule.config
     if isinstance(config, ResidentConfig):
-        return config.block_rows, schedule.splits, config.turns, config.loads
-    tokens = max(config.tokens, 16)  # of which eight were multiplied where there are no more
-    return tokens, config.block_rows, schedule.splits, config.pushes
+        return config.block_rows, schedule.splits, config.k_warpgroups, config.loads
+    tile_m = max(config.tile_m, 16)  # of which eight were multiplied where there are no more
+    return tile_m, config.block_rows, schedule.splits, config.dsmem_reduction
 
 
-def test_batch_invariant_rows_are_not_in_digits():
+def test_batch_invariant_rows_are_not_in_limbs():
     """Those of more rows are not, and no row may depend on how many there are."""
     case = problem(16, 28672, 4096)
-    assert make_tile_schedule(case).config.digits
-    assert not any(one.config.digits for one in tile_schedules(replace(case, batch_invariant=True)))
-    assert not any(one.config.digits for one in tile_schedules(replace(case, m=25)))
+    assert make_tile_schedule(case).config.limbs
+    assert not any(one.config.limbs for one in tile_schedules(replace(case, batch_invariant=True)))
+    assert not any(one.config.limbs for one in tile_schedules(replace(case, m=25)))
 
 
 @pytest.mark.parametrize(
-    "tokens, row_parts, possible", [(160, 5, True), (224, 7, True), (80, 2, False), (96, 5, False)]
+    "tile_m, row_parts, possible", [(160, 5, True), (224, 7, True), (80, 2, False), (96, 5, False)]
 )
-def test_parts_of_rows_are_equal_powers_of_two(tokens, row_parts, possible):
+def test_parts_of_rows_are_equal_powers_of_two(tile_m, row_parts, possible):
     """By which the device counts how many of them have rows."""
-    reason = WgmmaConfig(4, "bf16", 128, tokens=tokens, row_parts=row_parts).can_implement() or ""
+    reason = WgmmaConfig(4, "bf16", 128, tile_m=tile_m, row_parts=row_parts).can_implement() or ""
     assert ("parts of" in reason) != possible
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_what_is_stored_at_a_time_are_all_rows_of_a_tile_once(tokens):
-    config = WgmmaConfig(4, "bf16", 128, tokens=tokens)
+@pytest.mark.parametrize("tile_m", TILE_M_SIZES)
+def test_what_is_stored_at_a_time_are_all_rows_of_a_tile_once(tile_m):
+    config = WgmmaConfig(4, "bf16", 128, tile_m=tile_m)
     stored = [start + i for start, count in config.chunks for i in range(count)]
-    assert stored == list(range(tokens))
-    assert all(count <= config.chunk_tokens and (count % 16 == 0 or tokens == 8) for _, count in config.chunks)
+    assert stored == list(range(tile_m))
+    assert all(count <= config.chunk_m and (count % 16 == 0 or tile_m == 8) for _, count in config.chunks)
 
 
-@pytest.mark.parametrize("m_tiles", [1, 2])
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tokens, m_tiles):
+@pytest.mark.parametrize("n_tiles", [1, 2])
+@pytest.mark.parametrize("tile_m", TILE_M_SIZES)
+def test_every_vector_of_another_part_is_waited_for_once_and_no_other(tile_m, n_tiles):
     """Whoever waits for one that no thread stores waits for ever."""
-    config = WgmmaConfig(4, "bf16", 128, tokens=tokens, m_tiles=m_tiles, splits_k=True)
+    config = WgmmaConfig(4, "bf16", 128, tile_m=tile_m, n_tiles=n_tiles, splits_k=True)
     vectors, batch = config.thread_vectors, config.combine_batch
     waited = [first + i for first in range(0, vectors, batch) for i in range(batch)]
-    assert waited == list(range(vectors)) and 4 * vectors == config.thread_sums
+    assert waited == list(range(vectors)) and 4 * vectors == config.thread_acc
 
 
 @pytest.mark.parametrize("n, k, m", measured.CLUSTERS, ids=lambda number: str(number))
 def test_clusters_are_chosen_where_they_were_faster(n, k, m):
     times, fastest_other = measured.CLUSTERS[n, k, m]
     case = unscaled(m, n, k)
-    found = {one.config.tokens: one for one in tile_schedules(case) if one.config.cluster > 1 and not one.config.pushes}
-    for tokens, us in times.items():
-        assert estimate_us(case, found[tokens]) == pytest.approx(us, rel=0.13), tokens
-    others = [one for one in tile_schedules(case) if not one.config.pushes]
+    found = {
+        one.config.tile_m: one
+        for one in tile_schedules(case)
+        if one.config.cluster > 1 and not one.config.dsmem_reduction
+    }
+    for tile_m, us in times.items():
+        assert estimate_us(case, found[tile_m]) == pytest.approx(us, rel=0.13), tile_m
+    others = [one for one in tile_schedules(case) if not one.config.dsmem_reduction]
     chosen = min(others, key=lambda one: estimate_us(case, one)).config
     assert (chosen.cluster > 1) == (min(times.values()) < fastest_other)
     if chosen.cluster > 1:
-        assert times[chosen.tokens] == min(times.values())
+        assert times[chosen.tile_m] == min(times.values())
 
 
-def measured_schedule(case: Problem, tokens: int, rows: int, splits: int) -> TileSchedule:
+def measured_schedule(case: Problem, tile_m: int, rows: int, splits: int) -> TileSchedule:
     warpgroups = 2 if rows % 192 else 3
-    config = WgmmaConfig(4, case.dtype, 128, tokens=tokens, warpgroups=warpgroups, m_tiles=rows // 64 // warpgroups)
-    large = tokens * config.m_tiles == 256
-    schedule = schedule_of(case, with_ring(replace(config, unit_k=64 if large else 128, splits_k=True)), splits)
+    config = WgmmaConfig(4, case.dtype, 128, tile_m=tile_m, warpgroups=warpgroups, n_tiles=rows // 64 // warpgroups)
+    large = tile_m * config.n_tiles == 256
+    schedule = schedule_of(case, with_stages(replace(config, block_k=64 if large else 128, splits_k=True)), splits)
     assert schedule is not None
     return schedule
 
@@ -196,9 +200,9 @@ def test_codes_that_are_scaled_as_they_are_decoded_take_less(n, k, bits, m):
     cublas, times = measured.SCALED[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
     found = {
-        (one.config.tokens, one.config.block_rows, one.splits, one.config.cluster): one
+        (one.config.tile_m, one.config.block_rows, one.splits, one.config.cluster): one
         for one in tile_schedules(case)
-        if not (one.config.digits or one.config.pushes or one.config.bulk_stores)
+        if not (one.config.limbs or one.config.dsmem_reduction or one.config.bulk_stores)
     }
     expected = {variant: estimate_us(case, found[variant]) for variant in times}
     assert times[min(times, key=expected.__getitem__)] <= 1.07 * min(times.values())
@@ -213,7 +217,7 @@ def test_a_last_round_is_cut_as_was_fastest(n, k, bits, m):
     times = measured.LARGE[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
     found = {
-        (one.config.cuts_rows, one.config.sharing, one.splits): one
+        (one.config.cuts_rows, one.config.multicast, one.splits): one
         for one in tile_schedules(case)
         if one.config.bulk_stores
     }
@@ -226,8 +230,8 @@ def between_us(n: int, k: int, bits: int, m: int) -> float:
     case, found = problem(m, n, k, bits=bits), {}
     for one in tile_schedules(case):
         config = one.config
-        if not (config.digits or config.pushes or config.bulk_stores):
-            found[config.tokens, config.block_rows, config.cluster, one.splits] = one
+        if not (config.limbs or config.dsmem_reduction or config.bulk_stores):
+            found[config.tile_m, config.block_rows, config.cluster, one.splits] = one
     _, times = BETWEEN[n, k, bits, m]
     return times[min(times, key=lambda variant: estimate_us(case, found[variant]))]
 
@@ -245,79 +249,86 @@ def test_rows_in_between_are_seldom_slower_than_cublas():
     assert geometric_mean(ratios) <= 0.84
 
 
-@pytest.mark.parametrize("n, k, bits, m", TURNS, ids=lambda number: str(number))
+@pytest.mark.parametrize("n, k, bits, m", K_WARPGROUPS, ids=lambda number: str(number))
 def test_warpgroups_take_turns_where_that_was_faster(n, k, bits, m):
     """The model takes the fastest tile of those measured, by a table or without, and meets its time within 16 %."""
-    before, times = TURNS[n, k, bits, m]
+    before, times = K_WARPGROUPS[n, k, bits, m]
     case = problem(m, n, k, bits=bits)
     schedule = modelled(case)
     assert schedule == chosen(case, "NVIDIA H200")
-    assert takes_turns(schedule)
-    us = turns_us(case, schedule)
+    assert interleaves_k(schedule)
+    us = k_warpgroups_us(case, schedule)
     assert us == min(times.values()) < before
     assert estimate_us(case, schedule) == pytest.approx(us, rel=0.16)
 
 
 @pytest.mark.parametrize(
     "form, n, k, m",
-    [(form, *size, m) for form, sizes in FORM_TURNS.items() for size, rows in sizes.items() for m in rows],
+    [(form, *size, m) for form, sizes in FORM_K_WARPGROUPS.items() for size, rows in sizes.items() for m in rows],
     ids=str,
 )
 def test_warpgroups_take_turns_in_every_format_where_that_was_faster(form, n, k, m):
     """The model's choice is within 4 % of the fastest measured; it meets times of turns within 18 %."""
-    before, times = FORM_TURNS[form][n, k][m]
+    before, times = FORM_K_WARPGROUPS[form][n, k][m]
     bits, dtype, group_size, zero_point = form
     case = problem(m, n, k, bits=bits, dtype=dtype, group_size=group_size, zero_point=zero_point)
     schedule = modelled(case)
     us = before
-    if takes_turns(schedule):
-        us = times[schedule.config.tokens, schedule.config.row_parts, schedule.config.block_rows]
+    if interleaves_k(schedule):
+        us = times[schedule.config.tile_m, schedule.config.row_parts, schedule.config.block_rows]
         assert estimate_us(case, schedule) == pytest.approx(us, rel=0.18)
     assert us <= 1.04 * min(before, *times.values())
 
 
-@pytest.mark.parametrize("form, tile", [(form, tile) for form, tiles in MORE_TURNS.items() for tile in tiles], ids=str)
+@pytest.mark.parametrize(
+    "form, tile", [(form, tile) for form, tiles in MORE_K_WARPGROUPS.items() for tile in tiles], ids=str
+)
 def test_as_many_warpgroups_take_turns_as_was_faster(form, tile):
     """Three where those took 2 % less time on average, two where three took longer; in between either."""
     bits, dtype, group_size, zero_point = form
-    times = MORE_TURNS[form][tile]
+    times = MORE_K_WARPGROUPS[form][tile]
     ratio = mean(three / two for two, three in times.values())
-    turns = {3} if ratio < 0.98 else {2} if ratio > 1.005 else {2, 3}
+    k_warpgroups = {3} if ratio < 0.98 else {2} if ratio > 1.005 else {2, 3}
     for n, k, m in times:
         case = problem(m, n, k, bits=bits, dtype=dtype, group_size=group_size, zero_point=zero_point)
-        found = {(one.tokens, one.row_parts, one.block_rows): one.turns for one in push_configs(case)}
-        assert found[tile] in turns
+        found = {(one.tile_m, one.row_parts, one.block_rows): one.k_warpgroups for one in dsmem_configs(case)}
+        assert found[tile] in k_warpgroups
 
 
 @pytest.mark.parametrize("k, k_pad, group_size", [(520, 576, 64), (520, 576, 0), (520, 544, 32), (600, 640, 128)])
-def test_turns_take_whole_units_of_the_padded_inputs(k, k_pad, group_size):
-    """Of small groups, and of a scale a row, K is padded to fewer inputs than a unit has."""
+def test_turns_take_whole_k_blocks_of_the_padded_inputs(k, k_pad, group_size):
+    """Of small groups, and of a scale a row, K is padded to fewer inputs than a k block has."""
     case = Problem(16, 200, k, k_pad, 4, "bf16", group_size)
-    found = [one for one in tile_schedules(case) if takes_turns(one)]
+    found = [one for one in tile_schedules(case) if interleaves_k(one)]
     assert bool(found) == (k_pad % 128 == 0)
-    assert all(one.units * one.config.unit_k == k_pad for one in found)
+    assert all(one.k_blocks * one.config.block_k == k_pad for one in found)
 
 
-def takes_turns(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
-    """Whether `TURNS` has times of such schedules."""
-    return isinstance(schedule, TileSchedule) and schedule.config.turns > 1 and not schedule.config.digits
+def interleaves_k(schedule: Schedule | TileSchedule) -> TypeGuard[TileSchedule]:
+    """Whether `K_WARPGROUPS` has times of such schedules."""
+    return isinstance(schedule, TileSchedule) and schedule.config.k_warpgroups > 1 and not schedule.config.limbs
 
 
-def turns_us(case: Problem, schedule: Schedule | TileSchedule) -> float:
+def k_warpgroups_us(case: Problem, schedule: Schedule | TileSchedule) -> float:
     """What a tile took with as many rows, or with the fewest beyond that were measured."""
-    assert takes_turns(schedule)
+    assert interleaves_k(schedule)
     config = schedule.config
-    tile = config.tokens, config.row_parts, config.block_rows
-    rows = [m for (*weight, m), (_, times) in TURNS.items() if weight == [case.n, case.k, case.bits] and tile in times]
-    return TURNS[case.n, case.k, case.bits, min(m for m in rows if m >= case.m)][1][tile]
+    tile = config.tile_m, config.row_parts, config.block_rows
+    rows = [
+        m
+        for (*weight, m), (_, times) in K_WARPGROUPS.items()
+        if weight == [case.n, case.k, case.bits] and tile in times
+    ]
+    return K_WARPGROUPS[case.n, case.k, case.bits, min(m for m in rows if m >= case.m)][1][tile]
 
 
 def test_rows_that_are_not_there_are_counted():
-    """Of a box of 256 rows TMA fills in the missing half, which takes longer than the products: measured with 128."""
+    """Of a TMA tile of 256 rows TMA fills in the missing half, which takes longer than the products: measured with
+    128."""
     case = problem(128, 57344, 8192)
-    large, small = (measured_schedule(case, tokens, 128, 2) for tokens in (256, 128))
-    assert unit_clocks(case, large) > 1.2 * unit_clocks(replace(case, m=256), large)
-    assert unit_clocks(case, small) == unit_clocks(replace(case, m=256), replace(small, token_tiles=2))
+    large, small = (measured_schedule(case, tile_m, 128, 2) for tile_m in (256, 128))
+    assert k_block_clocks(case, large) > 1.2 * k_block_clocks(replace(case, m=256), large)
+    assert k_block_clocks(case, small) == k_block_clocks(replace(case, m=256), replace(small, m_tiles=2))
 
 
 @pytest.mark.parametrize("n, k", SHAPES)
@@ -328,8 +339,10 @@ def test_something_is_chosen_and_can_be_compiled(m, n, k, bits):
     schedule = make_tile_schedule(case)
     assert schedule.config.can_implement() is None
     assert schedule.num_ctas <= case.num_sms
-    assert schedule.units * schedule.config.unit_k == case.k_pad
-    assert (schedule.splits - 1) * schedule.split_units < schedule.units <= schedule.splits * schedule.split_units
+    assert schedule.k_blocks * schedule.config.block_k == case.k_pad
+    assert (
+        (schedule.splits - 1) * schedule.split_k_blocks < schedule.k_blocks <= schedule.splits * schedule.split_k_blocks
+    )
     assert estimate_us(case, schedule) == min(estimate_us(case, other) for other in tile_schedules(case))
 
 
@@ -341,7 +354,7 @@ def test_batch_invariant_products_never_cut_k(n, k, bits):
     assert all((schedule.splits, schedule.workspace_words) == (1, 0) for schedule in chosen)
     assert all(schedule.config.can_implement() is None for schedule in chosen)
     if (n, k) == (8192, 8192):
-        assert chosen[0].config.block_rows == 64 and chosen[0].num_items == 128
+        assert chosen[0].config.block_rows == 64 and chosen[0].num_work_tiles == 128
 
 
 @pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256])
@@ -360,52 +373,56 @@ def test_every_format_has_configurations_for_any_number_of_rows(bits, dtype, gro
 def test_all_parts_of_all_tiles_are_computed_once(m, n, splits, num_ctas, whole, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
-    from tests.linear import plain_items
+    from tests.linear import plain_work_tiles
 
-    plain_items.install(monkeypatch)
-    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tokens=64, splits_k=True), splits)
+    plain_work_tiles.install(monkeypatch)
+    schedule = schedule_of(problem(m, n, 2048), WgmmaConfig(4, "bf16", 128, tile_m=64, splits_k=True), splits)
     assert schedule is not None
     whole = min(whole, schedule.num_tiles_cut)
     schedule = replace(schedule, whole=whole)
-    shape = plain_items.shape_of(schedule)
-    done = np.zeros((schedule.blocks, schedule.token_tiles, schedule.units), int)
+    shape = plain_work_tiles.shape_of(schedule)
+    done = np.zeros((schedule.blocks, schedule.m_tiles, schedule.k_blocks), int)
     parts: dict[tuple[int, int], int] = {}
     for cta in range(num_ctas):
-        items = tiles.Items(shape, cta, num_ctas)
-        assert items.count == schedule.num_items
-        for index in range(items.first, items.count, items.stride):
-            item = items.item(index)
-            assert item.begin < item.end
-            done[item.block, item.token_tile, item.begin : item.end] += 1
-            assert (item.splits == splits) if index >= whole else (item.begin, item.end) == (0, schedule.units)
-            if item.split:  # what it waits for comes from the items just before
-                before = items.item(index - 1)
-                assert (before.block, before.token_tile, before.end) == (item.block, item.token_tile, item.begin)
-            if item.splits > 1:  # parts of the workspace are each tile's own
-                assert parts.setdefault((item.block, item.token_tile), item.number) == item.number
+        scheduler = tiles.TileScheduler(shape, cta, num_ctas)
+        assert scheduler.count == schedule.num_work_tiles
+        for index in range(scheduler.first, scheduler.count, scheduler.stride):
+            work_tile = scheduler.work_tile(index)
+            assert work_tile.begin < work_tile.end
+            done[work_tile.block, work_tile.m_tile, work_tile.begin : work_tile.end] += 1
+            assert (
+                (work_tile.splits == splits)
+                if index >= whole
+                else (work_tile.begin, work_tile.end) == (0, schedule.k_blocks)
+            )
+            if work_tile.split:  # what it waits for comes from the work tiles just before
+                before = scheduler.work_tile(index - 1)
+                assert (before.block, before.m_tile, before.end) == (work_tile.block, work_tile.m_tile, work_tile.begin)
+            if work_tile.splits > 1:  # parts of the workspace are each tile's own
+                assert parts.setdefault((work_tile.block, work_tile.m_tile), work_tile.number) == work_tile.number
     assert sorted(parts.values()) == list(range(schedule.num_tiles_cut if splits > 1 else 0))
     assert (done == 1).all()
 
 
-@pytest.mark.parametrize("n, k, tokens, cluster", [(700, 2048, 16, 2), (4096, 4096, 16, 3), (64, 384, 32, 3)])
-def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tokens, cluster, monkeypatch):
+@pytest.mark.parametrize("n, k, tile_m, cluster", [(700, 2048, 16, 2), (4096, 4096, 16, 3), (64, 384, 32, 3)])
+def test_ctas_that_push_have_one_part_of_a_tile_each(n, k, tile_m, cluster, monkeypatch):
     pytest.importorskip("cutlass")
     from cute_kernels.linear.wgmma import tiles
-    from tests.linear import plain_items
+    from tests.linear import plain_work_tiles
 
-    plain_items.install(monkeypatch)
+    plain_work_tiles.install(monkeypatch)
     config = WgmmaConfig(
-        4, "bf16", 128, tokens=tokens, row_parts=2, unit_k=128, splits_k=True, cluster=cluster, pushes=True
+        4, "bf16", 128, tile_m=tile_m, row_parts=2, block_k=128, splits_k=True, cluster=cluster, dsmem_reduction=True
     )
-    schedule = schedule_of(problem(tokens, n, k), config, cluster)
-    assert schedule is not None and schedule_of(problem(tokens + 1, n, k), config, cluster) is None
-    shape = plain_items.shape_of(schedule)
-    done = np.zeros((schedule.blocks, schedule.units), int)
+    schedule = schedule_of(problem(tile_m, n, k), config, cluster)
+    assert schedule is not None and schedule_of(problem(tile_m + 1, n, k), config, cluster) is None
+    shape = plain_work_tiles.shape_of(schedule)
+    done = np.zeros((schedule.blocks, schedule.k_blocks), int)
     for cta in range(schedule.num_ctas):
-        items = tiles.ClusterItems(shape, cta, cluster)
-        (index,) = range(items.first, items.count, items.stride)
-        item = items.item(index)
-        assert item.begin < item.end and (item.split, item.splits) == (cta % cluster, cluster)
-        assert (item.block, item.token_tile) == (cta // cluster, 0)
-        done[item.block, item.begin : item.end] += 1
+        scheduler = tiles.ClusterTileScheduler(shape, cta, cluster)
+        (index,) = range(scheduler.first, scheduler.count, scheduler.stride)
+        work_tile = scheduler.work_tile(index)
+        assert work_tile.begin < work_tile.end and (work_tile.split, work_tile.splits) == (cta % cluster, cluster)
+        assert (work_tile.block, work_tile.m_tile) == (cta // cluster, 0)
+        done[work_tile.block, work_tile.begin : work_tile.end] += 1
     assert (done == 1).all()

@@ -18,15 +18,15 @@ def swizzled(place: np.ndarray) -> np.ndarray:
     return place ^ (place >> 3 & 0x70)
 
 
-def put_box(shared: np.ndarray, start: int, box: np.ndarray) -> None:
-    """What TMA does with a box [rows, 64] of 16-bit elements: row by row, swizzled."""
-    assert start % SWIZZLE_BYTES == 0 and box.shape[1] == 64
-    rows, columns = np.indices(box.shape)
-    shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2] = box
+def put_tma_tile(shared: np.ndarray, start: int, tma_tile: np.ndarray) -> None:
+    """What TMA does with a TMA tile [rows, 64] of 16-bit elements: row by row, swizzled."""
+    assert start % SWIZZLE_BYTES == 0 and tma_tile.shape[1] == 64
+    rows, columns = np.indices(tma_tile.shape)
+    shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2] = tma_tile
 
 
-def take_box(shared: np.ndarray, start: int, num_rows: int) -> np.ndarray:
-    """What TMA finds in a box of 16-bit elements, [num_rows, 64]."""
+def take_tma_tile(shared: np.ndarray, start: int, num_rows: int) -> np.ndarray:
+    """What TMA finds in a TMA tile of 16-bit elements, [num_rows, 64]."""
     assert start % SWIZZLE_BYTES == 0
     rows, columns = np.indices((num_rows, 64))
     return shared.view(np.uint16)[swizzled(start + 128 * rows + 2 * columns) // 2]
@@ -83,7 +83,7 @@ class WarpgroupWarp(LinearWarp):
     def wait_for_dots(self, dots: Sequence[Lanes], pending: int) -> list[Lanes]:
         return list(dots)
 
-    def multiply_bytes(self, sums: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
+    def multiply_bytes(self, acc: Sequence[Lanes], count: int, a: Sequence[Lanes], b_low: Lanes) -> list[Lanes]:
         left = np.zeros((16, 32), np.int64)
         for register, word in enumerate(a):
             column = 16 * (register // 2) + 4 * COLUMN
@@ -96,10 +96,10 @@ class WarpgroupWarp(LinearWarp):
         right = self.shared_memory.view(np.int8)[swizzled(start + n // 8 * stride + n % 8 * 128 + k)]
         total = left @ right.T.astype(np.int64)
         products = [total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2] for i in range(count)]
-        return [Int32(value + (np.int64(sums[i]) if sums else 0)) for i, value in enumerate(products)]
+        return [Int32(value + (np.int64(acc[i]) if acc else 0)) for i, value in enumerate(products)]
 
-    def mma(self, sums: Sequence[Lanes], a: Sequence[Lanes], b_low: Lanes, *, dtype: str) -> list[Lanes]:
-        columns = 2 * len(sums)
+    def mma(self, acc: Sequence[Lanes], a: Sequence[Lanes], b_low: Lanes, *, dtype: str) -> list[Lanes]:
+        columns = 2 * len(acc)
         left = np.zeros((16, 16))
         for register, word in enumerate(a):
             for half in range(2):
@@ -109,7 +109,7 @@ class WarpgroupWarp(LinearWarp):
         total = left @ right.T
         return [
             Float32(np.float64(value) + total[ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * COLUMN + i % 2])
-            for i, value in enumerate(sums)
+            for i, value in enumerate(acc)
         ]
 
     def described(self, low: int) -> tuple[int, int]:

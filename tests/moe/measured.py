@@ -73,21 +73,21 @@ MEMORY_BOUND: dict[Case, float] = {
 }
 
 # A run of 2026-11-22 of weights without zero points, as launched: first products with rows by index, so with the launch
-# that makes digits or brings rows in order; second ones with their rows in order. bf16 tiles decode codes as subnormal
+# that makes limbs or brings rows in order; second ones with their rows in order. bf16 tiles decode codes as subnormal
 # numbers; those of 48 rows are in 6 parts.
 SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
     (MIXTRAL, 8, 1): {
         (16, 2): 125.9,
-        (16, 2, "digits"): 119.3,
+        (16, 2, "limbs"): 119.3,
     },
     (MIXTRAL, 32, 1): {
         (16, 2): 133.4,
         (32, 2): 133.2,
         (48, 2): 135.5,
         (64, 2): 141.3,
-        (16, 2, "digits"): 122.4,
-        (32, 2, "digits"): 123.5,
-        (64, 2, "digits"): 130.0,
+        (16, 2, "limbs"): 122.4,
+        (32, 2, "limbs"): 123.5,
+        (64, 2, "limbs"): 130.0,
     },
     (MIXTRAL, 64, 1): {
         (16, 2): 181.9,
@@ -95,9 +95,9 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 143.1,
         (64, 2): 146.0,
         (128, 1): 190.8,
-        (16, 2, "digits"): 151.0,
-        (32, 2, "digits"): 128.3,
-        (64, 2, "digits"): 138.6,
+        (16, 2, "limbs"): 151.0,
+        (32, 2, "limbs"): 128.3,
+        (64, 2, "limbs"): 138.6,
     },
     (MIXTRAL, 96, 1): {
         (16, 2): 243.6,
@@ -105,9 +105,9 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 151.6,
         (64, 2): 154.4,
         (128, 1): 192.1,
-        (16, 2, "digits"): 180.2,
-        (32, 2, "digits"): 140.7,
-        (64, 2, "digits"): 147.1,
+        (16, 2, "limbs"): 180.2,
+        (32, 2, "limbs"): 140.7,
+        (64, 2, "limbs"): 147.1,
     },
     (MIXTRAL, 128, 1): {
         (16, 2): 309.5,
@@ -115,48 +115,48 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 161.1,
         (64, 2): 170.9,
         (128, 1): 222.9,
-        (16, 2, "digits"): 222.8,
-        (32, 2, "digits"): 194.2,
-        (64, 2, "digits"): 176.4,
+        (16, 2, "limbs"): 222.8,
+        (32, 2, "limbs"): 194.2,
+        (64, 2, "limbs"): 176.4,
     },
     (MIXTRAL, 192, 1): {
         (32, 2): 264.0,
         (48, 2): 214.9,
         (64, 2): 186.2,
         (128, 1): 232.2,
-        (32, 2, "digits"): 239.7,
-        (64, 2, "digits"): 203.1,
+        (32, 2, "limbs"): 239.7,
+        (64, 2, "limbs"): 203.1,
     },
     (MIXTRAL, 256, 1): {
         (32, 2): 315.6,
         (48, 2): 295.6,
         (64, 2): 270.4,
         (128, 1): 253.7,
-        (32, 2, "digits"): 300.2,
-        (64, 2, "digits"): 295.7,
+        (32, 2, "limbs"): 300.2,
+        (64, 2, "limbs"): 295.7,
     },
     (QWEN3, 16, 1): {
         (16, 2): 45.3,
-        (16, 2, "digits"): 41.6,
+        (16, 2, "limbs"): 41.6,
     },
     (QWEN3, 32, 1): {
         (16, 2): 60.5,
-        (16, 2, "digits"): 56.8,
+        (16, 2, "limbs"): 56.8,
     },
     (QWEN3, 64, 1): {
         (16, 2): 61.8,
         (32, 2): 63.1,
-        (16, 2, "digits"): 59.1,
-        (32, 2, "digits"): 59.9,
+        (16, 2, "limbs"): 59.1,
+        (32, 2, "limbs"): 59.9,
     },
     (QWEN3, 128, 1): {
         (16, 2): 64.3,
         (32, 2): 64.7,
         (48, 2): 66.5,
         (64, 2): 70.9,
-        (16, 2, "digits"): 62.6,
-        (32, 2, "digits"): 62.4,
-        (64, 2, "digits"): 65.5,
+        (16, 2, "limbs"): 62.6,
+        (32, 2, "limbs"): 62.4,
+        (64, 2, "limbs"): 65.5,
     },
     (QWEN3, 256, 1): {
         (16, 2): 91.3,
@@ -164,9 +164,9 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 71.0,
         (64, 2): 73.7,
         (128, 1): 99.5,
-        (16, 2, "digits"): 72.6,
-        (32, 2, "digits"): 69.0,
-        (64, 2, "digits"): 74.6,
+        (16, 2, "limbs"): 72.6,
+        (32, 2, "limbs"): 69.0,
+        (64, 2, "limbs"): 74.6,
     },
     (QWEN3, 512, 1): {
         (16, 2): 147.5,
@@ -174,22 +174,22 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 83.0,
         (64, 2): 86.0,
         (128, 1): 111.7,
-        (16, 2, "digits"): 113.3,
-        (32, 2, "digits"): 102.9,
-        (64, 2, "digits"): 94.8,
+        (16, 2, "limbs"): 113.3,
+        (32, 2, "limbs"): 102.9,
+        (64, 2, "limbs"): 94.8,
     },
     (MIXTRAL, 8, 2): {
         (16, 2): 65.3,
-        (16, 2, "digits"): 64.5,
+        (16, 2, "limbs"): 64.5,
     },
     (MIXTRAL, 32, 2): {
         (16, 2): 65.9,
         (32, 2): 64.9,
         (48, 2): 63.7,
         (64, 2): 65.4,
-        (16, 2, "digits"): 66.8,
-        (32, 2, "digits"): 68.6,
-        (64, 2, "digits"): 67.5,
+        (16, 2, "limbs"): 66.8,
+        (32, 2, "limbs"): 68.6,
+        (64, 2, "limbs"): 67.5,
     },
     (MIXTRAL, 64, 2): {
         (16, 2): 122.3,
@@ -197,9 +197,9 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 69.2,
         (64, 2): 70.5,
         (128, 1): 90.2,
-        (16, 2, "digits"): 102.7,
-        (32, 2, "digits"): 70.8,
-        (64, 2, "digits"): 73.7,
+        (16, 2, "limbs"): 102.7,
+        (32, 2, "limbs"): 70.8,
+        (64, 2, "limbs"): 73.7,
     },
     (MIXTRAL, 96, 2): {
         (16, 2): 121.0,
@@ -207,9 +207,9 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 70.5,
         (64, 2): 72.3,
         (128, 1): 90.7,
-        (16, 2, "digits"): 94.2,
-        (32, 2, "digits"): 76.5,
-        (64, 2, "digits"): 73.9,
+        (16, 2, "limbs"): 94.2,
+        (32, 2, "limbs"): 76.5,
+        (64, 2, "limbs"): 73.9,
     },
     (MIXTRAL, 128, 2): {
         (16, 2): 175.6,
@@ -217,36 +217,36 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 79.4,
         (64, 2): 85.8,
         (128, 1): 105.7,
-        (16, 2, "digits"): 130.8,
-        (32, 2, "digits"): 135.5,
-        (64, 2, "digits"): 98.2,
+        (16, 2, "limbs"): 130.8,
+        (32, 2, "limbs"): 135.5,
+        (64, 2, "limbs"): 98.2,
     },
     (MIXTRAL, 256, 2): {
         (32, 2): 188.6,
         (48, 2): 148.3,
         (64, 2): 170.9,
         (128, 1): 119.3,
-        (32, 2, "digits"): 199.4,
-        (64, 2, "digits"): 225.7,
+        (32, 2, "limbs"): 199.4,
+        (64, 2, "limbs"): 225.7,
     },
     (QWEN3, 16, 2): {
         (16, 2): 25.9,
-        (16, 2, "digits"): 24.9,
+        (16, 2, "limbs"): 24.9,
     },
     (QWEN3, 64, 2): {
         (16, 2): 37.4,
         (32, 2): 37.6,
-        (16, 2, "digits"): 34.9,
-        (32, 2, "digits"): 35.8,
+        (16, 2, "limbs"): 34.9,
+        (32, 2, "limbs"): 35.8,
     },
     (QWEN3, 128, 2): {
         (16, 2): 38.2,
         (32, 2): 38.2,
         (48, 2): 39.5,
         (64, 2): 42.1,
-        (16, 2, "digits"): 37.2,
-        (32, 2, "digits"): 37.8,
-        (64, 2, "digits"): 40.2,
+        (16, 2, "limbs"): 37.2,
+        (32, 2, "limbs"): 37.8,
+        (64, 2, "limbs"): 40.2,
     },
     (QWEN3, 256, 2): {
         (16, 2): 49.6,
@@ -254,9 +254,9 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 42.2,
         (64, 2): 43.8,
         (128, 1): 58.9,
-        (16, 2, "digits"): 45.6,
-        (32, 2, "digits"): 42.1,
-        (64, 2, "digits"): 46.1,
+        (16, 2, "limbs"): 45.6,
+        (32, 2, "limbs"): 42.1,
+        (64, 2, "limbs"): 46.1,
     },
     (QWEN3, 512, 2): {
         (16, 2): 83.7,
@@ -264,32 +264,32 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 46.2,
         (64, 2): 47.9,
         (128, 1): 63.1,
-        (16, 2, "digits"): 71.9,
-        (32, 2, "digits"): 62.3,
-        (64, 2, "digits"): 59.5,
+        (16, 2, "limbs"): 71.9,
+        (32, 2, "limbs"): 62.3,
+        (64, 2, "limbs"): 59.5,
     },
     (DEEPSEEK_V3, 32, 1): {
         (16, 2): 571.2,
-        (16, 2, "digits"): 556.9,
+        (16, 2, "limbs"): 556.9,
     },
     (DEEPSEEK_V3, 64, 1): {
         (16, 2): 775.3,
-        (16, 2, "digits"): 759.1,
+        (16, 2, "limbs"): 759.1,
     },
     (DEEPSEEK_V3, 128, 1): {
         (16, 2): 897.2,
         (32, 2): 899.7,
-        (16, 2, "digits"): 898.4,
-        (32, 2, "digits"): 901.9,
+        (16, 2, "limbs"): 898.4,
+        (32, 2, "limbs"): 901.9,
     },
     (DEEPSEEK_V3, 256, 1): {
         (16, 2): 1078.8,
         (32, 2): 1072.6,
         (48, 2): 1070.9,
         (64, 2): 1110.4,
-        (16, 2, "digits"): 932.7,
-        (32, 2, "digits"): 937.5,
-        (64, 2, "digits"): 965.2,
+        (16, 2, "limbs"): 932.7,
+        (32, 2, "limbs"): 937.5,
+        (64, 2, "limbs"): 965.2,
     },
     (DEEPSEEK_V3, 512, 1): {
         (16, 2): 1659.8,
@@ -297,28 +297,28 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 1195.5,
         (64, 2): 1233.0,
         (128, 1): 1596.6,
-        (16, 2, "digits"): 1168.7,
-        (32, 2, "digits"): 1013.3,
-        (64, 2, "digits"): 1130.8,
+        (16, 2, "limbs"): 1168.7,
+        (32, 2, "limbs"): 1013.3,
+        (64, 2, "limbs"): 1130.8,
     },
     (DEEPSEEK_V3, 64, 2): {
         (16, 2): 443.4,
-        (16, 2, "digits"): 399.6,
+        (16, 2, "limbs"): 399.6,
     },
     (DEEPSEEK_V3, 128, 2): {
         (16, 2): 466.4,
         (32, 2): 472.3,
-        (16, 2, "digits"): 464.2,
-        (32, 2, "digits"): 463.6,
+        (16, 2, "limbs"): 464.2,
+        (32, 2, "limbs"): 463.6,
     },
     (DEEPSEEK_V3, 256, 2): {
         (16, 2): 491.5,
         (32, 2): 491.0,
         (48, 2): 504.5,
         (64, 2): 524.4,
-        (16, 2, "digits"): 479.6,
-        (32, 2, "digits"): 482.1,
-        (64, 2, "digits"): 482.9,
+        (16, 2, "limbs"): 479.6,
+        (32, 2, "limbs"): 482.1,
+        (64, 2, "limbs"): 482.9,
     },
     (DEEPSEEK_V3, 512, 2): {
         (16, 2): 729.0,
@@ -326,16 +326,17 @@ SYMMETRIC: dict[Case, dict[tuple[int | str, ...], float]] = {
         (48, 2): 547.1,
         (64, 2): 580.0,
         (128, 1): 791.4,
-        (16, 2, "digits"): 552.5,
-        (32, 2, "digits"): 500.5,
-        (64, 2, "digits"): 523.3,
+        (16, 2, "limbs"): 552.5,
+        (32, 2, "limbs"): 500.5,
+        (64, 2, "limbs"): 523.3,
     },
 }
 
 
-# A run of the kernel of runs of whole blocks, entries of 8 rows, weights without zero points, as launched: of chunks of
-# two units of a tile, and of a unit of two tiles. Rows by index in first products, in order in second ones.
-RUNS: dict[Case, tuple[float, float]] = {
+# A run of the kernel of work ranges of whole blocks, entries of 8 rows, weights without zero points, as launched: of
+# chunks of two k blocks of a tile, and of a k block of two tiles. Rows by index in first products, in order in second
+# ones.
+RANGES: dict[Case, tuple[float, float]] = {
     (QWEN3, 1, 1): (10.0, 10.0),
     (QWEN3, 2, 1): (11.84, 12.83),
     (QWEN3, 4, 1): (17.06, 17.18),
@@ -372,8 +373,8 @@ RUNS: dict[Case, tuple[float, float]] = {
 
 def tile_of(config: WgmmaConfig) -> tuple[int | str, ...]:
     """A tile as the tables above name it."""
-    kind = (config.warpgroups,) if config.synchronous else ("digits",) if config.digits else ()
-    return config.tokens, config.m_tiles, *kind
+    kind = (config.warpgroups,) if config.synchronous else ("limbs",) if config.limbs else ()
+    return config.tile_m, config.n_tiles, *kind
 
 
 # Tiles of so many rows, in parts of 32, of 4 bits on an H100, and of 8 bits on an H200; 2026-11-26.

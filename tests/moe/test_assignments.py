@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.moe.runs import assignments
-from cute_kernels.moe.runs.assignments import AssignmentFinder
-from cute_kernels.moe.runs.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
-from cute_kernels.moe.runs.schedule import row_factor
-from cute_kernels.moe.runs.work import AssignedShape
+from cute_kernels.moe.ranges import assignments
+from cute_kernels.moe.ranges.assignments import AssignmentFinder
+from cute_kernels.moe.ranges.config import LANE_ASSIGNMENTS, MOST_ASSIGNMENTS
+from cute_kernels.moe.ranges.schedule import row_factor
+from cute_kernels.moe.ranges.work import AssignedShape
 from cute_kernels.sm90 import WARP_THREADS
 from tests.moe.machine import Machine
 

@@ -1,4 +1,4 @@
-"""The code of the kernel that adds up a token's results, thread by thread: sums are those of the reference."""
+"""The code of the kernel that adds up a token's results, thread by thread: accumulators are those of the reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(
 
 
 def check(config: CombineConfig, results, chosen, places, weights, monkeypatch) -> torch.Tensor:
-    """Each batch's products are added in the order of assignments, so sums are near those of any order."""
+    """Each batch's products are added in the order of assignments, so accumulators are near those of any order."""
     found = run(config, results, chosen, weights, monkeypatch)
     wanted = combine_reference(results, places, weights, torch.float32)
     rounding = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-20}[config.dtype]

@@ -1,5 +1,5 @@
 """The grouped kernel's own code, thread by thread: copies, waits, entries, partial results. Only the products are not
-its own: a thread of each multiplying warp decodes what lies in shared memory, where the tensor cores would read it.
+its own: a thread of each consumer warp decodes what lies in shared memory, where the tensor cores would read it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from tests.linear.cases import known
 from tests.moe.machine import Machine, unwrapped
 
 MODULES = (ring, work, linear_kernel, epilogue, moe_kernel, moe_work)
-CONFIG = LinearConfig(4, "bf16", 64, unit_k=64, k_warps=1, chunk_units=2, num_stages=3, epilogue_warps=1, use_pdl=True)
+CONFIG = LinearConfig(
+    4, "bf16", 64, block_k=64, k_warps=1, chunk_k_blocks=2, num_stages=3, epilogue_warps=1, use_pdl=True
+)
 
 
 def multiply(self, operands, memory, work, warp, lane) -> None:
@@ -53,28 +55,30 @@ def multiply(self, operands, memory, work, warp, lane) -> None:
     for index in range(work.num_segments):
         segment = work.segment(index)
         start = memory.x + work.x_start(segment, memory.x_slot_bytes)
-        sums = np.zeros((config.max_tokens, config.block_rows), np.float64)
-        for unit in range(segment.begin, segment.end, config.chunk_units):
+        acc = np.zeros((config.tile_m, config.block_rows), np.float64)
+        for k_block in range(segment.begin, segment.end, config.chunk_k_blocks):
             arch.mbarrier_wait(memory.full + stage, phase)
-            for i in range(min(segment.end - unit, config.chunk_units)) if warp == 0 else ():
+            for i in range(min(segment.end - k_block, config.chunk_k_blocks)) if warp == 0 else ():
                 x = np.stack(
                     [
-                        values(shared, start + token * memory.x_pitch + (unit + i) * 2 * config.unit_k, config.unit_k)
-                        for token in range(config.max_tokens)
+                        values(
+                            shared, start + token * memory.x_pitch + (k_block + i) * 2 * config.block_k, config.block_k
+                        )
+                        for token in range(config.tile_m)
                     ]
                 )
                 for tile in range(config.n_tiles):
-                    w = weights(shared, memory.ring + stage * config.stage_bytes, tile, i, config)
+                    w = weights(shared, memory.stages + stage * config.stage_bytes, tile, i, config)
                     with np.errstate(invalid="ignore"):
-                        sums[:, 64 * tile : 64 * tile + 64] += x @ w.T
+                        acc[:, 64 * tile : 64 * tile + 64] += x @ w.T
             arch.mbarrier_arrive(memory.empty + stage)
             stage, phase = ring.advance(stage, phase, config.num_stages)
         arch.mbarrier_wait(memory.drained + buffer, drained)
         if warp == 0:
             place = memory.staging + buffer * config.buffer_bytes
-            for token in range(config.max_tokens):
+            for token in range(config.tile_m):
                 first = (place + token * config.staging_pitch) // 4
-                shared.view(np.float32)[first : first + config.block_rows] = sums[token]
+                shared.view(np.float32)[first : first + config.block_rows] = acc[token]
         arch.mbarrier_arrive(memory.staged + buffer)
         buffer, drained = ring.advance(buffer, drained, config.num_buffers)
 
@@ -84,13 +88,13 @@ def values(shared: np.ndarray, address: int, count: int) -> np.ndarray:
     return (halves << 16).view(np.float32).astype(np.float64)
 
 
-def weights(shared: np.ndarray, stage: int, tile: int, unit: int, config: LinearConfig) -> np.ndarray:
-    """A unit's weights of a tile's rows, from the codes and scales in a stage."""
-    place = stage + (tile * config.chunk_units + unit) * config.unit_bytes
-    blob = torch.from_numpy(shared[place : place + config.unit_bytes].copy()).view(1, config.unit_tiles, 2048)
+def weights(shared: np.ndarray, stage: int, tile: int, k_block: int, config: LinearConfig) -> np.ndarray:
+    """A k block's weights of a tile's rows, from the codes and scales in a stage."""
+    place = stage + (tile * config.chunk_k_blocks + k_block) * config.k_block_bytes
+    blob = torch.from_numpy(shared[place : place + config.k_block_bytes].copy()).view(1, config.k_block_tiles, 2048)
     codes = unpack(hopper.restore(blob, config.bits), config.bits).numpy().astype(np.float64) - 8
-    place = stage + config.scale_offset + (tile * config.chunk_units + unit) * config.unit_scale_bytes
-    scales = values(shared, place, config.unit_scale_bytes // 2).reshape(-1, SCALE_BYTES // 2)
+    place = stage + config.scale_offset + (tile * config.chunk_k_blocks + k_block) * config.k_block_scale_bytes
+    scales = values(shared, place, config.k_block_scale_bytes // 2).reshape(-1, SCALE_BYTES // 2)
     return codes * np.repeat(scales.T, config.group_size, axis=1)
 
 
@@ -152,7 +156,7 @@ def launch(
     kernel.kernel = lambda *arguments: waiting.append(arguments) or SimpleNamespace(launch=start)
     for number in range(schedule.num_launches):
         moe_kernel.GroupedKernel.__call__.__wrapped__(
-            kernel, given, *addresses, n, schedule.num_tiles, schedule.units, schedule.num_slices,
+            kernel, given, *addresses, n, schedule.num_tiles, schedule.k_blocks, schedule.num_slices,
             schedule.num_groups, len(weight), schedule.entry_rows.bit_length() - 1, schedule.x_slots,
             number * schedule.max_entries, schedule.max_entries, schedule.max_parts, schedule.slack, 1,
             ACTIVATIONS[activation], {torch.float32: FP32, torch.bfloat16: BF16}[out_dtype], None,
@@ -167,9 +171,9 @@ def layout(n: int, k: int, num_sms: int, **fields: Any) -> GroupedSchedule:
     config = replace(CONFIG, **{name: fields.pop(name) for name in ("n_tiles", "num_buffers") if name in fields})
     places, experts = fields.pop("places"), fields.pop("experts")
     problem = GroupedProblem(places, experts, n, k, -(-k // 64) * 64, 4, "bf16", 64, num_sms=num_sms)
-    units = problem.k_pad // config.unit_k
+    k_blocks = problem.k_pad // config.block_k
     base = GroupedSchedule(
-        config, -(-n // 64), units, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields
+        config, -(-n // 64), k_blocks, fields.pop("num_slices", 1), 1, fields.pop("entry_rows", 8), **fields
     )
     return with_launches(base, problem)
 
@@ -178,7 +182,7 @@ CASES = {
     "entries of one and of many rows": ((3, 0, 1, 17, 0, 8), 160, 192, 3, {}),
     "two tiles, two slots": ((2, 9, 1, 1), 200, 320, 4, {"n_tiles": 2, "x_slots": 2, "num_buffers": 2}),
     "tails of N and K": ((1, 2, 0, 3), 130, 200, 3, {}),
-    "more CTAs than units": ((0, 1, 0), 64, 64, 4, {}),
+    "more CTAs than k blocks": ((0, 1, 0), 64, 64, 4, {}),
     "one expert has all": ((0, 0, 20, 0), 96, 128, 3, {}),
     "no rows at all": ((0, 0, 0), 64, 128, 2, {}),
     "slices of K": ((3, 9, 1), 130, 320, 4, {"num_slices": 2, "n_tiles": 2}),
@@ -187,7 +191,7 @@ CASES = {
     "more experts than a thread each": (tuple(i % 100 == 99 for i in range(300)), 64, 64, 2, {}),
     "whole blocks": ((3, 0, 1, 17), 160, 192, 5, {"slack": 2}),
     "whole blocks, not the same number for all": ((3, 1, 8), 250, 128, 8, {"slack": 1}),
-    "blocks that would be whole but for a unit": ((3, 1, 8), 250, 128, 8, {"slack": 0}),
+    "blocks that would be whole but for a k block": ((3, 1, 8), 250, 128, 8, {"slack": 0}),
     "fewer whole blocks than groups": ((1, 0, 1), 64, 320, 3, {"slack": 2}),
     "entries of up to two rows": ((3, 0, 1, 5, 0, 8), 160, 192, 3, {"entry_rows": 2, "x_slots": 2, "num_buffers": 2}),
     "entries of one row": ((0, 2, 1), 66, 192, 4, {"entry_rows": 1}),
@@ -220,7 +224,7 @@ def exact(x: torch.Tensor, weight: PackedExperts, counts: list[int]) -> torch.Te
 
 
 def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, counts, schedule) -> None:
-    """Every entry's codes are copied once, and every group copies its share, but for a unit or as much slack."""
+    """Every entry's codes are copied once, and every group copies its share, but for a k block or as much slack."""
     config, of_expert = schedule.config, weight.codes[0].numel()
     copied, own = Counter(), Counter()
     for block, source, size in machine.copies:
@@ -235,8 +239,10 @@ def check_equal_bytes(machine: Machine, codes: int, weight: PackedExperts, count
     each = [sum(size for block, size in own.items() if block[1] == group) for group in range(schedule.num_groups)]
     if schedule.num_slices == 1 and schedule.num_launches == 1:
         entries = sum(-(-count // schedule.entry_rows) for count in counts)
-        assert each == [config.n_tiles * config.unit_bytes * units for units in schedule.group_units(entries)]
-        assert max(each) - sum(each) / len(each) <= config.n_tiles * config.unit_bytes * max(1, schedule.slack + 1)
+        assert each == [
+            config.n_tiles * config.k_block_bytes * k_blocks for k_blocks in schedule.group_k_blocks(entries)
+        ]
+        assert max(each) - sum(each) / len(each) <= config.n_tiles * config.k_block_bytes * max(1, schedule.slack + 1)
 
 
 def test_bias_activation_and_output_dtype_are_the_experts(monkeypatch):
@@ -283,7 +289,7 @@ def test_quotients_are_exact(divisor, monkeypatch):
 )
 def test_launches_count_no_further_than_quotients_hold(places, experts, n, k):
     for schedule in schedules(GroupedProblem(places, experts, n, k, max(k, 128), 4, "bf16", 128), 8):
-        units = schedule.max_entries * schedule.num_blocks * schedule.slice_units + schedule.slice_units
-        assert units * max(schedule.num_groups, schedule.slice_units) <= MOST_DIVIDED
+        k_blocks = schedule.max_entries * schedule.num_blocks * schedule.slice_k_blocks + schedule.slice_k_blocks
+        assert k_blocks * max(schedule.num_groups, schedule.slice_k_blocks) <= MOST_DIVIDED
         assert (schedule.max_entries + 1) * schedule.num_blocks * schedule.num_blocks <= MOST_DIVIDED
         assert schedule.num_launches * schedule.max_entries >= places // 8 and schedule.max_entries >= 1

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.linear.wgmma.config import WgmmaConfig
-from cute_kernels.linear.wgmma.digits import MMA_K
+from cute_kernels.linear.wgmma.limbs import MMA_K
 from cute_kernels.moe.compile import GroupedWgmmaSpec, compile_grouped_wgmma
 from cute_kernels.moe.schedule import GroupedProblem
 from cute_kernels.moe.wgmma.schedule import layouts
@@ -20,8 +20,8 @@ from cute_kernels.runtime.resources import ToolMissingError, find_tool, resource
 from tests.linear.machine_code import MMAS, early_writes, instructions
 
 TILES = [layout.config for layout in layouts(GroupedProblem(4096, 8, 4096, 4096, 4096, 4, "bf16", 128))]
-CONFIGS = [config for config in TILES if not config.synchronous and not config.digits]
-DIGITS = [config for config in TILES if config.digits]
+CONFIGS = [config for config in TILES if not config.synchronous and not config.limbs]
+LIMBS = [config for config in TILES if config.limbs]
 SYNCHRONOUS = [config for config in TILES if config.synchronous]
 
 
@@ -56,30 +56,30 @@ def test_every_number_of_parts_has_a_loop(config, tmp_path, artifacts):
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
     # No more waits and fences than are written: the compiler has not put MMAs one after the other.
-    groups = len(config.loop_parts) * config.unit_steps // config.group_steps
+    groups = len(config.loop_parts) * config.k_block_steps // config.group_steps
     assert resources.opcodes["WARPGROUP"] == 2 * groups + 1
     loops = loops_around_mmas(instructions(artifact.object_code, tmp_path))
-    widths = (count * config.part_tokens for count in config.loop_parts)
+    widths = (count * config.part_m for count in config.loop_parts)
     wanted = {f"HGMMA.64x{tokens}x16.F32.BF16" for tokens in widths}
     assert loops.keys() == wanted
     for kind, loop in loops.items():
         count = sum(opcode == kind for _, opcode, _ in loop)
-        assert count == config.m_tiles * config.unit_steps and early_writes(loop) == []
+        assert count == config.n_tiles * config.k_block_steps and early_writes(loop) == []
 
 
-@pytest.mark.parametrize("config", DIGITS, ids=lambda config: config.name)
-def test_digits_are_multiplied_by_mmas_of_bytes(config, tmp_path, artifacts):
+@pytest.mark.parametrize("config", LIMBS, ids=lambda config: config.name)
+def test_limbs_are_multiplied_by_mmas_of_bytes(config, tmp_path, artifacts):
     """Every number of parts has its loop, of MMAs with two columns a row, none of which waits for the one before."""
     artifact = artifacts[config]
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
-    assert resources.opcodes["WARPGROUP"] == 2 * config.row_parts * config.m_tiles
+    assert resources.opcodes["WARPGROUP"] == 2 * config.row_parts * config.n_tiles
     loops = loops_around_mmas(instructions(artifact.object_code, tmp_path))
-    widths = range(config.part_tokens, config.tokens + 1, config.part_tokens)
+    widths = range(config.part_m, config.tile_m + 1, config.part_m)
     assert loops.keys() == {f"IGMMA.64x{2 * tokens}x32.S8.S8" for tokens in widths}
     for kind, loop in loops.items():
         count = sum(opcode == kind for _, opcode, _ in loop)
-        assert count == config.m_tiles * config.unit_k // MMA_K and early_writes(loop) == []
+        assert count == config.n_tiles * config.block_k // MMA_K and early_writes(loop) == []
 
 
 @pytest.mark.parametrize("config", SYNCHRONOUS, ids=lambda config: config.name)
@@ -88,14 +88,14 @@ def test_synchronous_tiles_multiply_each_warp_for_itself(config, artifacts):
     artifact = artifacts[config]
     (resources,) = resource_report(artifact)
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
-    blocks = sum(range(1, config.row_parts + 1)) * config.part_tokens // 8
-    assert resources.opcodes["HMMA"] == blocks * config.m_tiles * config.unit_steps
-    assert resources.opcodes["LDSM"] == config.row_parts * config.unit_steps
+    blocks = sum(range(1, config.row_parts + 1)) * config.part_m // 8
+    assert resources.opcodes["HMMA"] == blocks * config.n_tiles * config.k_block_steps
+    assert resources.opcodes["LDSM"] == config.row_parts * config.k_block_steps
     assert not resources.opcodes.get("HGMMA") and not resources.opcodes.get("WARPGROUP")
 
 
 @pytest.mark.parametrize(
-    "changes, message", [({"splits_k": True}, "want none"), ({"warpgroups": 1}, "got 4 multiplying warps, want 8")]
+    "changes, message", [({"splits_k": True}, "want none"), ({"warpgroups": 1}, "got 4 consumer warps, want 8")]
 )
 def test_what_a_grouped_product_has_no_kernel_for_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -17,10 +17,10 @@ import torch
 from cute_kernels.linear.config import NO_ACTIVATION, SWIGLU
 from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.linear.weight import padded_shape
-from cute_kernels.linear.wgmma import digit_launch
+from cute_kernels.linear.wgmma import limb_launch
 from cute_kernels.moe import PackedExperts, checks, fused_moe, grouped_linear, launch, layer, ops, plan
 from cute_kernels.moe.layer import AssignedMoePlan, Scratch, SortedMoePlan
-from cute_kernels.moe.runs.schedule import RunLayout, layouts
+from cute_kernels.moe.ranges.schedule import RangeLayout, layouts
 from cute_kernels.moe.schedule import GroupedSchedule
 from cute_kernels.moe.tuned import candidates, modelled
 from cute_kernels.moe.wgmma.schedule import GroupedTiles
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(native.dsl_version() is None, reason="the stand-
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EXPERTS, TOPK, HIDDEN, INNER = 8, 2, 192, 128
-ROUTING, GATHER, DIGITS, COMBINE = "moe_routing", "moe_gather", "linear_digits", "moe_combine"
+ROUTING, GATHER, LIMBS, COMBINE = "moe_routing", "moe_gather", "linear_limbs", "moe_combine"
 
 
 @functools.cache
@@ -113,9 +113,9 @@ REFUSED = {
     "an activation there is not": "activation", "a list of activations": "activation",
 }  # fmt: skip
 WAITS = -3  # among a product's arguments
-KINDS = ("few rows", "runs", "tiles", "digits", "modelled")  # of kernels that the products are by
+KINDS = ("few rows", "ranges", "tiles", "limbs", "modelled")  # of kernels that the products are by
 # Of a layer of few tokens: those of runs find assignments as they are.
-NUM_LAUNCHES = {"few rows": 4, "runs": 3, "tiles": 5, "digits": 6, "modelled": 3}
+NUM_LAUNCHES = {"few rows": 4, "ranges": 3, "tiles": 5, "limbs": 6, "modelled": 3}
 
 made = functools.cache(lambda name: CALLS[name]())
 
@@ -149,10 +149,12 @@ def launches(monkeypatch, products):
     def chosen(problem: Any, gpu: str) -> Any:
         if products == "modelled":
             return modelled(problem)
-        kind = {"few rows": GroupedSchedule, "runs": RunLayout, "tiles": GroupedTiles, "digits": GroupedTiles}[products]
+        kind = {"few rows": GroupedSchedule, "ranges": RangeLayout, "tiles": GroupedTiles, "limbs": GroupedTiles}[
+            products
+        ]
         for one in candidates(problem):
-            digits = bool(getattr(one.schedule.config, "digits", False))
-            if isinstance(one.schedule, kind) and digits == (products == "digits"):
+            limbs = bool(getattr(one.schedule.config, "limbs", False))
+            if isinstance(one.schedule, kind) and limbs == (products == "limbs"):
                 return one.schedule
         return modelled(problem)
 
@@ -166,8 +168,8 @@ def launches(monkeypatch, products):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Test GPU")
     launches = standing_in(monkeypatch, plan, checked)
-    monkeypatch.setattr(digit_launch, "load", plan.load)
-    for module in (digit_launch, launch, layer):
+    monkeypatch.setattr(limb_launch, "load", plan.load)
+    for module in (limb_launch, launch, layer):
         monkeypatch.setattr(module, "empty_strided", lambda *blank: torch.empty_strided(*blank[:2], dtype=blank[2]))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1)  # what tensors on the CPU say they are on
     forget()
@@ -218,9 +220,9 @@ def test_a_repeated_call_is_not_checked_again(name, launches, monkeypatch):
     "products, kernels",
     [
         ("few rows", [ROUTING, "grouped", "grouped", COMBINE]),
-        ("runs", [ROUTING, "_runs1", "_runs1", COMBINE]),
+        ("ranges", [ROUTING, "_ranges1", "_ranges1", COMBINE]),
         ("tiles", [ROUTING, GATHER, "grouped", "grouped", COMBINE]),
-        ("digits", [ROUTING, DIGITS, "grouped", DIGITS, "grouped", COMBINE]),
+        ("limbs", [ROUTING, LIMBS, "grouped", LIMBS, "grouped", COMBINE]),
     ],
     indirect=["products"],
 )
@@ -233,13 +235,13 @@ def test_one_launch_a_step(products, kernels, launches):
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "operator"])
 @pytest.mark.parametrize("tokens", [1, 16, 700])
 def test_batch_invariant_products_are_by_tiles_of_decoded_weights(tokens, direct, launches, monkeypatch):
-    """However few the tokens: sorted, with rows in order, neither in digits nor by runs."""
+    """However few the tokens: sorted, with rows in order, neither in limbs nor by runs."""
     if not direct:
         monkeypatch.setattr(ops, "is_direct", lambda *arguments: False)
     fused_moe(**call(tokens), batch_invariant=True)
     kernels = [launch.symbol for launch in launches]
     assert [kernel.split("_w4")[0] for kernel in kernels[2:4]] == ["grouped_linear_wgmma"] * 2
-    assert not any("digits" in kernel or "sync" in kernel for kernel in kernels)
+    assert not any("limbs" in kernel or "sync" in kernel for kernel in kernels)
     assert kernels[0].startswith(ROUTING) and kernels[1].startswith(GATHER) and "_of_bf16" in kernels[4]
 
 
@@ -277,7 +279,7 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         first, second = between
         assert first[0] is given["x"] and first[7:9] == (offsets, rows) and second[7:9] == (offsets, 0)
         assert first[WAITS] and not second[WAITS]  # the second's weights are asked for while the first ends
-    elif products == "runs":
+    elif products == "ranges":
         first, second = between
         assert first[0] is given["x"] and first[5:7] == (offsets, rows) and second[5:7] == (offsets, 0)
         assert first[WAITS] and not second[WAITS]
@@ -287,13 +289,13 @@ def test_what_a_launch_writes_is_where_the_next_one_reads(products, launches):
         assert gather == (given["x"], end, rows, first[0].data_ptr(), 40 * TOPK)
         assert first[0].shape == (40 * TOPK, HIDDEN) and first[6] == second[6] == offsets
     else:
-        digits, first, more_digits, second = between
-        assert digits[:3] == (given["x"], end, rows) and more_digits[1:3] == (end, 0)
-        for made_at, product in ((digits, first), (more_digits, second)):
+        limbs, first, more_limbs, second = between
+        assert limbs[:3] == (given["x"], end, rows) and more_limbs[1:3] == (end, 0)
+        for made_at, product in ((limbs, first), (more_limbs, second)):
             assert (made_at[3], made_at[4]) == (product[0].data_ptr(), product[3]) and product[6] == offsets
             assert product[0].shape[0] == made_at[5] == 40 * TOPK
-    hidden = (more_digits if products == "digits" else second)[0]
-    out_at = 4 if products == "runs" else 5  # which has no zero points
+    hidden = (more_limbs if products == "limbs" else second)[0]
+    out_at = 4 if products == "ranges" else 5  # which has no zero points
     assert first[out_at] == hidden.data_ptr() and hidden.shape[1] == INNER and second[out_at] == results
     assert hidden.data_ptr() < offsets < rows < places < results
 
@@ -306,11 +308,11 @@ def test_a_product_by_itself_waits_for_whatever_made_its_offsets(launches):
 
 def test_a_second_product_waits_behind_one_of_another_kind(launches, monkeypatch):
     """Only the kernels of few rows are known to wait for the routing before they let the next launch begin."""
-    few, runs = (plan.plan_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
-    assert isinstance(few, plan.GroupedPlan) and isinstance(runs, plan.RunPlan) and few.waits and runs.waits
+    few, ranges = (plan.plan_of(6, experts(HIDDEN, INNER, zero_point).form) for zero_point in (True, False))
+    assert isinstance(few, plan.GroupedPlan) and isinstance(ranges, plan.RangePlan) and few.waits and ranges.waits
     other = SimpleNamespace(gathers=True, stores_fp32=True)
-    for first, waits in ((few, False), (runs, False), (other, True)):
-        for second in (few, runs):
+    for first, waits in ((few, False), (ranges, False), (other, True)):
+        for second in (few, ranges):
             kinds = [first, second]
             monkeypatch.setattr(layer, "plan_of", lambda *arguments, left=kinds: left.pop(0))
             forms = (experts(2 * INNER, HIDDEN).form, experts(HIDDEN, INNER).form)
@@ -336,7 +338,7 @@ OF_TWO = ((8, 8), (64, 1), (11, 3))  # of which experts usually have more rows t
 
 @pytest.mark.parametrize(
     "products, tokens, topk",
-    [("runs", *route) for route in OF_A_LANE + OF_TWO] + [("modelled", *route) for route in OF_A_LANE],
+    [("ranges", *route) for route in OF_A_LANE + OF_TWO] + [("modelled", *route) for route in OF_A_LANE],
     indirect=["products"],
 )
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
@@ -413,14 +415,14 @@ def test_assignments_of_a_product_that_a_table_gives_entries_of_more_rows(which,
 
     def chosen(problem: Any, gpu: str) -> Any:
         rows = 16 if problem.n == n else 8
-        return next(one for one in layouts(problem) if one.config.max_tokens == rows)
+        return next(one for one in layouts(problem) if one.config.tile_m == rows)
 
     monkeypatch.setattr(plan, "chosen", chosen)
     fused_moe(**call(tokens))
     (made_plan,) = ops._plans.values()
     assert isinstance(made_plan, kind)
     few = kind is AssignedMoePlan
-    kernels = ["_assigned1", "_assigned1", COMBINE] if few else [ROUTING, "_runs1", "_runs1", COMBINE]
+    kernels = ["_assigned1", "_assigned1", COMBINE] if few else [ROUTING, "_ranges1", "_ranges1", COMBINE]
     assert all(kernel in launch.symbol for kernel, launch in zip(kernels, launches, strict=True)), launches
 
 
@@ -432,15 +434,15 @@ def test_a_second_product_of_long_k_is_in_parts_that_are_added_up(tokens, launch
     assert isinstance(made_plan, AssignedMoePlan)
     _, second, combine = (launch.arguments for launch in launches)
     hidden, results, count = second[0], second[4], tokens * TOPK
-    units, part_bits = second[8], second[-4]
-    assert (units << part_bits) * 128 == 14336 and part_bits == 1
+    k_blocks, part_bits = second[8], second[-4]
+    assert (k_blocks << part_bits) * 128 == 14336 and part_bits == 1
     assert hidden.data_ptr() + 2 * count * 14336 <= results
     assert results + 4 * (count << part_bits) * HIDDEN <= hidden.data_ptr() + hidden.nbytes
     ids, shares = given["topk_ids"].data_ptr(), given["topk_weights"].data_ptr()
     assert combine == (result, results, ids, shares, TOPK, EXPERTS, part_bits)
 
 
-@pytest.mark.parametrize("products", ["runs"], indirect=True)
+@pytest.mark.parametrize("products", ["ranges"], indirect=True)
 def test_what_is_made_contiguous_for_assignments_is_what_kernels_are_given(products, launches):
     given = but(
         x=apart(torch.ones(3, HIDDEN, dtype=BF16)),
@@ -570,8 +572,8 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
     assert out.shape == (3, 2 * INNER) and out.dtype == BF16 and out.is_contiguous()
     offsets, rows = OFFSETS.data_ptr(), ROWS.data_ptr()
     *before, last = (launch.arguments for launch in launches)
-    assert last[4 if products == "runs" else 5] == out.data_ptr() and offsets in last[1:]
-    if products in ("few rows", "runs"):
+    assert last[4 if products == "ranges" else 5] == out.data_ptr() and offsets in last[1:]
+    if products in ("few rows", "ranges"):
         assert not before and last[0] is given["x"] and last[8 if products == "few rows" else 6] == rows
     elif products == "tiles":
         ((source, *others),) = before
@@ -585,7 +587,7 @@ def test_rows_by_index_are_brought_in_order_where_a_kernel_wants_them_so(product
 @pytest.mark.parametrize("num_bytes", [4, 8, 12])
 def test_offsets_that_are_not_on_16_bytes_are_laid_there(num_bytes, products, launches, monkeypatch):
     """All launches of the product see the same copy, which has what was given."""
-    place = {"few rows": 7, "runs": 5, "tiles": 6, "digits": 6}[products]
+    place = {"few rows": 7, "ranges": 5, "tiles": 6, "limbs": 6}[products]
     seen: list[tuple[int, bytes]] = []
     load = plan.load
 

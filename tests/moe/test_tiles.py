@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
 from cute_kernels.linear.wgmma.schedule import CLOCKS_PER_US, START_CLOCKS
 from cute_kernels.moe import tuned
-from cute_kernels.moe.runs.schedule import MODELLED_ROWS, RunLayout
+from cute_kernels.moe.ranges.schedule import MODELLED_ROWS, RangeLayout
 from cute_kernels.moe.schedule import MAX_EXPERTS, GroupedProblem
 from cute_kernels.moe.tuned import GroupedLayout
 from cute_kernels.moe.wgmma import schedule, tiles
@@ -33,11 +33,11 @@ from cute_kernels.moe.wgmma.schedule import (
 )
 from cute_kernels.runtime.tuned import choice_of
 from cute_kernels.sm90 import MAX_SHARED_BYTES
-from tests.linear import plain_items
+from tests.linear import plain_work_tiles
 from tests.moe import measured
 from tests.moe.machine import Machine
 
-TABLE, UNITS = 64, 5
+TABLE, K_BLOCKS = 64, 5
 
 CASES = {
     "few and many rows": (8, (3, 0, 70, 16, 17, 0, 1, 33)),
@@ -49,22 +49,22 @@ CASES = {
 }
 
 
-def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, monkeypatch) -> list[list[Any]]:
+def tile_scheduler(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, monkeypatch) -> list[list[Any]]:
     """What each CTA takes, in its order."""
     machine = Machine()
-    plain_items.install(monkeypatch)
+    plain_work_tiles.install(monkeypatch)
     machine.install(monkeypatch, tiles)
     offsets = machine.put(torch.tensor([0, *counts]).cumsum(0).int())
     numbers = dict.fromkeys(("m", "n", "k", "num_tiles", "scale_groups", "whole", "activation", "out_kind"), 0)
     shape = tiles.GroupedShape(
         **numbers,
-        units=UNITS,
+        k_blocks=K_BLOCKS,
         splits=1,
-        split_units=UNITS,
+        split_k_blocks=K_BLOCKS,
         grid=None,
         num_experts=len(counts),
         blocks=blocks,
-        band_tiles=Divisor.of(TOKEN_BAND * blocks),
+        band_tiles=Divisor.of(M_TILE_BAND * blocks),
         num_ctas=Divisor.of(num_ctas),
     )
     found: list[list[Any]] = [[] for _ in range(num_ctas)]
@@ -74,11 +74,11 @@ def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, m
         tiles.fill_table(TABLE, offsets, shape, warp, lane, tokens)
         machine.cute().arch.sync_threads()
         count = machine.ptx().load_shared(TABLE + MAX_EXPERTS * ENTRY_BYTES, 0)
-        items = tiles.GroupedItems(shape, cta, num_ctas, count, TABLE, lane, tokens)
-        for index in range(items.first, items.count, items.stride):
-            item = items.item(index)
+        scheduler = tiles.GroupedTileScheduler(shape, cta, num_ctas, count, TABLE, lane, tokens)
+        for index in range(scheduler.first, scheduler.count, scheduler.stride):
+            work_tile = scheduler.work_tile(index)
             if (warp, lane) == (3, 5):
-                found[cta].append(item)
+                found[cta].append(work_tile)
 
     machine.run(work, [(cta, 0, 0) for cta in range(num_ctas)], TABLE_WARPS * 32)
     return found
@@ -87,7 +87,7 @@ def items_of(counts: tuple[int, ...], blocks: int, num_ctas: int, tokens: int, m
 @pytest.mark.parametrize("experts, counts", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("blocks, num_ctas, tokens", [(3, 2, 16), (1, 5, 16), (2, 3, 48)])
 def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, num_ctas, tokens, monkeypatch):
-    found = items_of(counts, blocks, num_ctas, tokens, monkeypatch)
+    found = tile_scheduler(counts, blocks, num_ctas, tokens, monkeypatch)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     wanted = {
         (expert, block, starts[expert] + first)
@@ -95,17 +95,17 @@ def test_every_tile_of_every_expert_is_computed_once(experts, counts, blocks, nu
         for first in range(0, counts[expert], tokens)
         for block in range(blocks)
     }
-    taken = [(item.expert, item.block, item.token) for items in found for item in items]
+    taken = [(work_tile.expert, work_tile.block, work_tile.token) for scheduler in found for work_tile in scheduler]
     assert len(taken) == len(set(taken)) and set(taken) == wanted
-    for item in (item for items in found for item in items):
-        assert item.end_token == starts[item.expert + 1] and (item.begin, item.end) == (0, UNITS)
+    for work_tile in (work_tile for scheduler in found for work_tile in scheduler):
+        assert work_tile.end_token == starts[work_tile.expert + 1] and (work_tile.begin, work_tile.end) == (0, K_BLOCKS)
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_tiles_of_an_expert_share_its_weights(monkeypatch):
     """Items that run at the same time are tiles of tokens of the same block first."""
-    (items,) = items_of((16 * 10,), 4, 1, 16, monkeypatch)
-    order = [(item.block, item.token // 16) for item in items]
+    (scheduler,) = tile_scheduler((16 * 10,), 4, 1, 16, monkeypatch)
+    order = [(work_tile.block, work_tile.token // 16) for work_tile in scheduler]
     assert [block for block, _ in order] == [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8 + [0] * 2 + [1] * 2 + [2] * 2 + [
         3
     ] * 2
@@ -119,8 +119,8 @@ def test_tiles_of_an_expert_share_its_weights(monkeypatch):
 def test_no_cta_gets_every_short_tile(rows, blocks, num_ctas, monkeypatch):
     """Of tiles of 16 rows, experts' last ones have 8; counted through they would all be the same CTAs'."""
     loads = [
-        sum(min(16, item.end_token - item.token) for item in items)
-        for items in items_of(rows, blocks, num_ctas, 16, monkeypatch)
+        sum(min(16, work_tile.end_token - work_tile.token) for work_tile in scheduler)
+        for scheduler in tile_scheduler(rows, blocks, num_ctas, 16, monkeypatch)
     ]
     assert max(loads) - min(loads) <= 16
 
@@ -136,7 +136,7 @@ def test_every_layout_can_be_compiled_and_leaves_room_for_the_table(bits, group,
         config = layout.config
         assert config.can_implement() is None and not config.splits_k
         assert config.smem_bytes + TABLE_BYTES + schedule.SMEM_RESERVE <= MAX_SHARED_BYTES
-        assert layout.units * config.unit_k == k
+        assert layout.k_blocks * config.block_k == k
 
 
 def test_the_usual_number_of_tiles_is_that_of_random_routing():
@@ -156,7 +156,7 @@ def test_the_usual_number_of_tiles_is_that_of_random_routing():
 def test_more_rows_an_expert_mean_wider_tiles():
     assert not has_many_rows(problem(32, 8, zero=True)) and not has_many_rows(problem(512, 256, zero=True))
     assert has_many_rows(problem(64, 8, zero=True)) and has_many_rows(problem(1024, 256, zero=True))
-    widths = [make_tiles(problem(8 * rows, 8, 28672, 4096)).config.tokens for rows in (16, 32, 128, 2048)]
+    widths = [make_tiles(problem(8 * rows, 8, 28672, 4096)).config.tile_m for rows in (16, 32, 128, 2048)]
     assert widths == sorted(widths) and widths[0] <= 32 and widths[-1] >= 128
 
 
@@ -194,7 +194,7 @@ def test_the_chosen_size_of_a_large_tile_is_nearly_the_fastest_measured(bits, mo
     """Within 5 %."""
     times = measured.SIZES[bits, model, tokens, product]
     grouped = replace(measured_problem((model, tokens, product), zero=False), bits=bits)
-    expected = {one.config.tokens: estimate_clocks(grouped, one) for one in layouts(grouped) if not one.config.digits}
+    expected = {one.config.tile_m: estimate_clocks(grouped, one) for one in layouts(grouped) if not one.config.limbs}
     assert times[min(times, key=lambda size: expected[size])] <= 1.05 * min(times.values())
 
 
@@ -220,11 +220,11 @@ def test_with_few_rows_what_is_chosen_of_both_kernels_is_nearly_the_fastest(case
                 assert expected == pytest.approx(us, rel=0.1)
 
 
-def us_of_runs(case: measured.Case, served: GroupedLayout) -> float:
-    """Microseconds of runs of whole blocks, as measured for the model or, of other rows, for a table."""
-    assert isinstance(served, RunLayout)
-    if served.config.max_tokens == MODELLED_ROWS:
-        return measured.RUNS[case][served.config.n_tiles - 1]
+def us_of_ranges(case: measured.Case, served: GroupedLayout) -> float:
+    """Microseconds of work ranges of whole blocks, as measured for the model or, of other rows, for a table."""
+    assert isinstance(served, RangeLayout)
+    if served.config.tile_m == MODELLED_ROWS:
+        return measured.RANGES[case][served.config.n_tiles - 1]
     choice = choice_of(tuned.key_of(measured_problem(case, zero=False)), "NVIDIA H200")
     assert choice is not None
     return choice.us
@@ -237,16 +237,16 @@ def test_weights_without_zero_points_are_served_by_what_is_nearly_the_fastest(ca
     fastest = min(times.values())
     assert times[measured.tile_of(make_tiles(grouped).config)] <= 1.09 * fastest
     served = tuned.chosen(grouped, "NVIDIA H200")
-    us = times[measured.tile_of(served.config)] if isinstance(served, GroupedTiles) else us_of_runs(case, served)
+    us = times[measured.tile_of(served.config)] if isinstance(served, GroupedTiles) else us_of_ranges(case, served)
     assert us <= 1.02 * fastest
     for expected, us in measured_layouts(case, times, zero=False) if grouped.places >= 2 * grouped.num_experts else ():
         if us <= 1.1 * fastest:
             assert expected == pytest.approx(us, rel=0.25)
 
 
-def test_digits_are_of_weights_without_zero_points_in_large_groups():
+def test_limbs_are_of_weights_without_zero_points_in_large_groups():
     def tiles_of(**options: Any) -> list[int]:
-        return [layout.config.tokens for layout in layouts(problem(64, 8, **options)) if layout.config.digits]
+        return [layout.config.tile_m for layout in layouts(problem(64, 8, **options)) if layout.config.limbs]
 
     assert tiles_of() == tiles_of(group=256) == [16, 32, 64]
     assert not tiles_of(zero=True) and not tiles_of(bits=8) and not tiles_of(group=64) and not tiles_of(group=0)
@@ -263,14 +263,14 @@ def test_a_tile_is_multiplied_by_the_narrowest_loop_that_takes_its_rows(layout):
         # As `multiply_parts` asks, one loop after the other; the last takes what is left.
         taken = next((one for one in config.loop_parts[:-1] if kernel.in_loop_of(present, one)), config.row_parts)
         assert taken == min(enough)
-    assert config.loop_parts[-1] == config.row_parts and len(config.loop_parts) <= (6 if config.digits else 4)
+    assert config.loop_parts[-1] == config.row_parts and len(config.loop_parts) <= (6 if config.limbs else 4)
 
 
 def test_synchronous_tiles_are_of_few_rows_only():
     few = [layout.config for layout in layouts(problem(64, 8)) if layout.config.synchronous]
-    assert [(config.tokens, config.warpgroups) for config in few] == [(16, 2), (16, 4)]
+    assert [(config.tile_m, config.warpgroups) for config in few] == [(16, 2), (16, 4)]
     for config in few:
-        wide = replace(config, tokens=128 // config.warpgroups)
+        wide = replace(config, tile_m=128 // config.warpgroups)
         assert f"more than the {64 // config.warpgroups} of" in str(wide.can_implement())
         assert "warpgroups 3" in str(replace(config, warpgroups=3).can_implement())
     assert "warpgroups 4" in str(replace(few[1], synchronous=False).can_implement())

@@ -19,7 +19,7 @@ from cute_kernels.linear.experts import ExpertsForm
 from cute_kernels.linear.weight import padded_shape
 from cute_kernels.moe import compile as moe_compile
 from cute_kernels.moe import plan, tuned
-from cute_kernels.moe.runs.schedule import RunLayout
+from cute_kernels.moe.ranges.schedule import RangeLayout
 from cute_kernels.moe.schedule import GroupedProblem, GroupedSchedule
 from cute_kernels.moe.tuned import (
     candidates,
@@ -81,7 +81,7 @@ def test_batch_invariant_products_add_up_in_one_way_whatever_a_table_says(proble
     for places in (1, 3, 100, 20000):
         found = chosen(replace(wanted, places=places), GPU)
         assert isinstance(found, GroupedTiles) and not found.config.splits_k
-        assert not (found.config.digits or found.config.synchronous)
+        assert not (found.config.limbs or found.config.synchronous)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=key_of)
@@ -135,12 +135,12 @@ def test_an_entry_that_names_nothing_is_no_entry(changes):
     assert tuned.tuned(problem, GPU) is None and tuned.chosen(problem, GPU) == modelled(problem)
 
 
-@pytest.mark.parametrize("kind", [GroupedSchedule, RunLayout, GroupedTiles])
+@pytest.mark.parametrize("kind", [GroupedSchedule, RangeLayout, GroupedTiles])
 def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
     """Each kernel for a product that the model would give to another one, on the table's GPU only."""
     problem = {
         GroupedSchedule: grouped(64, 8, 4096, 14336),
-        RunLayout: grouped(64, 8, 1024, 1024),
+        RangeLayout: grouped(64, 8, 1024, 1024),
         GroupedTiles: grouped(8, 8, 1024, 1024),
     }[kind]
     assert not isinstance(modelled(problem), kind)
@@ -165,13 +165,11 @@ def test_plans_are_of_what_a_table_chooses(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("room", ["linear", "moe"])
-def test_products_in_digits_ship_with_the_kernel_that_makes_them(room: str):
+def test_products_in_limbs_ship_with_the_kernel_that_makes_them(room: str):
     """Dense layers want them in blocks, experts in rows."""
-    compiling, wanted = {"linear": (linear_compile, "linear_digit_blocks_"), "moe": (moe_compile, "linear_digits_")}[
-        room
-    ]
+    compiling, wanted = {"linear": (linear_compile, "linear_limb_blocks_"), "moe": (moe_compile, "linear_limbs_")}[room]
     shipped = compiling.shipped_specs()
-    configs = [spec.config for spec in shipped if getattr(getattr(spec, "config", None), "makes_digits_before", False)]
+    configs = [spec.config for spec in shipped if getattr(getattr(spec, "config", None), "makes_limbs_before", False)]
     assert configs
     names = {spec.symbol for spec in shipped}
     for config in configs:

@@ -17,7 +17,7 @@ from cute_kernels.linear.plan import OUT_KINDS
 from cute_kernels.linear.tuned import FEW, MANY
 from cute_kernels.moe.compile import MODELS
 from cute_kernels.moe.reference import grouped_linear_reference
-from cute_kernels.moe.tuned import RUNS, GroupedCandidate
+from cute_kernels.moe.tuned import RANGES, GroupedCandidate
 from cute_kernels.runtime.tuned import TunedTable
 from cute_kernels.tuning import command, experts
 from cute_kernels.tuning.experts import Experts, ExpertsSubject, random_routing
@@ -45,11 +45,11 @@ class CpuPlan:
 
     @property
     def gathers(self) -> bool:
-        return self.candidate.kernel in (FEW, RUNS) or getattr(self.candidate.schedule.config, "digits", False)
+        return self.candidate.kernel in (FEW, RANGES) or getattr(self.candidate.schedule.config, "limbs", False)
 
     @property
     def stores_fp32(self) -> bool:
-        return self.candidate.kernel in (FEW, RUNS)
+        return self.candidate.kernel in (FEW, RANGES)
 
     def run(self, x, addresses, places, numbers) -> None:
         subject = self.subject
@@ -118,7 +118,7 @@ def test_candidates_of_all_kernels_agree(machine, tokens, form):
         kernels = {one.kernel for one in subject.candidates}
         calls = subject.calls()
         assert (
-            kernels == {FEW, MANY} | ({RUNS} if form == Format() else set())
+            kernels == {FEW, MANY} | ({RANGES} if form == Format() else set())
             and len(calls) == len(subject.names)
             and None not in calls
         )

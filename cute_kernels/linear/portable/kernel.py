@@ -3,11 +3,11 @@
 The textbook multistage loop (CUTLASS's for sm_80): every thread asks by cp.async for its pieces of a later
 stage, commits them as a group, waits for the oldest group, and after one barrier the four warps multiply. The blob
 (`layouts.weights.hopper`) holds the 16 bytes that a thread of a warpgroup decodes into its operands of several k16
-steps, and a warpgroup's operand and sums are those of four warps of mma.m16n8k16, 16 rows each. So codes are read back
-by the thread that brought them, and what decodes scales, cuts the work and stores the results is that of
+steps, and a warpgroup's operand and accumulators are those of four warps of mma.m16n8k16, 16 rows each. So codes are
+read back by the thread that brought them, and what decodes scales, cuts the work and stores the results is that of
 `cute_kernels.linear.wgmma`. W is rounded once to the dtype of the activations, as there.
 
-One CTA for each item of work: GPUs have from 20 to 150 SMs with room for one to four of them.
+One CTA for each work tile of work: GPUs have from 20 to 150 SMs with room for one to four of them.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from layouts.weights.hopper import STEP_K, TILE_BYTES
 
 
 @dataclass(frozen=True)
-class Ring:
+class Stages:
     """Shared memory of a CTA: addresses of the first stage's parts."""
 
     codes: Any
     x: Any
     scales: Any
     zeros: Any
-    staging: Any  # of the results; over the ring, when it is no longer read
+    staging: Any  # of the results; over the pipeline, when it is no longer read
 
 
 class PortableEpilogue(TileEpilogue):
     """Every kind of output by way of fp32 in shared memory: stmatrix, which turns 16-bit results, is sm_90's."""
 
     @cute.jit
-    def run(self, operands, shape, store: Store, corner, sums, first: int):
+    def run(self, operands, shape, store: Store, corner, acc, first: int):
         for chunk in cutlass.range_constexpr(len(self.config.chunks)):
-            self.store_any(operands, shape, store, corner, sums, first, chunk)
+            self.store_any(operands, shape, store, corner, acc, first, chunk)
 
 
 class PortableKernel(WgmmaKernel):
@@ -78,7 +78,7 @@ class PortableKernel(WgmmaKernel):
         workspace: Int64,
         n: Int32,
         num_tiles: Int32,
-        units: Int32,
+        k_blocks: Int32,
         whole: Int32,
         splits: Int32,
         num_ctas: Int32,
@@ -86,7 +86,7 @@ class PortableKernel(WgmmaKernel):
         out_kind: Int32,
         stream,
     ):
-        """Launches a CTA for each of the ``num_ctas`` items; arguments as of `WgmmaKernel.__call__`.
+        """Launches a CTA for each of the ``num_ctas`` work tiles; arguments as of `WgmmaKernel.__call__`.
 
         A CTA waits for parts of K of CTAs before it only, and CTAs start in order: they need not fit on the GPU
         together.
@@ -95,12 +95,14 @@ class PortableKernel(WgmmaKernel):
         m, k = x.shape  # pyright: ignore[reportGeneralTypeIssues]
         scale_groups = Int32(1)
         if const_expr(config.group_size):
-            scale_groups = units * config.unit_k // config.group_size
-        split_units = cute.ceil_div(units, splits)
+            scale_groups = k_blocks * config.block_k // config.group_size
+        split_k_blocks = cute.ceil_div(k_blocks, splits)
         grid = self.tile_grid(m, num_tiles, whole, splits)
-        shape = Shape(m, n, k, num_tiles, units, scale_groups, whole, splits, split_units, activation, out_kind, grid)
+        shape = Shape(
+            m, n, k, num_tiles, k_blocks, scale_groups, whole, splits, split_k_blocks, activation, out_kind, grid
+        )
         operands = Operands(ptx.address(x), codes, scales, zeros, bias, residual, out, workspace)
-        self.compute_item(operands, shape).launch(
+        self.compute_work_tile(operands, shape).launch(
             grid=(num_ctas, 1, 1),
             block=(config.num_threads, 1, 1),
             min_blocks_per_mp=1,
@@ -108,142 +110,144 @@ class PortableKernel(WgmmaKernel):
         )
 
     @cute.kernel
-    def compute_item(self, operands, shape):
+    def compute_work_tile(self, operands, shape):
         config = self.config
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         tid = warp * WARP_THREADS + lane
-        ring = self.allocate_ring()
-        item = self.items_of(shape, cta, num_ctas).item(cta)
+        stages = self.allocate_stages()
+        work_tile = self.tile_scheduler(shape, cta, num_ctas).work_tile(cta)
         place = self.lane_places(shape, warp, lane)
-        channel = self.load_channel(operands, shape, item, 0, place)
-        sums = cute.make_rmem_tensor(config.thread_sums, Float32)
-        sums.fill(0.0)
-        self.multiply_all(sums, operands, shape, ring, item, place, channel, tid, lane)
-        self.put_sums(sums, [sums[i] for i in range(config.thread_sums)], channel)
-        store = Store(staging=ring.staging, warpgroup=Int32(0), tid=tid, row_warp=warp, lane=lane)
-        self.epilogue.combine(operands, store, item, sums)
-        if item.split == item.splits - 1:
-            for i in cutlass.range_constexpr(config.m_tiles):
-                self.epilogue.run(operands, shape, store, self.corner(shape, item, i), sums, i * config.tokens // 2)
+        channel = self.load_channel(operands, shape, work_tile, 0, place)
+        acc = cute.make_rmem_tensor(config.thread_acc, Float32)
+        acc.fill(0.0)
+        self.multiply_all(acc, operands, shape, stages, work_tile, place, channel, tid, lane)
+        self.scale_acc(acc, [acc[i] for i in range(config.thread_acc)], channel)
+        store = Store(staging=stages.staging, warpgroup=Int32(0), tid=tid, row_warp=warp, lane=lane)
+        self.epilogue.combine(operands, store, work_tile, acc)
+        if work_tile.split == work_tile.splits - 1:
+            for i in cutlass.range_constexpr(config.n_tiles):
+                self.epilogue.run(operands, shape, store, self.corner(shape, work_tile, i), acc, i * config.tile_m // 2)
 
-    def allocate_ring(self) -> Ring:
+    def allocate_stages(self) -> Stages:
         config = self.config
         start = cutlass.utils.SmemAllocator().allocate(config.smem_bytes, byte_alignment=128).toint()
         x = start + config.num_stages * config.code_stage_bytes
         scales = x + config.num_stages * config.x_stage_bytes
         zeros = scales + config.num_stages * config.scale_stage_bytes
-        return Ring(start, x, scales, zeros, start)
+        return Stages(start, x, scales, zeros, start)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
-    def copy_stage(self, operands, shape, ring: Ring, item, unit, stage, tid):
-        """A thread's part of a stage: units behind the last one of the item bring nothing."""
-        self.copy_codes(operands, shape, ring, item, unit, stage, tid)
-        self.copy_x(operands, shape, ring, item, unit, stage, tid)
+    def copy_stage(self, operands, shape, stages: Stages, work_tile, k_block, stage, tid):
+        """A thread's part of a stage: k blocks behind the last one of the work tile bring nothing."""
+        self.copy_codes(operands, shape, stages, work_tile, k_block, stage, tid)
+        self.copy_x(operands, shape, stages, work_tile, k_block, stage, tid)
         config = self.config
-        parts = [(operands.scales, ring.scales, config.scale_stage_bytes, SCALE_BYTES)]
-        parts += [(operands.zeros, ring.zeros, config.zero_stage_bytes, ZERO_BYTES)]
+        parts = [(operands.scales, stages.scales, config.scale_stage_bytes, SCALE_BYTES)]
+        parts += [(operands.zeros, stages.zeros, config.zero_stage_bytes, ZERO_BYTES)]
         for source, target, stage_bytes, group_bytes in parts:
             if stage_bytes:
-                self.copy_groups(source, target + stage * stage_bytes, group_bytes, shape, item, unit, tid)
+                self.copy_groups(source, target + stage * stage_bytes, group_bytes, shape, work_tile, k_block, tid)
 
-    def copy_codes(self, operands, shape, ring: Ring, item, unit, stage, tid):
+    def copy_codes(self, operands, shape, stages: Stages, work_tile, k_block, stage, tid):
         """Each thread its own 16 bytes of every tile."""
         config = self.config
-        unit_bytes = config.unit_tiles * TILE_BYTES
-        target = ring.codes + stage * config.code_stage_bytes + tid * VECTOR_BYTES
-        for i in range(config.m_tiles):
-            tile = self.weight_tile(shape, item, i)
-            source = operands.codes + (Int64(tile) * shape.units + unit) * unit_bytes + tid * VECTOR_BYTES
-            for part in range(0, unit_bytes, TILE_BYTES):
-                numbers.copy_async(target + (i * unit_bytes + part), source + part, Int32(VECTOR_BYTES))
+        k_block_bytes = config.k_block_tiles * TILE_BYTES
+        target = stages.codes + stage * config.code_stage_bytes + tid * VECTOR_BYTES
+        for i in range(config.n_tiles):
+            tile = self.weight_tile(shape, work_tile, i)
+            source = operands.codes + (Int64(tile) * shape.k_blocks + k_block) * k_block_bytes + tid * VECTOR_BYTES
+            for part in range(0, k_block_bytes, TILE_BYTES):
+                numbers.copy_async(target + (i * k_block_bytes + part), source + part, Int32(VECTOR_BYTES))
 
-    def copy_x(self, operands, shape, ring: Ring, item, unit, stage, tid):
-        """A unit of all tokens, zeros behind the end of K: codes there decode to 0, but 0 times NaN is NaN.
+    def copy_x(self, operands, shape, stages: Stages, work_tile, k_block, stage, tid):
+        """A k block of all tokens, zeros behind the end of K: codes there decode to 0, but 0 times NaN is NaN.
 
         Behind the last token it comes once more, for products that nobody stores.
         """
         config = self.config
-        vectors = 2 * config.unit_k // VECTOR_BYTES  # of a token
+        vectors = 2 * config.block_k // VECTOR_BYTES  # of a token
         rows = config.num_threads // vectors  # of which the threads bring a vector each
         row, vector = tid // vectors, tid % vectors
-        column = unit * config.unit_k + vector * (VECTOR_BYTES // 2)
+        column = k_block * config.block_k + vector * (VECTOR_BYTES // 2)
         num_bytes = cutlass.select_(column < shape.k, Int32(VECTOR_BYTES), Int32(0))
         column = cutlass.min(column, shape.k - VECTOR_BYTES // 2)
-        target = ring.x + stage * config.x_stage_bytes + row * config.x_pitch + vector * VECTOR_BYTES
-        for first in range(0, config.tokens, rows):
-            token = cutlass.min(item.token_tile * config.tokens + first + row, shape.m - 1)
+        target = stages.x + stage * config.x_stage_bytes + row * config.x_pitch + vector * VECTOR_BYTES
+        for first in range(0, config.tile_m, rows):
+            token = cutlass.min(work_tile.m_tile * config.tile_m + first + row, shape.m - 1)
             source = operands.x + (Int64(token) * shape.k + column) * 2
             numbers.copy_async(target + first * config.x_pitch, source, num_bytes)
 
     @cute.jit
-    def copy_groups(self, source, target, group_bytes: int, shape, item, unit, tid):
-        """The scales, or zero points, of a unit's groups: a run for each tile, a vector for each of a few threads."""
-        if tid < self.config.m_tiles * self.config.unit_groups * group_bytes // VECTOR_BYTES:
-            start = source + self.group_offset(group_bytes, shape, item, unit, tid)
+    def copy_groups(self, source, target, group_bytes: int, shape, work_tile, k_block, tid):
+        """The scales, or zero points, of a k block's groups: a run for each tile, a vector for each of a few
+        threads."""
+        if tid < self.config.n_tiles * self.config.k_block_groups * group_bytes // VECTOR_BYTES:
+            start = source + self.group_offset(group_bytes, shape, work_tile, k_block, tid)
             numbers.copy_async(target + tid * VECTOR_BYTES, start, Int32(VECTOR_BYTES))
 
-    def group_offset(self, group_bytes: int, shape, item, unit, tid):
-        """Where the ``tid``-th vector of a unit's scales, or zero points, lies among those of the weight, bytes."""
+    def group_offset(self, group_bytes: int, shape, work_tile, k_block, tid):
+        """Where the ``tid``-th vector of a k block's scales, or zero points, lies among those of the weight, bytes."""
         config = self.config
-        vectors = config.unit_groups * group_bytes // VECTOR_BYTES  # of a tile
-        tile = self.weight_tile(shape, item, tid // vectors)
-        group = Int64(tile) * shape.scale_groups + unit * config.unit_k // config.group_size
+        vectors = config.k_block_groups * group_bytes // VECTOR_BYTES  # of a tile
+        tile = self.weight_tile(shape, work_tile, tid // vectors)
+        group = Int64(tile) * shape.scale_groups + k_block * config.block_k // config.group_size
         return group * group_bytes + tid % vectors * VECTOR_BYTES
 
     # -- products -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply_all(self, sums, operands, shape, ring, item, place, channel, tid, lane):
-        """Adds W X^T of the units of an item to ``sums``: [tile][tokens / 2]. All of the ring is free afterwards."""
+    def multiply_all(self, acc, operands, shape, stages, work_tile, place, channel, tid, lane):
+        """Adds W X^T of the k blocks of a work tile to ``acc``: [tile][tokens / 2]. All of the pipeline is free
+        afterwards."""
         config = self.config
         ahead = config.num_stages - 1
         for stage in cutlass.range_constexpr(ahead):
-            if item.begin + stage < item.end:
-                self.copy_stage(operands, shape, ring, item, item.begin + stage, stage, tid)
+            if work_tile.begin + stage < work_tile.end:
+                self.copy_stage(operands, shape, stages, work_tile, work_tile.begin + stage, stage, tid)
             cute.arch.cp_async_commit_group()
         stage = Int32(0)
-        for unit in cutlass.range(item.begin, item.end, 1, unroll=1):
+        for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
             cute.arch.cp_async_wait_group(ahead - 1)
             # All have what they asked for, and all have done with the stage before, which is filled again.
             cute.arch.sync_threads()
-            if unit + ahead < item.end:
+            if k_block + ahead < work_tile.end:
                 before = cutlass.select_(stage == 0, Int32(ahead), stage - 1)
-                self.copy_stage(operands, shape, ring, item, unit + ahead, before, tid)
+                self.copy_stage(operands, shape, stages, work_tile, k_block + ahead, before, tid)
             cute.arch.cp_async_commit_group()
-            self.multiply_stage(sums, ring, stage, place, channel, lane)
+            self.multiply_stage(acc, stages, stage, place, channel, lane)
             stage = cutlass.select_(stage == ahead, Int32(0), stage + 1)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-    def multiply_stage(self, sums, ring: Ring, stage, place, channel, lane):
+    def multiply_stage(self, acc, stages: Stages, stage, place, channel, lane):
         """Adds the products of a stage."""
         config = self.config
-        codes = ring.codes + stage * config.code_stage_bytes + place.code_offset
+        codes = stages.codes + stage * config.code_stage_bytes + place.code_offset
         words = self.load_codes(codes)
-        groups = [self.load_groups(ring, stage, place, i) for i in range(config.m_tiles)]
+        groups = [self.load_groups(stages, stage, place, i) for i in range(config.n_tiles)]
         # ldmatrix takes the rows of 8 tokens, for two k16 steps.
-        x = ring.x + stage * config.x_stage_bytes + lane % 8 * config.x_pitch + lane // 8 * VECTOR_BYTES
-        tile_sums = config.tokens // 2
-        totals = [sums[i] for i in range(config.thread_sums)]
-        for pair in range(0, config.unit_steps, 2):
+        x = stages.x + stage * config.x_stage_bytes + lane % 8 * config.x_pitch + lane // 8 * VECTOR_BYTES
+        tile_acc = config.tile_m // 2
+        totals = [acc[i] for i in range(config.thread_acc)]
+        for pair in range(0, config.k_block_steps, 2):
             b = [
                 ptx.load_matrix_x4(x, block * 8 * config.x_pitch + pair * STEP_K * 2, transpose=False)
-                for block in range(config.token_blocks)
+                for block in range(config.m_fragments)
             ]
             for step in (pair, pair + 1):
-                for i in range(config.m_tiles):
+                for i in range(config.n_tiles):
                     a = self.fragment(words[i], step, groups[i] or channel[i : i + 1], place.masks)
-                    for block in range(config.token_blocks):
-                        first = i * tile_sums + 4 * block
+                    for block in range(config.m_fragments):
+                        first = i * tile_acc + 4 * block
                         part = b[block][2 * (step - pair) : 2 * (step - pair) + 2]
                         dtype = MMA_DTYPE[config.dtype]
                         totals[first : first + 4] = ptx.mma_m16n8k16(totals[first : first + 4], a, part, dtype=dtype)
-        for i in range(config.thread_sums):
-            sums[i] = totals[i]
+        for i in range(config.thread_acc):
+            acc[i] = totals[i]
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
         """As `WgmmaKernel.fragment`."""

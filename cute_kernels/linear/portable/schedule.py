@@ -1,8 +1,9 @@
-"""Which configuration of the portable kernel serves a product, and into how many items it is cut. Plain Python, no GPU.
+"""Which configuration of the portable kernel serves a product, and into how many work tiles it is cut. Plain Python, no
+GPU.
 
-The GPU may be any, so time is counted in units of 64 inputs of a tile of 128 features, with what an item costs beside
-its units, and full rounds of the CTAs that run at a time are all that is aimed at. The constants are fitted to times of
-an H200 (tests/linear/measured_portable.py).
+The GPU may be any, so time is counted in k blocks of 64 inputs of a tile of 128 features, with what a work tile costs
+beside its k blocks, and full rounds of the CTAs that run at a time are all that is aimed at. The constants are fitted
+to times of an H200 (tests/linear/measured_portable.py).
 """
 
 from __future__ import annotations
@@ -11,61 +12,61 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TOKENS, PortableConfig
+from cute_kernels.linear.portable.config import MAX_SHARED_BYTES, TILE_M_SIZES, PortableConfig
 from cute_kernels.linear.schedule import Problem
 from cute_kernels.linear.wgmma.schedule import MAX_SPLITS, TileSchedule, schedule_of
 
 RESIDENT = 3  # CTAs of an SM, by their registers
 MAX_STAGES = 6
 MOST_SHARED_BYTES = MAX_SHARED_BYTES // 2  # so that also the smallest GPUs run two CTAs at a time
-UNIT_COST = {1: 0.75, 2: 1.0}  # of a unit, by the tiles of 64 features that share its activations,
+K_BLOCK_COST = {1: 0.75, 2: 1.0}  # of a k block, by the tiles of 64 features that share its activations,
 ALONE = 0.4  # and which share of it is left where few CTAs run: the rest is what they take from each other
-ITEM_COST = 0.5  # until the first products, and of storing the results
+WORK_TILE_COST = 0.5  # until the first products, and of storing the results
 PART_COST = 0.2  # of each part of K that is added to the last,
-PART_TOKEN_COST = 0.5  # and of the tokens of a tile of 64 features by 64 tokens of it
+PART_ROW_COST = 0.5  # and of the tokens of a tile of 64 features by 64 tokens of it
 
 
 @lru_cache(maxsize=4096)
 def make_portable_schedule(problem: Problem) -> TileSchedule:
-    """The fastest schedule by the model; one item for each CTA."""
+    """The fastest schedule by the model; one work tile for each CTA."""
     return min(portable_schedules(problem), key=lambda schedule: estimate(problem, schedule))
 
 
 def portable_schedules(problem: Problem) -> Iterator[TileSchedule]:
     """Every configuration, in every number of parts of K; one if the product is to be batch-invariant.
 
-    Sums run over K step by step whatever the tile's shape, as those of `cute_kernels.linear.wgmma`.
+    Accumulators run over K step by step whatever the tile's shape, as those of `cute_kernels.linear.wgmma`.
     """
     at_a_time = replace(problem, num_sms=RESIDENT * problem.num_sms)
     for config in candidate_configs(problem):
         for splits in range(1, 2 if problem.batch_invariant else MAX_SPLITS + 1):
             schedule = schedule_of(at_a_time, config, splits)
             if schedule is not None:
-                yield replace(schedule, num_ctas=schedule.num_items)
+                yield replace(schedule, num_ctas=schedule.num_work_tiles)
 
 
 def estimate(problem: Problem, schedule: TileSchedule) -> float:
-    """What the model expects, in units of a tile."""
+    """What the model expects, in k blocks of a tile."""
     config, resident = schedule.config, RESIDENT * problem.num_sms
-    unit = UNIT_COST[config.m_tiles]
+    k_block = K_BLOCK_COST[config.n_tiles]
     parts = schedule.num_tiles_cut * schedule.splits
     busy = 1.0 if schedule.whole else min(1.0, parts / resident)
-    part = schedule.split_units * unit * (ALONE + (1 - ALONE) * busy) + ITEM_COST
-    each = PART_COST + PART_TOKEN_COST * config.m_tiles * config.tokens / TOKENS[-1]
+    part = schedule.split_k_blocks * k_block * (ALONE + (1 - ALONE) * busy) + WORK_TILE_COST
+    each = PART_COST + PART_ROW_COST * config.n_tiles * config.tile_m / TILE_M_SIZES[-1]
     part += each * (schedule.splits - 1)
-    whole = -(-schedule.whole // resident) * (schedule.units * unit + ITEM_COST)
+    whole = -(-schedule.whole // resident) * (schedule.k_blocks * k_block + WORK_TILE_COST)
     return whole + -(-parts // resident) * part
 
 
 def candidate_configs(problem: Problem) -> list[PortableConfig]:
     """Tiles of as many tokens as there are rows, or the most, by one and by two tiles of features."""
-    tokens = next((tokens for tokens in TOKENS if problem.m <= tokens), TOKENS[-1])
-    return [config_of(problem, tokens, m_tiles) for m_tiles in (2, 1)]
+    tile_m = next((tile_m for tile_m in TILE_M_SIZES if problem.m <= tile_m), TILE_M_SIZES[-1])
+    return [config_of(problem, tile_m, n_tiles) for n_tiles in (2, 1)]
 
 
-def config_of(problem: Problem, tokens: int, m_tiles: int) -> PortableConfig:
+def config_of(problem: Problem, tile_m: int, n_tiles: int) -> PortableConfig:
     weight = problem.bits, problem.dtype, problem.group_size, problem.zero_point
-    config = PortableConfig(*weight, tokens=tokens, m_tiles=m_tiles)
+    config = PortableConfig(*weight, tile_m=tile_m, n_tiles=n_tiles)
     return replace(config, num_stages=max(2, min(MAX_STAGES, MOST_SHARED_BYTES // config.stage_bytes)))
 
 
@@ -78,6 +79,6 @@ def example_configs() -> list[PortableConfig]:
         (8, "fp16", 0, False, 16),
     ]
     return [
-        config_of(Problem(tokens, 8192, 8192, 8192, bits, dtype, group_size, zero_point), tokens, 2)
-        for bits, dtype, group_size, zero_point, tokens in formats
+        config_of(Problem(tile_m, 8192, 8192, 8192, bits, dtype, group_size, zero_point), tile_m, 2)
+        for bits, dtype, group_size, zero_point, tile_m in formats
     ]

@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cute_kernels.linear.wgmma.config import DigitBlocksConfig, DigitRowsConfig, WgmmaConfig
+from cute_kernels.linear.wgmma.config import LimbBlocksConfig, LimbRowsConfig, WgmmaConfig
 from cute_kernels.linear.wgmma.resident_config import ResidentConfig
 from cute_kernels.runtime.spec import KernelSpec, check_config, compile_matrix_kernel
 
 SHARED_MODULES = ("config", "decode", "epilogue", "work")  # of the room
 KERNEL_MODULES = (
-    "box_stores", "cluster_parts", "compile", "config", "copies", "digit_blocks", "digit_kernel", "digit_rows",
-    "digits", "digits_ahead", "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
+    "tma_store", "cluster_reduction", "compile", "config", "copies", "limb_blocks", "limb_kernel", "limb_rows",
+    "limbs", "limbs_ahead", "epilogue", "few_rows", "kernel", "memory", "reading", "synchronous", "tiles",
 )  # fmt: skip
-RESIDENT_MODULES = ("resident_config", "resident_early", "resident_kernel", "resident_rows", "resident_units")
-DIGIT_MODULES = ("config", "copies", "digit_rows", "digits", "reading", "resident_config", "resident_rows", "tiles")
+RESIDENT_MODULES = ("resident_config", "resident_early", "resident_kernel", "resident_rows", "resident_mainloop")
+LIMB_MODULES = ("config", "copies", "limb_rows", "limbs", "reading", "resident_config", "resident_rows", "tiles")
 NUM_ADDRESSES, NUM_INTEGERS = 7, 8  # of a launch, after x
-NUM_DIGIT_INTEGERS = NUM_INTEGERS + 1  # where x comes in digits
+NUM_LIMB_INTEGERS = NUM_INTEGERS + 1  # where x comes in limbs
 ROWS_COUNTS = (4, 3)  # addresses and integers of the launch that makes them,
 BLOCKS_COUNTS = (1, 2)  # and of that which makes them in blocks
 
 
-def digit_roots() -> tuple[Path, ...]:
-    """The modules that say what products in digits are, which a CTA makes itself."""
+def limb_roots() -> tuple[Path, ...]:
+    """The modules that say what products in limbs are, which a CTA makes itself."""
     folder = Path(__file__).resolve().parent
-    return tuple(folder / f"{name}.py" for name in DIGIT_MODULES)
+    return tuple(folder / f"{name}.py" for name in LIMB_MODULES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class WgmmaSpec(KernelSpec):
 
 @dataclass(frozen=True, eq=False)
 class ResidentSpec(WgmmaSpec):
-    """The same of a kernel that makes digits of x itself, and keeps them."""
+    """The same of a kernel that makes limbs of x itself, and keeps them."""
 
     config: ResidentConfig
 
@@ -69,10 +69,10 @@ class ResidentSpec(WgmmaSpec):
 
 
 @dataclass(frozen=True, eq=False)
-class DigitRowsSpec(KernelSpec):
-    """The kernel that makes digits of rows of x: takes what `DigitRowsKernel.__call__` describes."""
+class LimbRowsSpec(KernelSpec):
+    """The kernel that makes limbs of rows of x: takes what `LimbRowsKernel.__call__` describes."""
 
-    config: DigitRowsConfig
+    config: LimbRowsConfig
     family: ClassVar[str] = "linear"
 
     @property
@@ -81,39 +81,39 @@ class DigitRowsSpec(KernelSpec):
 
     def source_roots(self) -> tuple[Path, ...]:
         folder = Path(__file__).resolve().parent
-        return tuple(folder / f"{name}.py" for name in ("compile", "config", "digit_rows"))
+        return tuple(folder / f"{name}.py" for name in ("compile", "config", "limb_rows"))
 
     def compile(self, arch: str) -> Any:
-        return compile_digit_rows(self.config, arch)
+        return compile_limb_rows(self.config, arch)
 
 
 @dataclass(frozen=True, eq=False)
-class DigitBlocksSpec(DigitRowsSpec):
-    """The same of digits in blocks: takes what `DigitBlocksKernel.__call__` describes."""
+class LimbBlocksSpec(LimbRowsSpec):
+    """The same of limbs in blocks: takes what `LimbBlocksKernel.__call__` describes."""
 
-    config: DigitBlocksConfig
+    config: LimbBlocksConfig
 
     def source_roots(self) -> tuple[Path, ...]:
-        return *super().source_roots(), Path(__file__).resolve().with_name("digit_blocks.py")
+        return *super().source_roots(), Path(__file__).resolve().with_name("limb_blocks.py")
 
     def compile(self, arch: str) -> Any:
-        return compile_digit_blocks(self.config, arch)
+        return compile_limb_blocks(self.config, arch)
 
 
-def compile_digit_rows(config: DigitRowsConfig, arch: str, *options: str) -> Any:
+def compile_limb_rows(config: LimbRowsConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
-    from cute_kernels.linear.wgmma.digit_rows import DigitRowsKernel
+    from cute_kernels.linear.wgmma.limb_rows import LimbRowsKernel
 
     check_config(config)
-    return compile_matrix_kernel(DigitRowsKernel(config), config.dtype, ROWS_COUNTS, arch, *options)
+    return compile_matrix_kernel(LimbRowsKernel(config), config.dtype, ROWS_COUNTS, arch, *options)
 
 
-def compile_digit_blocks(config: DigitBlocksConfig, arch: str, *options: str) -> Any:
+def compile_limb_blocks(config: LimbBlocksConfig, arch: str, *options: str) -> Any:
     """As `compile_wgmma`."""
-    from cute_kernels.linear.wgmma.digit_blocks import DigitBlocksKernel
+    from cute_kernels.linear.wgmma.limb_blocks import LimbBlocksKernel
 
     check_config(config)
-    return compile_matrix_kernel(DigitBlocksKernel(config), config.dtype, BLOCKS_COUNTS, arch, *options)
+    return compile_matrix_kernel(LimbBlocksKernel(config), config.dtype, BLOCKS_COUNTS, arch, *options)
 
 
 def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
@@ -121,12 +121,12 @@ def compile_wgmma(config: WgmmaConfig, arch: str, *options: str) -> Any:
 
     Raises ValueError if the configuration cannot be implemented.
     """
-    from cute_kernels.linear.wgmma.digit_kernel import DigitWgmmaKernel
     from cute_kernels.linear.wgmma.kernel import WgmmaKernel
+    from cute_kernels.linear.wgmma.limb_kernel import LimbWgmmaKernel
 
     check_config(config)
-    counts = (NUM_ADDRESSES, NUM_DIGIT_INTEGERS if config.digits else NUM_INTEGERS)
-    kernel = (DigitWgmmaKernel if config.digits else WgmmaKernel)(config)
+    counts = (NUM_ADDRESSES, NUM_LIMB_INTEGERS if config.limbs else NUM_INTEGERS)
+    kernel = (LimbWgmmaKernel if config.limbs else WgmmaKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)
 
 
@@ -137,5 +137,5 @@ def compile_resident(config: ResidentConfig, arch: str, *options: str) -> Any:
 
     check_config(config)
     counts = (NUM_ADDRESSES, NUM_INTEGERS)
-    kernel = (EarlyKernel if config.sends_early else ResidentKernel)(config)
+    kernel = (EarlyKernel if config.publishes_early else ResidentKernel)(config)
     return compile_matrix_kernel(kernel, config.dtype, counts, arch, *options)

@@ -1,7 +1,7 @@
-"""From a warpgroup's sums to the output: transposed through shared memory, a few tokens at a time.
+"""From a warpgroup's accumulators to the output: transposed through shared memory, a few tokens at a time.
 
-Sums have output features along the rows of the MMA, the output has them side by side. Each warpgroup stores its own
-tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
+Accumulators have output features along the rows of the MMA, the output has them side by side. Each warpgroup stores its
+own tiles of 64 features, through a buffer of its own, so that the others go on multiplying.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cute_kernels.device import numbers, ptx
 from cute_kernels.linear import epilogue
 from cute_kernels.linear.config import BF16, FP16, NO_ACTIVATION, SWIGLU
-from cute_kernels.linear.wgmma.box_stores import BoxStores
 from cute_kernels.linear.wgmma.config import WARPGROUP_THREADS, WgmmaConfig
+from cute_kernels.linear.wgmma.tma_store import TmaStore
 from cute_kernels.sm90 import EMPTY_WORD
 from layouts.weights.hopper import TILE_N
 
@@ -51,32 +51,32 @@ class Store:
 
 
 class TileEpilogue:
-    """The storing part of a multiplying warpgroup."""
+    """The storing part of a consumer warpgroup."""
 
     def __init__(self, config: WgmmaConfig):
         self.config = config
         self.results = epilogue.Epilogue(config)  # pyright: ignore[reportArgumentType]
-        self.boxes = BoxStores(config)
+        self.tma_store = TmaStore(config)
 
     @cute.jit
-    def run(self, operands, shape, store: Store, corner: Corner, sums, first: int):
-        """Stores the tile whose sums are sums[first : first + tokens / 2]."""
+    def run(self, operands, shape, store: Store, corner: Corner, acc, first: int):
+        """Stores the tile whose accumulators are accumulators[first : first + tokens / 2]."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & (shape.activation == NO_ACTIVATION) & (shape.n % PACKED_VECTOR == 0):
-            self.add_bias(operands, shape, store, corner, sums, first)
+            self.add_bias(operands, shape, store, corner, acc, first)
             if const_expr(self.config.bulk_stores):
-                self.boxes.store(operands, store, corner, sums, first)
+                self.tma_store.store(operands, store, corner, acc, first)
             else:
                 for chunk in cutlass.range_constexpr(len(self.config.chunks)):
-                    self.store_packed(operands, shape, store, corner, sums, first, chunk)
+                    self.store_packed(operands, shape, store, corner, acc, first, chunk)
         elif plain & (shape.activation == SWIGLU) & (shape.n % (2 * PACKED_VECTOR) == 0):
-            self.add_bias(operands, shape, store, corner, sums, first)
+            self.add_bias(operands, shape, store, corner, acc, first)
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
-                self.store_gated(operands, shape, store, corner, sums, first, chunk)
+                self.store_gated(operands, shape, store, corner, acc, first, chunk)
         else:
             for chunk in cutlass.range_constexpr(len(self.config.chunks)):
-                self.store_any(operands, shape, store, corner, sums, first, chunk)
+                self.store_any(operands, shape, store, corner, acc, first, chunk)
 
     def wait(self, store: Store):
         """For all threads of the warpgroup."""
@@ -85,29 +85,29 @@ class TileEpilogue:
     # -- parts of K ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def combine(self, operands, store: Store, item, sums):
-        """Stores the sums of a part of K of a tile, or adds the others' to those of the last part.
+    def combine(self, operands, store: Store, work_tile, acc):
+        """Stores the accumulators of a part of K of a tile, or adds the others' to those of the last part.
 
-        Every thread stores its own sums and finds the same thread's, so they lie in the order of the registers.
+        Every thread stores its own accumulators and finds the same thread's, so they lie in the order of the registers.
         """
-        if item.splits > 1:
-            part_bytes = 4 * self.config.block_rows * self.config.tokens
-            place = operands.workspace + Int64(item.number * (item.splits - 1)) * part_bytes
-            place = place + (store.warpgroup * (part_bytes // self.config.warpgroups) + store.tid * 16)
-            if item.split < item.splits - 1:
-                place = place + Int64(item.split) * part_bytes
+        if work_tile.splits > 1:
+            partial_bytes = 4 * self.config.block_rows * self.config.tile_m
+            place = operands.workspace + Int64(work_tile.number * (work_tile.splits - 1)) * partial_bytes
+            place = place + (store.warpgroup * (partial_bytes // self.config.warpgroups) + store.tid * 16)
+            if work_tile.split < work_tile.splits - 1:
+                place = place + Int64(work_tile.split) * partial_bytes
                 for i in cutlass.range_constexpr(self.config.thread_vectors):
-                    vector = [sums[4 * i + j] for j in range(4)]
+                    vector = [acc[4 * i + j] for j in range(4)]
                     ptx.store_global(place, vector, offset=i * VECTOR_STRIDE)
             else:
-                for _ in cutlass.range(item.splits - 1, unroll=1):
+                for _ in cutlass.range(work_tile.splits - 1, unroll=1):
                     for first in cutlass.range_constexpr(0, self.config.thread_vectors, self.config.combine_batch):
-                        self.add_part(place, sums, first)
-                    place = place + part_bytes
+                        self.add_part(place, acc, first)
+                    place = place + partial_bytes
 
     @cute.jit
-    def add_part(self, place, sums, first: int):
-        """Adds some vectors of another part to the sums, once they have come, and puts EMPTY back."""
+    def add_part(self, place, acc, first: int):
+        """Adds some vectors of another part to the accumulators, once they have come, and puts EMPTY back."""
         batch = self.config.combine_batch
         words = cute.make_rmem_tensor(4 * batch, Uint32)
         missing = Int32(1)
@@ -122,129 +122,130 @@ class TileEpilogue:
         for i in cutlass.range_constexpr(batch):
             for j in cutlass.range_constexpr(4):
                 place_of = 4 * (first + i) + j
-                sums[place_of] = sums[place_of] + words[4 * i + j].bitcast(Float32)
+                acc[place_of] = acc[place_of] + words[4 * i + j].bitcast(Float32)
             ptx.store_global(place, [Uint32(EMPTY_WORD)] * 4, offset=(first + i) * VECTOR_STRIDE)
 
     # -- parts of K of a cluster --------------------------------------------------------------------------------------
 
     @cute.jit
-    def join(self, store: Store, ring, rank, sums):
-        """Makes sums[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
+    def join(self, store: Store, state, rank, acc):
+        """Makes accumulators[: own_tokens / 2] those of all of K, of the ``rank``-th share of the tile's tokens.
 
         Each CTA of the cluster leaves the others' shares in its own memory and reads its own share from theirs: a sum
-        is added up by one CTA, in an order that does not depend on who came first. ``ring``: where the activations
+        is added up by one CTA, in an order that does not depend on who came first. ``state``: where the activations
         were, which nobody needs any more. The caller waits for the cluster before it ends: until then others read.
         """
         config = self.config
         math_threads = config.warpgroups * WARPGROUP_THREADS
         cute.arch.barrier(barrier_id=config.warpgroups + 1, number_of_threads=math_threads)
-        place = self.shares_place(store, ring)
+        place = self.shares_place(store, state)
         for share in cutlass.range_constexpr(config.cluster):
             if rank != share:
-                self.leave_share(place, sums, share)
-        self.keep_share(sums, rank)
+                self.publish_share(place, acc, share)
+        self.keep_share(acc, rank)
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        self.add_shares(place, sums, rank)
+        self.load_shares(place, acc, rank)
         cute.arch.cluster_arrive()
 
-    def shares_place(self, store: Store, ring):
+    def shares_place(self, store: Store, state):
         """Where a thread leaves its first share: shares of a warpgroup lie one behind the other."""
-        return ring + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
+        return state + (store.warpgroup * (self.config.cluster * self.config.share_bytes) + store.tid * 16)
 
-    def leave_share(self, place, sums, share: int):
-        """Puts a share of a thread's sums into this CTA's memory, in the order of the registers."""
-        own = self.config.own_tokens // 2
+    def publish_share(self, place, acc, share: int):
+        """Puts a share of a thread's accumulators into this CTA's memory, in the order of the registers."""
+        own = self.config.own_m // 2
         for i in range(own // 4):
-            vector = [sums[share * own + 4 * i + j] for j in range(4)]
+            vector = [acc[share * own + 4 * i + j] for j in range(4)]
             ptx.store_shared(place, share * self.config.share_bytes + i * VECTOR_STRIDE, vector)
 
-    def keep_share(self, sums, rank):
+    def keep_share(self, acc, rank):
         """Moves the CTA's own share to the front."""
-        own = self.config.own_tokens // 2
+        own = self.config.own_m // 2
         for share in range(1, self.config.cluster):
             for i in range(own):
-                sums[i] = cutlass.select_(rank == share, sums[share * own + i], sums[i])
+                acc[i] = cutlass.select_(rank == share, acc[share * own + i], acc[i])
 
-    def add_shares(self, place, sums, rank):
+    def load_shares(self, place, acc, rank):
         """Adds what the other CTAs left of the CTA's own share."""
-        own = self.config.own_tokens // 2
+        own = self.config.own_m // 2
         for step in range(1, self.config.cluster):
             other = numbers.address_in(place + rank * self.config.share_bytes, (rank + step) % self.config.cluster)
             words = [numbers.load_in_cluster(other + i * VECTOR_STRIDE, 4) for i in range(own // 4)]
             for i in range(own):
-                sums[i] = sums[i] + words[i // 4][i % 4].bitcast(Float32)
+                acc[i] = acc[i] + words[i // 4][i % 4].bitcast(Float32)
 
     # -- 16 bytes at a time -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def add_bias(self, operands, shape, store: Store, corner: Corner, sums, first: int):
+    def add_bias(self, operands, shape, store: Store, corner: Corner, acc, first: int):
         if operands.bias != 0:
             for half in cutlass.range_constexpr(2):
                 row = corner.row + (store.row_warp * 16 + store.lane // 4 + 8 * half)
                 bias = Float32(0.0)
                 if row < shape.n:
                     bias = self.results.load_bias(operands.bias + Int64(corner.bias + (row - corner.row)) * 2)
-                self.add_to_row(sums, first + 2 * half, bias)
+                self.add_to_row(acc, first + 2 * half, bias)
 
-    def add_to_row(self, sums, first: int, bias):
-        """Adds a row's bias to its sums: two of every four."""
-        for i in range(0, self.config.own_tokens // 2, 4):
+    def add_to_row(self, acc, first: int, bias):
+        """Adds a row's bias to its accumulators: two of every four."""
+        for i in range(0, self.config.own_m // 2, 4):
             for place in (first + i, first + i + 1):
-                sums[place] = sums[place] + bias
+                acc[place] = acc[place] + bias
 
     @cute.jit
-    def store_packed(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
-        """Rounds a chunk's sums and stores them, 8 neighbouring features at a time."""
-        done, tokens = self.config.chunks[chunk]
+    def store_packed(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
+        """Rounds a chunk's accumulators and stores them, 8 neighbouring features at a time."""
+        done, tile_m = self.config.chunks[chunk]
         self.wait(store)
-        self.stage_packed(store, sums, first + done // 2, tokens)
+        self.stage_packed(store, acc, first + done // 2, tile_m)
         self.wait(store)
         vectors = TILE_N // PACKED_VECTOR
         start = corner.token + done
-        for i in cutlass.range_constexpr(-(-tokens * vectors // WARPGROUP_THREADS)):
+        for i in cutlass.range_constexpr(-(-tile_m * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
             row = corner.row + vector * PACKED_VECTOR
-            if (token < tokens) & (start + token < corner.end) & (row < shape.n):
+            if (token < tile_m) & (start + token < corner.end) & (row < shape.n):
                 words = ptx.load_shared_vector(store.staging + token * PACKED_PITCH + vector * 16, 0, 4)
                 ptx.store_global(operands.out + (Int64(start + token) * shape.n + row) * 2, words)
 
-    def stage_packed(self, store: Store, sums, first: int, tokens: int):
-        """Puts a chunk's sums into the staging buffer, [token][feature] in 16 bits: stmatrix turns them around."""
+    def stage_packed(self, store: Store, acc, first: int, tile_m: int):
+        """Puts a chunk's accumulators into the staging buffer, [token][feature] in 16 bits: stmatrix turns them
+        around."""
         pack = ptx.pack_bf16x2 if self.config.dtype == "bf16" else ptx.pack_f16x2
         lane = store.lane
         # Matrices: the first and the second eight features of eight tokens, then the same of the next eight; where a
         # tile has no more than eight, both are stored twice.
-        few = tokens == 8
+        few = tile_m == 8
         token, half = lane % 8 if few else lane // 16 * 8 + lane % 8, lane // 8 % 2
         address = store.staging + token * PACKED_PITCH + store.row_warp * 32 + half * 16
-        for pair in range(-(-tokens // 16)):
+        for pair in range(-(-tile_m // 16)):
             place = first + 8 * pair
-            words = [pack(sums[place + 2 * i], sums[place + 2 * i + 1]) for i in ((0, 1, 0, 1) if few else range(4))]
+            words = [pack(acc[place + 2 * i], acc[place + 2 * i + 1]) for i in ((0, 1, 0, 1) if few else range(4))]
             ptx.store_matrix_x4(address, pair * 16 * PACKED_PITCH, words, transpose=True)
 
     # -- gate and up in turn, 16 bytes at a time --------------------------------------------------------------------
 
     @cute.jit
-    def store_gated(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
+    def store_gated(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
         """silu(gate) * up of a chunk, rounded; rows of W are gate and up in turn. Stores 8 neighbouring results."""
-        done, tokens = self.config.chunks[chunk]
+        done, tile_m = self.config.chunks[chunk]
         self.wait(store)
-        self.stage_gated(store, sums, first + done // 2, tokens)
+        self.stage_gated(store, acc, first + done // 2, tile_m)
         self.wait(store)
         vectors = TILE_N // 2 // PACKED_VECTOR
         start, columns = corner.token + done, shape.n // 2
-        for i in cutlass.range_constexpr(-(-tokens * vectors // WARPGROUP_THREADS)):
+        for i in cutlass.range_constexpr(-(-tile_m * vectors // WARPGROUP_THREADS)):
             index = store.tid + i * WARPGROUP_THREADS
             token, vector = index // vectors, index % vectors
             column = corner.row // 2 + vector * PACKED_VECTOR
-            if (token < tokens) & (start + token < corner.end) & (column < columns):
+            if (token < tile_m) & (start + token < corner.end) & (column < columns):
                 words = ptx.load_shared_vector(store.staging + token * GATED_PITCH + vector * 16, 0, 4)
                 ptx.store_global(operands.out + (Int64(start + token) * columns + column) * 2, words)
 
-    def stage_gated(self, store: Store, sums, first: int, tokens: int):
+    def stage_gated(self, store: Store, acc, first: int, tile_m: int):
         """Puts a chunk's results into the staging buffer, [token][feature] in 16 bits.
 
         Gate and up of two tokens are in lanes four apart. Each takes one of the tokens: they swap what they do not use.
@@ -254,10 +255,10 @@ class TileEpilogue:
         odd = g % 2 == 1
         token = 2 * t + g % 2
         address = store.staging + token * GATED_PITCH + (store.row_warp * 8 + g // 2) * 2
-        for block in range(tokens // 8):
+        for block in range(tile_m // 8):
             for half in range(2):
                 place = first + 4 * block + 2 * half
-                low, high = sums[place], sums[place + 1]
+                low, high = acc[place], acc[place + 1]
                 other = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, low, high), offset=4)
                 gate, up = cutlass.select_(odd, other, low), cutlass.select_(odd, high, other)
                 result = epilogue.silu(gate) * up
@@ -266,16 +267,16 @@ class TileEpilogue:
     # -- any kind of output -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def store_any(self, operands, shape, store: Store, corner: Corner, sums, first: int, chunk: int):
+    def store_any(self, operands, shape, store: Store, corner: Corner, acc, first: int, chunk: int):
         """Bias, activation and residual of a chunk in fp32, four neighbouring features at a time."""
-        (done, tokens), row_vectors = self.config.chunks[chunk], TILE_N // VECTOR
+        (done, tile_m), row_vectors = self.config.chunks[chunk], TILE_N // VECTOR
         self.wait(store)
-        self.stage_sums(store, sums, first + done // 2, tokens)
+        self.stage_acc(store, acc, first + done // 2, tile_m)
         self.wait(store)
         start = corner.token + done
         results = cute.make_rmem_tensor(VECTOR, Float32)
         extras = cute.make_rmem_tensor(2 * VECTOR, Float32)
-        end = cutlass.min(corner.end - start, tokens) * row_vectors
+        end = cutlass.min(corner.end - start, tile_m) * row_vectors
         for index in cutlass.range(store.tid, end, WARPGROUP_THREADS, unroll=1):
             token, vector = index // row_vectors, index % row_vectors
             words = ptx.load_shared_vector(store.staging + token * self.config.staging_pitch + vector * 16, 0, VECTOR)
@@ -293,12 +294,12 @@ class TileEpilogue:
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return epilogue.Target(row, place, count, corner.bias + offset)
 
-    def stage_sums(self, store: Store, sums, first: int, tokens: int):
-        """Puts a chunk's sums into the staging buffer, [token][feature] in fp32."""
+    def stage_acc(self, store: Store, acc, first: int, tile_m: int):
+        """Puts a chunk's accumulators into the staging buffer, [token][feature] in fp32."""
         pitch = self.config.staging_pitch
         g, t = store.lane // 4, store.lane % 4
         address = store.staging + t * (2 * pitch) + (store.row_warp * 16 + g) * 4
-        for block in range(tokens // 8):
+        for block in range(tile_m // 8):
             for i in range(4):
                 offset = (8 * block + i % 2) * pitch + 32 * (i // 2)
-                ptx.store_shared(address, offset, [sums[first + 4 * block + i]])
+                ptx.store_shared(address, offset, [acc[first + 4 * block + i]])

@@ -1,7 +1,8 @@
-"""What kernels of one tile of rows of x, which comes in digits, begin with.
+"""What kernels of one tile of rows of x, which comes in limbs, begin with.
 
-With one tile of rows an item's number is that of its block, but for the part of K: of what `tiles.Items` divides by
-only the parts are left. None of it is a division, of which each would take some 100 clocks before the first weights.
+With one tile of rows a work tile's number is that of its block, but for the part of K: of what `tiles.TileScheduler`
+divides by only the parts are left. None of it is a division, of which each would take some 100 clocks before the first
+weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.linear.wgmma.kernel import WgmmaKernel
-from cute_kernels.linear.wgmma.tiles import Item, Shape
+from cute_kernels.linear.wgmma.tiles import Shape, WorkTile
 from cute_kernels.linear.work import RECIPROCAL_BITS
 
 
@@ -26,26 +27,26 @@ class FewRowsShape(Shape):
 
 
 @dataclass(frozen=True)
-class FewRowsItems:
-    """As `tiles.Items`, of one tile of rows of x, by CTAs that are in no cluster."""
+class FewRowsTileScheduler:
+    """As `tiles.TileScheduler`, of one tile of rows of x, by CTAs that are in no cluster."""
 
     shape: FewRowsShape
     first: Any
     stride: Any
     count: Any
 
-    def item(self, index) -> Item:
+    def work_tile(self, index) -> WorkTile:
         shape = self.shape
         place = cutlass.max(index - shape.whole, 0)
         number = Int32((Int64(place) * shape.split_reciprocal) >> RECIPROCAL_BITS)
         cut = index >= shape.whole
         split = cutlass.select_(cut, place - number * shape.splits, Int32(0))
-        begin = split * shape.split_units
-        return Item(
+        begin = split * shape.split_k_blocks
+        return WorkTile(
             block=cutlass.select_(cut, shape.whole + number, index),
-            token_tile=Int32(0),
+            m_tile=Int32(0),
             begin=begin,
-            end=cutlass.select_(cut, cutlass.min(begin + shape.split_units, shape.units), shape.units),
+            end=cutlass.select_(cut, cutlass.min(begin + shape.split_k_blocks, shape.k_blocks), shape.k_blocks),
             split=split,
             splits=cutlass.select_(cut, shape.splits, Int32(1)),
             number=number,
@@ -53,16 +54,16 @@ class FewRowsItems:
 
 
 class FewRowsKernel(WgmmaKernel):
-    """The part that kernels of few rows in digits share."""
+    """The part that kernels of few rows in limbs share."""
 
-    def sizes(self, x, n, num_tiles, units, whole, splits, activation, out_kind) -> Any:
+    def sizes(self, x, n, num_tiles, k_blocks, whole, splits, activation, out_kind) -> Any:
         """The fields of a `FewRowsShape`."""
         reciprocal = ((Int64(1) << RECIPROCAL_BITS) + (splits - 1)) // splits
-        return *super().sizes(x, n, num_tiles, units, whole, splits, activation, out_kind), reciprocal
+        return *super().sizes(x, n, num_tiles, k_blocks, whole, splits, activation, out_kind), reciprocal
 
-    def items_of(self, shape: Any, cta, num_ctas) -> Any:
-        if self.config.pushes:
-            return super().items_of(shape, cta, num_ctas)
+    def tile_scheduler(self, shape: Any, cta, num_ctas) -> Any:
+        if self.config.dsmem_reduction:
+            return super().tile_scheduler(shape, cta, num_ctas)
         blocks = cute.ceil_div(shape.num_tiles, self.config.block_tiles)
         count = shape.whole + (blocks - shape.whole) * shape.splits
-        return FewRowsItems(shape=shape, first=cta, stride=num_ctas, count=count)
+        return FewRowsTileScheduler(shape=shape, first=cta, stride=num_ctas, count=count)

@@ -9,12 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.linear.wgmma.config import BOX_ALIGNMENT, WgmmaConfig
+from cute_kernels.linear.wgmma.config import TMA_TILE_ALIGNMENT, WgmmaConfig
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory of a CTA: addresses, and pointers to barriers and to the ring of activations."""
+    """Shared memory of a CTA: addresses, and pointers to barriers and to the stages of activations."""
 
     x: Any
     x_address: Any
@@ -26,19 +26,19 @@ class Memory:
     empty: Any
     table: Any
     x_scales: Any
-    parts: Any  # of K of a cluster's tiles, and their barriers
-    part_barriers: Any
+    partials: Any  # of K of a cluster's tiles, and their barriers
+    partial_barriers: Any
     x_barrier: Any  # behind all others, if there is one
 
 
 def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
     """Shared memory of a CTA.
 
-    layout: of the ring of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
+    layout: of the stages of activations, of type ``element``. table_bytes: for a table of tiles, of grouped products.
     """
     smem = cutlass.utils.SmemAllocator()
     stages = config.num_stages
-    x = smem.allocate_tensor(element, layout.outer, byte_alignment=BOX_ALIGNMENT, swizzle=layout.inner)
+    x = smem.allocate_tensor(element, layout.outer, byte_alignment=TMA_TILE_ALIGNMENT, swizzle=layout.inner)
     codes = smem.allocate(stages * config.code_stage_bytes, byte_alignment=128).toint()
     scales = zeros = Int32(0)
     if const_expr(config.scale_stage_bytes):
@@ -46,13 +46,13 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
     if const_expr(config.zero_stage_bytes):
         zeros = smem.allocate(stages * config.zero_stage_bytes, byte_alignment=128).toint()
     x_scales = Int32(0)
-    if const_expr(config.digits):
+    if const_expr(config.limbs):
         x_scales = smem.allocate(config.x_scale_bytes, byte_alignment=128).toint()
-    alignment = BOX_ALIGNMENT if config.bulk_stores else 128
+    alignment = TMA_TILE_ALIGNMENT if config.bulk_stores else 128
     staging = smem.allocate(config.warpgroups * config.staging_bytes, byte_alignment=alignment)
-    parts = Int32(0)
-    if const_expr(config.parts_bytes):
-        parts = smem.allocate(config.parts_bytes, byte_alignment=128).toint()
+    partials = Int32(0)
+    if const_expr(config.partials_bytes):
+        partials = smem.allocate(config.partials_bytes, byte_alignment=128).toint()
     full = smem.allocate_array(cutlass.Int64, config.num_barriers)
     table = Int32(0)
     if const_expr(table_bytes):
@@ -68,9 +68,9 @@ def allocate(config: WgmmaConfig, layout, element, table_bytes: int) -> Memory:
         empty=full + stages,
         table=table,
         x_scales=x_scales,
-        parts=parts,
-        part_barriers=full + 2 * stages,
-        x_barrier=full + (2 * stages + config.part_slots),
+        partials=partials,
+        partial_barriers=full + 2 * stages,
+        x_barrier=full + (2 * stages + config.partial_slots),
     )
 
 
@@ -79,8 +79,10 @@ def init_barriers(config: WgmmaConfig, memory: Memory) -> None:
     for i in range(config.num_stages):
         cute.arch.mbarrier_init(memory.full + i, config.stage_copies)
         cute.arch.mbarrier_init(memory.empty + i, config.stage_warps)
-    for slot in range(config.part_slots):
+    for slot in range(config.partial_slots):
         # It waits for the bytes of all other CTAs' parts.
-        cute.arch.mbarrier_init(memory.part_barriers + slot, 1)
-        cute.arch.mbarrier_arrive_and_expect_tx(memory.part_barriers + slot, (config.cluster - 1) * config.part_bytes)
+        cute.arch.mbarrier_init(memory.partial_barriers + slot, 1)
+        cute.arch.mbarrier_arrive_and_expect_tx(
+            memory.partial_barriers + slot, (config.cluster - 1) * config.partial_bytes
+        )
     cute.arch.mbarrier_init_fence()

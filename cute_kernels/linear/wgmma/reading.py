@@ -1,4 +1,4 @@
-"""What multiplying warps read of a stage, codes, scales and zero points of their rows, and how they give it back."""
+"""What consumer warps read of a stage, codes, scales and zero points of their rows, and how they give it back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lane:
     code_offset: Any  # of its 16 bytes in the first tile of its warpgroup
     row: Any  # its first row in the first tile of its warpgroup, among the block's
     masks: Any  # of the decoder
-    turn: Any  # of units that is its warpgroup's
+    k_rank: Any  # of k blocks that is its warpgroup's
 
 
 def make_decoder(config: WgmmaConfig) -> Decoder:
@@ -31,8 +31,8 @@ def make_decoder(config: WgmmaConfig) -> Decoder:
     return Decoder(config.bits, config.dtype)
 
 
-class ReadingWarps:
-    """The part of a kernel that units of every kind read by: see :mod:`.synchronous`, :mod:`.digits`."""
+class ConsumerWarps:
+    """The part of a kernel that k blocks of every kind read by: see :mod:`.synchronous`, :mod:`.limbs`."""
 
     config: WgmmaConfig
     decoder: Decoder
@@ -40,41 +40,41 @@ class ReadingWarps:
 
     if TYPE_CHECKING:
 
-        def x_scale_shift(self, item) -> Any:
-            """See `CopyingWarps.x_scale_shift`."""
+        def x_scale_shift(self, work_tile) -> Any:
+            """See `ProducerWarps.x_scale_shift`."""
 
     @cute.jit
     def release(self, memory, stage, teller):
         """Says that this warp has done with a stage."""
         if teller:
             barrier = memory.empty + stage
-            if const_expr(self.config.sharing > 1):
+            if const_expr(self.config.multicast > 1):
                 there = numbers.address_in(Int32(barrier.toint()), cute.arch.lane_idx())
                 numbers.arrive_in_cluster(there)
             else:
                 cute.arch.mbarrier_arrive(barrier)
 
     def load_codes(self, address) -> list[list[Any]]:
-        """[tile][chunk of its codes] a thread's 16 bytes of a unit; address: of its first ones."""
+        """[tile][chunk of its codes] a thread's 16 bytes of a k block; address: of its first ones."""
         config = self.config
         return [
             [
-                ptx.load_shared_vector(address, (i * config.unit_tiles + tile) * TILE_BYTES, 4)
-                for tile in range(config.unit_tiles)
+                ptx.load_shared_vector(address, (i * config.k_block_tiles + tile) * TILE_BYTES, 4)
+                for tile in range(config.k_block_tiles)
             ]
-            for i in range(config.m_tiles)
+            for i in range(config.n_tiles)
         ]
 
     def load_groups(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """[group of the unit] (scales, offsets) of the thread's two rows of a tile; scales are packed pairs."""
+        """[group of the k block] (scales, offsets) of the thread's two rows of a tile; scales are packed pairs."""
         config = self.config
         scales = memory.scales + stage * config.scale_stage_bytes
         zeros = memory.zeros + stage * config.zero_stage_bytes
         # The rows of a group of a tile lie together, the groups of a tile behind each other.
         first_tile, row = place.row // TILE_N, place.row % TILE_N
         groups = []
-        for group in range(config.unit_groups):
-            at = (first_tile + tile) * (config.unit_groups * TILE_N) + group * TILE_N + row
+        for group in range(config.k_block_groups):
+            at = (first_tile + tile) * (config.k_block_groups * TILE_N) + group * TILE_N + row
             found = [ptx.load_shared_part(scales + at * 2, 16 * half, 2) for half in range(2)]
             pairs = [ptx.prmt(word, word, Uint32(0x1010)) for word in found]
             points = [self.decoder.symmetric_zero] * 2

@@ -1,8 +1,8 @@
-"""Configurations whose CTAs make digits of x themselves, and what launches of them take. Plain Python, no GPU.
+"""Configurations whose CTAs make limbs of x themselves, and what launches of them take. Plain Python, no GPU.
 
-One launch instead of two, and nothing of x in the ring; so they are the fastest up to eight rows. Up to sixteen they
-are where a CTA has four tiles of 64 features and more, whose weights take as long as its digits, and where the digits
-of its part of K are all made before the first product. Beyond, making all digits in every CTA takes longer than a
+One launch instead of two, and nothing of x in the pipeline; so they are the fastest up to eight rows. Up to sixteen
+they are where a CTA has four tiles of 64 features and more, whose weights take as long as its limbs, and where the
+limbs of its part of K are all made before the first product. Beyond, making all limbs in every CTA takes longer than a
 launch that makes them once.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_kernels.linear.schedule import Problem, weight_fields
-from cute_kernels.linear.wgmma.config import BOX_K, DIGIT_GROUP, MMA_TOKENS
-from cute_kernels.linear.wgmma.resident_config import RESIDENT_TOKENS, ResidentConfig
-from cute_kernels.linear.wgmma.rings import with_ring
+from cute_kernels.linear.wgmma.config import LIMB_GROUP, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.resident_config import RESIDENT_TILE_M, ResidentConfig
+from cute_kernels.linear.wgmma.stages import with_stages
 
 MOST_LOADED_ROWS = 4  # that warps load faster than TMA fills in those which are missing
 MOST_STAGES = 16
@@ -24,117 +24,127 @@ class WarpgroupsOf:
     """How the warpgroups of a CTA share out a block of output features and K; fields as in `ResidentConfig`.
 
     Attributes:
-        most_stages: of the ring, however much room there is: what is asked for at once comes later, all of it.
+        most_stages: of the pipeline, however much room there is: what is asked for at once comes later, all of it.
         loaded_stages: the same where warps load x.
-        sends_early: as in `ResidentConfig`.
-        chunks: whether K may come in chunks where there is no room for all digits of a CTA's part of it.
+        publishes_early: as in `ResidentConfig`.
+        chunks: whether K may come in chunks where there is no room for all limbs of a CTA's part of it.
     """
 
     warpgroups: int
-    m_tiles: int = 1
+    n_tiles: int = 1
     spare: int = 0
-    turns: int = 1
+    k_warpgroups: int = 1
     ahead: bool = True
-    boxes: int = 32
+    resident_k_blocks: int = 32
     most_stages: int = MOST_STAGES
     loaded_stages: int = MOST_STAGES
-    sends_early: bool = False
+    publishes_early: bool = False
     chunks: bool = True
 
 
 # In clusters of two, each CTA with half of K: what was the fastest somewhere, by the rows of a tile.
 RESIDENT_SHAPES = {
     8: (
-        WarpgroupsOf(4, turns=2, loaded_stages=10),  # two tiles
-        WarpgroupsOf(2, turns=2),  # one tile, of small layers
-        WarpgroupsOf(4, ahead=False, boxes=16, most_stages=6),  # four
+        WarpgroupsOf(4, k_warpgroups=2, loaded_stages=10),  # two tiles
+        WarpgroupsOf(2, k_warpgroups=2),  # one tile, of small layers
+        WarpgroupsOf(4, ahead=False, resident_k_blocks=16, most_stages=6),  # four
         # Seven tiles: 28672 features are 128 such parts.
-        WarpgroupsOf(4, m_tiles=2, spare=1, ahead=False, boxes=16, most_stages=4),
+        WarpgroupsOf(4, n_tiles=2, spare=1, ahead=False, resident_k_blocks=16, most_stages=4),
     ),
     # Four, six and seven tiles. Of so many rows a thread wants registers that four warpgroups do not have.
     16: tuple(
         WarpgroupsOf(
-            2, m_tiles=m_tiles, spare=spare, ahead=False, boxes=16, most_stages=most, sends_early=early, chunks=False
+            2,
+            n_tiles=n_tiles,
+            spare=spare,
+            ahead=False,
+            resident_k_blocks=16,
+            most_stages=most,
+            publishes_early=early,
+            chunks=False,
         )
-        for m_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, MOST_STAGES, False), (4, 1, MOST_STAGES, True))
+        for n_tiles, spare, most, early in ((2, 0, 7, False), (3, 0, MOST_STAGES, False), (4, 1, MOST_STAGES, True))
     ),
 }
 RESIDENT_CLUSTER = 2
 SPARE_BYTES = 2048  # of shared memory, for alignment
 # An H200's, fitted to measured times (tests/linear/measured.py).
-RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until digits are made, and the way out of the last item
+RESIDENT_START_CLOCKS = 3300  # beyond a launch's: until limbs are made, and the way out of the last work tile
 RESIDENT_ROW_CLOCKS = 100  # of that, for each row beyond eight
-RESIDENT_TILE_CLOCKS = {8: 0, 16: 350}  # of a tile's unit and a warpgroup, by the rows; of few the memory takes longer
+RESIDENT_TILE_CLOCKS = {
+    8: 0,
+    16: 350,
+}  # of a tile's k block and a warpgroup, by the rows; of few the memory takes longer
 LOAD_CLOCKS = 9  # of a row's 128 inputs that warps load
 FILL_CLOCKS = 6  # of 128 inputs of a row that TMA fills in, of what is brought before the first weights
 CHUNK_CLOCKS = {True: 900, False: 300}  # of a further chunk of K, whether its rows are loaded or not
 
 
 def resident_configs(problem: Problem) -> list[ResidentConfig]:
-    """Configurations for few rows in digits; rows would depend on how many there are."""
-    tokens = next((count for count in RESIDENT_TOKENS if problem.m <= count), None)
-    if problem.batch_invariant or tokens is None:
+    """Configurations for few rows in limbs; rows would depend on how many there are."""
+    tile_m = next((count for count in RESIDENT_TILE_M if problem.m <= count), None)
+    if problem.batch_invariant or tile_m is None:
         return []
     configs = (
-        resident_config(problem, tokens, loads, shape)
+        resident_config(problem, tile_m, loads, shape)
         for loads in ways_of_x(problem)
-        for shape in RESIDENT_SHAPES[tokens]
+        for shape in RESIDENT_SHAPES[tile_m]
         if shape.chunks or fits(problem, shape)
     )
     return [config for config in configs if config.can_implement() is None]
 
 
-def resident_config(problem: Problem, tokens: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
+def resident_config(problem: Problem, tile_m: int, loads: bool, shape: WarpgroupsOf) -> ResidentConfig:
     """The configuration of a shape, for tiles of so many rows of a problem's weights."""
     config = ResidentConfig(
         **weight_fields(problem),
-        tokens=tokens,
-        unit_k=DIGIT_GROUP,
+        tile_m=tile_m,
+        block_k=LIMB_GROUP,
         splits_k=True,
         cluster=RESIDENT_CLUSTER,
-        pushes=True,
-        digits=True,
+        dsmem_reduction=True,
+        limbs=True,
         loads=loads,
         warpgroups=shape.warpgroups,
-        m_tiles=shape.m_tiles,
+        n_tiles=shape.n_tiles,
         spare=shape.spare,
-        turns=shape.turns,
+        k_warpgroups=shape.k_warpgroups,
         ahead=shape.ahead,
-        sends_early=shape.sends_early,
-        boxes=shape.boxes,
+        publishes_early=shape.publishes_early,
+        resident_k_blocks=shape.resident_k_blocks,
     )
     most = min(shape.most_stages, shape.loaded_stages) if loads else shape.most_stages
-    return with_ring(config, most, SPARE_BYTES)
+    return with_stages(config, most, SPARE_BYTES)
 
 
 def fits(problem: Problem, shape: WarpgroupsOf) -> bool:
-    """Whether there is room for all digits of a CTA's part of K."""
-    units = -(-problem.k_pad // DIGIT_GROUP)
-    return -(-units // RESIDENT_CLUSTER) <= shape.boxes
+    """Whether there is room for all limbs of a CTA's part of K."""
+    k_blocks = -(-problem.k_pad // LIMB_GROUP)
+    return -(-k_blocks // RESIDENT_CLUSTER) <= shape.resident_k_blocks
 
 
 def ways_of_x(problem: Problem) -> tuple[bool, ...]:
     """Whether warps load x, where both are to be considered or one can be had."""
-    if problem.k % BOX_K:
-        return (True,)  # TMA takes whole boxes
+    if problem.k % TMA_TILE_K:
+        return (True,)  # TMA takes whole TMA tiles
     return (True, False) if problem.m <= MOST_LOADED_ROWS else (False,)
 
 
-def resident_start_clocks(problem: Problem, config: ResidentConfig, split_units: int, units: int) -> float:
+def resident_start_clocks(problem: Problem, config: ResidentConfig, split_k_blocks: int, k_blocks: int) -> float:
     """Clocks of a launch beyond any other's start that do not go into the stream of weights.
 
-    split_units: of a part of K, what a CTA of a cluster needs of x; units: of all of K, which others need.
+    split_units: of a part of K, what a CTA of a cluster needs of x; k_blocks: of all of K, which others need.
     """
-    made = split_units if config.cluster > 1 else units
+    made = split_k_blocks if config.cluster > 1 else k_blocks
     first, chunks = made, 0.0
-    if made > config.boxes:  # of a tile's rows each
-        made, first = split_units, config.boxes // 2
+    if made > config.resident_k_blocks:  # of a tile's rows each
+        made, first = split_k_blocks, config.resident_k_blocks // 2
         chunks = CHUNK_CLOCKS[config.loads] * made / first
-    missing = config.tokens - problem.m
+    missing = config.tile_m - problem.m
     rows = LOAD_CLOCKS * problem.m * made if config.loads else FILL_CLOCKS * missing * first
-    return RESIDENT_START_CLOCKS + RESIDENT_ROW_CLOCKS * (config.tokens - MMA_TOKENS) + rows + chunks
+    return RESIDENT_START_CLOCKS + RESIDENT_ROW_CLOCKS * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
 
-def resident_unit_clocks(config: ResidentConfig, bytes_per_clock: float) -> float:
-    """Clocks of a unit of a CTA's block, whose weights come at so many bytes a clock."""
-    return max(config.weight_stage_bytes / bytes_per_clock, RESIDENT_TILE_CLOCKS[config.tokens] * config.m_tiles)
+def resident_k_block_clocks(config: ResidentConfig, bytes_per_clock: float) -> float:
+    """Clocks of a k block of a CTA's block, whose weights come at so many bytes a clock."""
+    return max(config.weight_stage_bytes / bytes_per_clock, RESIDENT_TILE_CLOCKS[config.tile_m] * config.n_tiles)

@@ -14,38 +14,40 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_kernels.linear.schedule import weight_fields
-from cute_kernels.linear.wgmma.config import MOST_LOOPS, TOKEN_BAND, WgmmaConfig
-from cute_kernels.linear.wgmma.schedule import MAX_STAGES, MEMORY_BYTES_PER_CLOCK, UNIT_CLOCKS
+from cute_kernels.linear.wgmma.config import M_TILE_BAND, MOST_LOOPS, WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import K_BLOCK_CLOCKS, MAX_STAGES, MEMORY_BYTES_PER_CLOCK
 from cute_kernels.moe.schedule import CAPACITIES, MAX_EXPERTS, GroupedProblem, usual_rows
 from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
 from layouts.weights.hopper import TILE_N
 
-ENTRY_BYTES = 8  # of an expert in the table: items before it, its first place
+ENTRY_BYTES = 8  # of an expert in the table: work tiles before it, its first place
 TABLE_WARPS = MAX_EXPERTS // (2 * WARP_THREADS)  # that write the table, two experts a lane; all of them multiply
-SUMS = -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16  # where the warps' own numbers of items are, behind the entries,
-TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all items and the end of the places
+SUMS = (
+    -(-(MAX_EXPERTS + 1) * ENTRY_BYTES // 16) * 16
+)  # where the warps' own numbers of work tiles are, behind the entries,
+TABLE_BYTES = SUMS + 4 * TABLE_WARPS  # of which the last one's are all work tiles and the end of the places
 # Rows of an expert with more than which the memory-bound kernel is the slower one. With many experts it is so earlier:
 # it brings rows of x to every CTA that takes a part of their expert, beside fewer weights of each.
 MANY_ROWS, MANY_ROWS_OF_MANY = CAPACITIES[0], CAPACITIES[0] - 1
 MANY_EXPERTS = 64
 MOST_SMS = 7 / 8
-DIGIT_ROWS = 2  # the same where tiles of digits are possible, and enough of them
+LIMB_ROWS = 2  # the same where tiles of limbs are possible, and enough of them
 LIKELY = 0.05  # tiles of an expert: kinds of which there are fewer are not what a launch ends with
-SMEM_RESERVE = 1024  # rings are laid out in whole 128 bytes
+SMEM_RESERVE = 1024  # pipelines are laid out in whole 128 bytes
 
 DECODE_CLOCKS = {4: 25, 8: 30}  # per k16 step of a tile of 64 features, however few rows,
-DECODE_TOKEN_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
+DECODE_ROW_CLOCKS = 0.2  # and for each of them; both as measured with experts of few rows
 # The same of codes of so many bits that one instruction scales as it decodes them, with the launch that brings rows.
-SCALED_BITS, SCALED_CLOCKS, SCALED_TOKEN_CLOCKS = 4, 20, 0.25
-SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for itself: scales are on sums,
-SYNCHRONOUS_TOKEN_CLOCKS = 0.43  # and each of them has instructions of its own
+SCALED_BITS, SCALED_CLOCKS, SCALED_ROW_CLOCKS = 4, 20, 0.25
+SYNCHRONOUS_CLOCKS = {4: 20, 8: 25}  # the same where warps multiply each for itself: scales are on accumulators,
+SYNCHRONOUS_ROW_CLOCKS = 0.43  # and each of them has instructions of its own
 # The same where products are of bytes, tensor cores included: decoding is little, and what there is left to do for each
-# row are its digits' columns and the scales of its sums.
-DIGIT_CLOCKS, DIGIT_TOKEN_CLOCKS = 12, 0.62
-SHORT_RING, SHORT_RING_COST = 5, 1.05  # the memory's time with so few stages
+# row are its limbs' columns and the scales of its accumulators.
+LIMB_CLOCKS, LIMB_ROW_CLOCKS = 12, 0.62
+SHORT_PIPELINE, SHORT_PIPELINE_COST = 5, 1.05  # the memory's time with so few stages
 MMA_CLOCKS = 16  # per k16 step of a tile of 64 features, beside those of its products
-ITEM_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
-TENSOR_ITEM_CLOCKS = 1500  # and where tensor cores are
+WORK_TILE_CLOCKS = 2200  # that results of two warpgroups take where decoding or memory is the bound,
+TENSOR_WORK_TILE_CLOCKS = 1500  # and where tensor cores are
 # Tiles of so many rows take that much longer than a dense product's, as measured.
 WIDE_COST = {192: 1.04, 224: 1.06, 256: 1.08}
 
@@ -53,20 +55,20 @@ WIDE_COST = {192: 1.04, 224: 1.06, 256: 1.08}
 class Shape(NamedTuple):
     """A tile there is to choose from; the fields are those of `WgmmaConfig`."""
 
-    tokens: int
-    m_tiles: int
-    unit_k: int
+    tile_m: int
+    n_tiles: int
+    block_k: int
     row_parts: int
     warpgroups: int = 2
     synchronous: bool = False
-    digits: bool = False
+    limbs: bool = False
 
 
 # An expert's last tile is half empty on average, so all have parts.
 SHAPES = (
-    Shape(16, 2, 128, 2, digits=True),
-    Shape(32, 2, 128, 4, digits=True),
-    Shape(64, 2, 128, 4, digits=True),
+    Shape(16, 2, 128, 2, limbs=True),
+    Shape(32, 2, 128, 4, limbs=True),
+    Shape(64, 2, 128, 4, limbs=True),
     Shape(256, 1, 64, 2),
     Shape(224, 1, 64, 7),
     Shape(192, 1, 64, 6),
@@ -88,13 +90,13 @@ class GroupedTiles:
     Attributes:
         config: the compiled variant.
         num_tiles: tiles of 64 output features of an expert.
-        units: of the padded K.
-        num_ctas: as many as there are SMs; those without an item end at once.
+        k_blocks: of the padded K.
+        num_ctas: as many as there are SMs; those without a work tile end at once.
     """
 
     config: WgmmaConfig
     num_tiles: int
-    units: int
+    k_blocks: int
     num_ctas: int
 
     @property
@@ -108,11 +110,9 @@ def has_many_rows(problem: GroupedProblem) -> bool:
     rows = usual_rows(problem)
     if rows > (MANY_ROWS if problem.num_experts < MANY_EXPERTS else MANY_ROWS_OF_MANY):
         return True
-    # Tiles of digits are the faster ones of few rows too, where there are enough for nearly all SMs.
-    narrow = next((layout for layout in layouts(problem) if layout.config.digits), None)
-    return (
-        rows > DIGIT_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
-    )
+    # Tiles of limbs are the faster ones of few rows too, where there are enough for nearly all SMs.
+    narrow = next((layout for layout in layouts(problem) if layout.config.limbs), None)
+    return rows > LIMB_ROWS and narrow is not None and problem.num_experts * narrow.blocks >= MOST_SMS * narrow.num_ctas
 
 
 @lru_cache(maxsize=4096)
@@ -125,16 +125,16 @@ def layouts(problem: GroupedProblem) -> list[GroupedTiles]:
     """All tiles there are."""
     num_tiles = -(-problem.n // TILE_N)
     configs = candidate_configs(problem)
-    return [GroupedTiles(config, num_tiles, problem.k_pad // config.unit_k, problem.num_sms) for config in configs]
+    return [GroupedTiles(config, num_tiles, problem.k_pad // config.block_k, problem.num_sms) for config in configs]
 
 
 def candidate_configs(problem: GroupedProblem) -> list[WgmmaConfig]:
     """Configurations that are possible.
 
-    Batch-invariant ones add up each result in the same k16 steps of decoded weights: neither sums of digits, nor those
-    that scales meet group by group.
+    Batch-invariant ones add up each result in the same k16 steps of decoded weights: neither accumulators of limbs, nor
+    those that scales meet group by group.
     """
-    shapes = (shape for shape in SHAPES if not (problem.batch_invariant and (shape.digits or shape.synchronous)))
+    shapes = (shape for shape in SHAPES if not (problem.batch_invariant and (shape.limbs or shape.synchronous)))
     configs = (tile_config(problem, shape) for shape in shapes)
     return [config for config in configs if config is not None]
 
@@ -143,16 +143,16 @@ def tile_config(problem: GroupedProblem, shape: Shape) -> WgmmaConfig | None:
     """A tile's configuration, with as many stages as there is room for beside the table of tiles; None if not two."""
     config = WgmmaConfig(
         **weight_fields(problem),
-        tokens=shape.tokens,
+        tile_m=shape.tile_m,
         row_parts=shape.row_parts,
-        m_tiles=shape.m_tiles,
+        n_tiles=shape.n_tiles,
         warpgroups=shape.warpgroups,
-        unit_k=shape.unit_k if problem.k_pad % shape.unit_k == 0 else 64,
+        block_k=shape.block_k if problem.k_pad % shape.block_k == 0 else 64,
         num_stages=2,
         synchronous=shape.synchronous,
-        digits=shape.digits,
+        limbs=shape.limbs,
     )
-    if shape.row_parts > MOST_LOOPS and shape.m_tiles > 1 and not scaled_as_decoded(config):
+    if shape.row_parts > MOST_LOOPS and shape.n_tiles > 1 and not scaled_as_decoded(config):
         return None  # not measured
     room = MAX_SHARED_BYTES - SMEM_RESERVE - TABLE_BYTES - config.smem_bytes
     config = replace(config, num_stages=min(MAX_STAGES, 2 + max(0, room // (config.stage_bytes + 16))))
@@ -164,8 +164,8 @@ def scaled_as_decoded(config: WgmmaConfig) -> bool:
     return config.scales_codes and config.bits == SCALED_BITS and not config.zero_point
 
 
-def usual_tiles(problem: GroupedProblem, tokens: int, parts: int) -> list[float]:
-    """How many tiles of ``tokens`` rows an expert takes of which 1, 2, .. ``parts`` parts have rows.
+def usual_tiles(problem: GroupedProblem, tile_m: int, parts: int) -> list[float]:
+    """How many tiles of ``tile_m`` rows an expert takes of which 1, 2, .. ``parts`` parts have rows.
 
     Means over experts whose rows are normally distributed, as they nearly are if rows fall to experts at random.
     """
@@ -176,46 +176,48 @@ def usual_tiles(problem: GroupedProblem, tokens: int, parts: int) -> list[float]
         """Share of the experts."""
         return 0.5 * math.erfc((rows + 0.5 - mean) / deviation / math.sqrt(2))
 
-    starts = range(0, math.ceil((mean + 6 * deviation) / tokens) * tokens, tokens)
-    reached = [sum(with_more_than(start + part * tokens // parts) for start in starts) for part in range(parts)]
+    starts = range(0, math.ceil((mean + 6 * deviation) / tile_m) * tile_m, tile_m)
+    reached = [sum(with_more_than(start + part * tile_m // parts) for start in starts) for part in range(parts)]
     return [more - most for more, most in zip(reached, [*reached[1:], 0.0], strict=True)]
 
 
-def item_clocks(layout: GroupedTiles, tokens: int, tiles: float) -> float:
-    """Clocks of a tile of which ``tokens`` are computed, in an expert of so many tiles."""
+def work_tile_clocks(layout: GroupedTiles, tile_m: int, tiles: float) -> float:
+    """Clocks of a tile of which ``tile_m`` are computed, in an expert of so many tiles."""
     config = layout.config
-    fragments = config.block_tiles * config.unit_steps
-    if config.digits:
+    fragments = config.block_tiles * config.k_block_steps
+    if config.limbs:
         tensor = 0.0
-        decoding = UNIT_CLOCKS + fragments * (DIGIT_CLOCKS + DIGIT_TOKEN_CLOCKS * tokens)
+        decoding = K_BLOCK_CLOCKS + fragments * (LIMB_CLOCKS + LIMB_ROW_CLOCKS * tile_m)
     elif config.synchronous:
         tensor = 0.0
-        decoding = UNIT_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_TOKEN_CLOCKS * tokens)
+        decoding = K_BLOCK_CLOCKS + fragments * (SYNCHRONOUS_CLOCKS[config.bits] + SYNCHRONOUS_ROW_CLOCKS * tile_m)
     else:
-        tensor = fragments * (tokens / 2 + MMA_CLOCKS) * WIDE_COST.get(config.tokens, 1.0)
-        clocks, token_clocks = DECODE_CLOCKS[config.bits], DECODE_TOKEN_CLOCKS
+        tensor = fragments * (tile_m / 2 + MMA_CLOCKS) * WIDE_COST.get(config.tile_m, 1.0)
+        clocks, token_clocks = DECODE_CLOCKS[config.bits], DECODE_ROW_CLOCKS
         if scaled_as_decoded(config):
-            clocks, token_clocks = SCALED_CLOCKS, SCALED_TOKEN_CLOCKS
-        decoding = UNIT_CLOCKS + fragments * (clocks + token_clocks * tokens)
+            clocks, token_clocks = SCALED_CLOCKS, SCALED_ROW_CLOCKS
+        decoding = K_BLOCK_CLOCKS + fragments * (clocks + token_clocks * tile_m)
     # Tiles of an expert that run side by side read a weight from memory once.
-    shared = min(max(tiles, 1.0), TOKEN_BAND)
+    shared = min(max(tiles, 1.0), M_TILE_BAND)
     memory = config.weight_stage_bytes * layout.num_ctas / MEMORY_BYTES_PER_CLOCK / shared
-    if config.digits and config.num_stages <= SHORT_RING:
-        memory *= SHORT_RING_COST
-    unit = max(tensor, decoding, memory)
+    if config.limbs and config.num_stages <= SHORT_PIPELINE:
+        memory *= SHORT_PIPELINE_COST
+    k_block = max(tensor, decoding, memory)
     # Of the tensor cores the other warpgroup makes use while one stores results.
-    results = ITEM_CLOCKS * config.warpgroups / 2 if unit > tensor else TENSOR_ITEM_CLOCKS
-    return layout.units * unit + results
+    results = WORK_TILE_CLOCKS * config.warpgroups / 2 if k_block > tensor else TENSOR_WORK_TILE_CLOCKS
+    return layout.k_blocks * k_block + results
 
 
 def estimate_clocks(problem: GroupedProblem, layout: GroupedTiles) -> float:
     """Clocks that the model expects, without the launch itself."""
     config = layout.config
-    counts = usual_tiles(problem, config.tokens, config.row_parts)
-    items = [item_clocks(layout, config.loop_tokens(part + 1), sum(counts)) for part in range(config.row_parts)]
+    counts = usual_tiles(problem, config.tile_m, config.row_parts)
+    scheduler = [work_tile_clocks(layout, config.loop_m(part + 1), sum(counts)) for part in range(config.row_parts)]
     tiles = sum(counts)
-    mean = sum(map(operator.mul, counts, items)) / tiles
-    # Every CTA has as many items as another or one more, none fewer than one.
+    mean = sum(map(operator.mul, counts, scheduler)) / tiles
+    # Every CTA has as many work tiles as another or one more, none fewer than one.
     rounds = math.ceil(round(problem.num_experts * layout.blocks * tiles) / layout.num_ctas)
-    longest = max(item for item, count in zip(items, counts, strict=True) if count >= min(LIKELY, max(counts)))
+    longest = max(
+        work_tile for work_tile, count in zip(scheduler, counts, strict=True) if count >= min(LIKELY, max(counts))
+    )
     return max(mean * rounds, longest)

@@ -1,9 +1,10 @@
 """Which tiles of which experts a CTA computes, as the device finds them from the routing.
 
-An expert's rows are cut into tiles of ``tokens`` places, the last one shorter; with each of its blocks of output
-features such a tile is an item. Items of all experts are counted through, and every CTA takes each ``stride``-th.
-Before the roles begin some warps write to shared memory how many items there are before each expert and where its
-places begin. To find an item a warp looks through that table in two steps, a lane for 16 experts, then a lane for each.
+An expert's rows are cut into tiles of ``tile_m`` places, the last one shorter; with each of its blocks of output
+features such a tile is a work tile. Work tiles of all experts are counted through, and every CTA takes each
+``stride``-th. Before the roles begin some warps write to shared memory how many work tiles there are before each expert
+and where its places begin. To find a work tile a warp looks through that table in two steps, a lane for 16 experts,
+then a lane for each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_kernels.device import ptx
 from cute_kernels.device.division import Divisor
-from cute_kernels.linear.wgmma.config import TOKEN_BAND
+from cute_kernels.linear.wgmma.config import M_TILE_BAND
 from cute_kernels.linear.wgmma.tiles import Shape
 from cute_kernels.moe.schedule import EXPERTS_PER_LANE, MAX_EXPERTS
 from cute_kernels.moe.wgmma.schedule import ENTRY_BYTES, SUMS, TABLE_WARPS
@@ -37,26 +38,26 @@ class GroupedShape(Shape):
 
 
 @dataclass(frozen=True)
-class DigitShape(GroupedShape):
-    """Sizes of a launch whose x comes in digits, and where its scales are: fp32 [units, x_scale_pitch]."""
+class LimbShape(GroupedShape):
+    """Sizes of a launch whose x comes in limbs, and where its scales are: fp32 [k blocks, x_scale_pitch]."""
 
     x_scales: Any
     x_scale_pitch: Any
 
 
 @dataclass(frozen=True)
-class GroupedItem:
+class GroupedWorkTile:
     """A tile of an expert's output; run-time integers.
 
     block: of output features; token: the tile's first place; end_token: behind the expert's last place. Others as in
-    :class:`cute_kernels.linear.wgmma.tiles.Item`.
+    :class:`cute_kernels.linear.wgmma.tiles.WorkTile`.
     """
 
     expert: Any
     block: Any
     token: Any
     end_token: Any
-    begin: Any  # units
+    begin: Any  # k blocks
     end: Any
     split: Any
     splits: Any
@@ -64,10 +65,10 @@ class GroupedItem:
 
 
 @dataclass(frozen=True)
-class GroupedItems:
-    """The items of one CTA: every ``stride``-th of ``count``; run-time integers.
+class GroupedTileScheduler:
+    """The work tiles of one CTA: every ``stride``-th of ``count``; run-time integers.
 
-    Within an expert they are counted as those of a dense product: in bands of `TOKEN_BAND` tiles of tokens, in a band
+    Within an expert they are counted as those of a dense product: in bands of `M_TILE_BAND` tiles of tokens, in a band
     tokens first; whose turn it is to begin changes with each round of all CTAs. Otherwise, with as many CTAs as a
     multiple of an expert's tiles of tokens, the same CTAs would get every expert's short last tile.
 
@@ -80,78 +81,79 @@ class GroupedItems:
     count: Any
     table: Any
     lane: Any
-    tokens: int
+    tile_m: int
 
-    def item(self, index) -> GroupedItem:
+    def work_tile(self, index) -> GroupedWorkTile:
         shape = self.shape
         expert = self.expert_of(index)
         before, start = self.entry(expert)
         _, end = self.entry(expert + 1)
-        token_tiles = tiles_of(end - start, self.tokens)
+        m_tiles = tiles_of(end - start, self.tile_m)
         band, rest = shape.band_tiles.divide_int(index - before)
-        width = band_width(token_tiles - band * TOKEN_BAND)
+        width = band_width(m_tiles - band * M_TILE_BAND)
         block, turn = width.divide_int(rest)
         round_of_first, _ = shape.num_ctas.divide_int(index - turn)
-        token_tile = band * TOKEN_BAND + width.divide_int(turn + round_of_first)[1]
-        return GroupedItem(
+        m_tile = band * M_TILE_BAND + width.divide_int(turn + round_of_first)[1]
+        return GroupedWorkTile(
             expert=expert,
             block=block,
-            token=start + token_tile * self.tokens,
+            token=start + m_tile * self.tile_m,
             end_token=end,
             begin=Int32(0),
-            end=shape.units,
+            end=shape.k_blocks,
             split=Int32(0),
             splits=Int32(1),
             number=Int32(0),
         )
 
     def entry(self, expert) -> tuple[Any, Any]:
-        """(items before an expert, its first place)."""
+        """(work tiles before an expert, its first place)."""
         before, place = ptx.load_shared_vector(self.table + expert * ENTRY_BYTES, 0, 2)
         return Int32(before), Int32(place)
 
     def expert_of(self, index):
-        """The expert of an item: as many as end at or before it."""
+        """The expert of a work tile: as many as end at or before it."""
         run = self.ended(EXPERTS_PER_LANE * (self.lane + 1), index, 0xFFFFFFFF)
         first = run * EXPERTS_PER_LANE
         mask = (1 << EXPERTS_PER_LANE) - 1
         return first + self.ended(first + (self.lane & (EXPERTS_PER_LANE - 1)) + 1, index, mask)
 
     def ended(self, expert, index, mask: int):
-        """Of the lanes in ``mask``, how many have an expert with no more than ``index`` items before it."""
+        """Of the lanes in ``mask``, how many have an expert with no more than ``index`` work tiles before it."""
         before = Int32(ptx.load_shared(self.table + expert * ENTRY_BYTES, 0))
         return Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(before <= index)) & Uint32(mask)))
 
 
 def band_width(left) -> Divisor:
     """Tiles of tokens of a band, before whose end so many are left, at least one; divides numbers below 2**28."""
-    multiplier = Uint32(-(-(2**31) // TOKEN_BAND))
-    for width in range(TOKEN_BAND - 1, 0, -1):
+    multiplier = Uint32(-(-(2**31) // M_TILE_BAND))
+    for width in range(M_TILE_BAND - 1, 0, -1):
         multiplier = cutlass.select_(left <= width, Uint32(-(-(2**31) // width)), multiplier)
-    return Divisor(cutlass.min(left, TOKEN_BAND), multiplier, Uint32(0))
+    return Divisor(cutlass.min(left, M_TILE_BAND), multiplier, Uint32(0))
 
 
-def tiles_of(rows, tokens: int):
-    """Tiles of ``tokens`` places that so many rows take."""
-    reach = rows + (tokens - 1)
-    return reach >> (tokens.bit_length() - 1) if tokens.bit_count() == 1 else reach // tokens
+def tiles_of(rows, tile_m: int):
+    """Tiles of ``tile_m`` places that so many rows take."""
+    reach = rows + (tile_m - 1)
+    return reach >> (tile_m.bit_length() - 1) if tile_m.bit_count() == 1 else reach // tile_m
 
 
 @cute.jit
-def fill_table(table, offsets, shape, warp, lane, tokens: int):
-    """`TABLE_WARPS` warps write the table [MAX_EXPERTS + 1] of (items before an expert, its first place), two a lane.
+def fill_table(table, offsets, shape, warp, lane, tile_m: int):
+    """`TABLE_WARPS` warps write the table [MAX_EXPERTS + 1] of (work tiles before an expert, its first place), two a
+    lane.
 
     offsets: address of int32 [experts + 1]. Experts that there are not have no rows. A launch waits for the table until
-    its first weights are asked for, so it is made in few steps: each warp counts its own experts' items, then adds what
-    the warps before it have counted, which they leave behind the table.
+    its first weights are asked for, so it is made in few steps: each warp counts its own experts' work tiles, then adds
+    what the warps before it have counted, which they leave behind the table.
     """
     expert = (warp * WARP_THREADS + lane) * 2
     ends = cute.make_rmem_tensor(3, Int32)
     for i in cutlass.range_constexpr(3):
         place = cutlass.min(expert + i, shape.num_experts)
         ends[i] = Int32(ptx.load_global_words(offsets + Int64(place) * 4, 0, 1, constant=False)[0])
-    first = tiles_of(ends[1] - ends[0], tokens) * shape.blocks
-    count = first + tiles_of(ends[2] - ends[1], tokens) * shape.blocks
+    first = tiles_of(ends[1] - ends[0], tile_m) * shape.blocks
+    count = first + tiles_of(ends[2] - ends[1], tile_m) * shape.blocks
     behind = count
     for step in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(behind, 1 << step, mask_and_clamp=0)

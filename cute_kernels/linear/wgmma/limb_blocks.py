@@ -1,0 +1,64 @@
+"""Limbs of the rows of x of a dense product, where a few rows are a tile: group by group, as MMAs read them.
+
+The limbs are those of :mod:`.limb_rows`. All rows' limbs of 128 inputs are a block, whose bytes are those of the
+operand in shared memory, and so are its rows' scales, which lie behind all blocks: two bulk copies bring what a k block
+wants, and no tensor map has to be there first. An operand is rows of 128 bytes, first the high limbs of all rows, then
+the low ones; pieces of 16 bytes are exchanged among eight rows as 128-byte swizzling has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.linear.wgmma.config import LIMB_GROUP, ROW_SCALE_BYTES, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES, GROUP_LANES, PIECE_BYTES, LimbRowsKernel
+
+
+class LimbBlocksKernel(LimbRowsKernel):
+    """One compiled variant; :class:`.config.LimbBlocksConfig` says which."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: Int64, rows: Int32, groups: Int32, stream):  # type: ignore[override]
+        """Launches over rows, and groups of 128 inputs.
+
+        x: [m, k] of 16-bit elements, k a multiple of 8, on 16 bytes. rows: of a block, a multiple of 8; those behind
+        the last of x are 0, as inputs beyond k are, up to 128 * groups. out: address, on 128 bytes, of the blocks, int8
+        [groups, 2 * rows, 128], and behind them the scales, fp32 [groups, rows].
+        """
+        shape: Any = x.shape
+        groups_at_once = self.config.num_threads // GROUP_LANES
+        self.kernel(ptx.address(x), out, shape[0], shape[1] // (PIECE_BYTES // 2), groups).launch(
+            grid=(rows, cute.ceil_div(groups, groups_at_once), 1),
+            block=(self.config.num_threads, 1, 1),
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x: Int64, out: Int64, m: Int32, row_pieces: Int32, groups: Int32):  # type: ignore[override]
+        thread, _, _ = cute.arch.thread_idx()
+        row, part, _ = cute.arch.block_idx()
+        rows, _, _ = cute.arch.grid_dim()
+        group = part * (self.config.num_threads // GROUP_LANES) + thread // GROUP_LANES
+        lane = thread % GROUP_LANES
+        # In this order: what comes next reads weights without waiting for limbs.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        words = self.load(x, row, group * GROUP_LANES + lane, cutlass.select_(row < m, row_pieces, Int32(0)))
+        scale, limbs = self.split(words, lane)
+        if group < groups:
+            ptx.store_global(out + (Int64(group) * (rows * GROUP_BYTES) + self.place(row, rows, lane)), limbs)
+            if lane == 0:
+                scales = out + Int64(groups) * (rows * GROUP_BYTES)
+                ptx.store_global(scales + Int64(group * rows + row) * ROW_SCALE_BYTES, [scale])
+
+    def place(self, row, rows, lane) -> Int32:
+        """Where a lane's 16 limbs belong in a block: even lanes have high ones, odd lanes low ones."""
+        operand_row, piece = (lane & 1) * rows + row, lane >> 1
+        swizzled = piece ^ (row & (WGMMA_N_STEP - 1))
+        return operand_row * LIMB_GROUP + swizzled * PIECE_BYTES

@@ -1,0 +1,86 @@
+"""Weight-only GEMM for few rows of x that come in limbs: :mod:`.kernel`, behind the launch that makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_kernels.device import ptx
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.copies import product
+from cute_kernels.linear.wgmma.few_rows import FewRowsKernel, FewRowsShape
+from cute_kernels.linear.wgmma.limb_rows import GROUP_BYTES
+from cute_kernels.linear.work import Operands
+
+
+@dataclass(frozen=True)
+class LimbBlocksShape(FewRowsShape):
+    """Sizes of a launch whose x comes in limbs, and where they are."""
+
+    limbs: Any  # address of blocks of `.limb_blocks`,
+    block_rows: Any  # of so many rows
+
+
+class LimbWgmmaKernel(FewRowsKernel):
+    """One compiled variant; its configuration says ``limbs``."""
+
+    use_pdl = True
+
+    @cute.jit
+    def __call__(  # type: ignore[override]
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        limbs: Int64,
+        bias: Int64,
+        residual: Int64,
+        out: Int64,
+        workspace: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        k_blocks: Int32,
+        whole: Int32,
+        splits: Int32,
+        num_ctas: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        block_rows: Int32,
+        stream,
+    ):
+        """As :class:`WgmmaKernel`, but of x only the sizes count, and its limbs are read: blocks of ``block_rows``
+        rows, as many as are multiplied (`limb_launch.block_rows`), that `LimbBlocksKernel` makes. It may begin before
+        the launch before it, which makes limbs, has ended.
+        """
+        sizes = self.sizes(x, n, num_tiles, k_blocks, whole, splits, activation, out_kind)
+        shape = LimbBlocksShape(*sizes, limbs=limbs, block_rows=block_rows)
+        operands = Operands(Int64(0), codes, scales, Int64(0), bias, residual, out, workspace)
+        self.kernel(operands, shape, None, None).launch(**self.launch_options(num_ctas, stream))
+
+    @cute.jit
+    def copy_activations(self, shape, memory, scheduler, copy_x, x_view):
+        """Brings the limbs of every k block, and their scales; one warp."""
+        config = self.config
+        limb_bytes, scale_bytes = shape.block_rows * GROUP_BYTES, shape.block_rows * ROW_SCALE_BYTES
+        scales = shape.limbs + product(shape.k_blocks, limb_bytes)  # behind all blocks
+        # The launch before made them. All else it had waited for itself, before it let this one begin.
+        cute.arch.griddepcontrol_wait()
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.stride, unroll=1):
+            work_tile = scheduler.work_tile(index)
+            for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    barrier = memory.full + stage
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, limb_bytes + scale_bytes)
+                    address = Int32(barrier.toint())
+                    x = memory.x_address + stage * config.x_stage_bytes
+                    x_scales = memory.x_scales + stage * config.x_scale_stage_bytes
+                    ptx.bulk_copy_to_shared(x, shape.limbs + product(k_block, limb_bytes), limb_bytes, address)
+                    ptx.bulk_copy_to_shared(x_scales, scales + product(k_block, scale_bytes), scale_bytes, address)
+                stage, phase = advance(stage, phase, config.num_stages)

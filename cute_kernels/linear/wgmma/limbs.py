@@ -1,0 +1,189 @@
+"""K blocks of a tile of few rows by MMAs of bytes: x in two limbs of 8 bits, accumulators in int32, exact.
+
+A 4-bit code less 8, times 16, is a signed byte: a nibble at the upper end of its byte, with its first bit turned. Three
+instructions make the bytes of 8 codes where bf16 takes 11, and none are left for scales, which meet the accumulators of
+a group. x comes in 16-bit fixed point, with a power of two for each row and 128 inputs, as two signed limbs to the base
+256 (`.limb_rows`). All tokens' high limbs and then all low ones are the columns of one operand, so a code
+is decoded once and multiplied with both: twice the columns at twice the rate of bf16. 256 times the high limbs' sum
+and the low limbs' are the exact sum of the group's products.
+
+The k order of an operand is free if both have the same. A thread's nibbles of a k16 step, in the blob of
+`layouts.weights.hopper`, are those of its row g in the lower halves of their bytes, of row g + 8 in the upper ones, for
+inputs 2t, 2t + 8, 2t + 1, 2t + 9: so x takes the first and the second eight of 16 inputs in turn.
+
+That integer products of weights in groups are scaled on the way from one accumulator to another is known from DeepGEMM
+and QServe's W4A8; here activations keep 16 bits, which costs no more MMAs than bf16 would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from cute_kernels.device import numbers, ptx, wgmma
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.wgmma.config import LIMB_GROUP
+from cute_kernels.linear.wgmma.reading import ConsumerWarps
+from layouts.weights.hopper import STEP_K, TILE_N
+
+MMA_K = 2 * STEP_K
+K_BLOCK_STEPS = LIMB_GROUP // STEP_K
+LIMB_BASE = 256
+SIGNS, UPPER_HALVES = 0x80808080, 0xF0F0F0F0
+TOGETHER_TILE_M = 40  # for which a thread has registers for the products of two tiles at a time
+
+
+@dataclass(frozen=True)
+class Part:
+    """A k block of a tile: codes and limbs that are multiplied by MMAs one after the other.
+
+    Attributes:
+        tile: whose accumulators its products are added to.
+        words: codes of a thread, [chunk][word].
+        scales: of its two rows.
+        x_scales: of its tokens.
+        x: the descriptor of the limbs.
+    """
+
+    tile: int
+    words: Any
+    scales: Any
+    x_scales: Any
+    x: Any
+
+
+class LimbProducts:
+    """The products of a k block of codes and limbs, wherever they lie.
+
+    Args:
+        tiles: of 64 output features that are multiplied with the same limbs.
+        tile_m: rows of x that there is room for in the accumulators, [tile][tokens / 2] of a thread.
+        word_steps: k16 steps whose codes of a thread are a word.
+    """
+
+    def __init__(self, tiles: int, tile_m: int, word_steps: int):
+        self.tiles, self.tile_m, self.word_steps = tiles, tile_m, word_steps
+
+    def multiply_words(self, acc, words, scales, x_scales, x, masks, tile_m: int) -> None:
+        """Adds a k block's products: of words [tile][chunk][word], scales [tile][row], and of x_scales [token] and the
+        descriptor x, which all tiles share."""
+        parts = [Part(i, words[i], scales[i], x_scales, x) for i in range(self.tiles)]
+        self.multiply_parts(acc, parts, masks, tile_m)
+
+    def multiply_parts(self, acc, parts: Sequence[Part], masks, tile_m: int) -> None:
+        """Adds products of several tiles or k blocks. While accumulators of one are scaled the next one's are under
+        way, if there is room."""
+        started = self.start(self.operands(parts[0].words, masks), parts[0].x, tile_m)
+        for part, after in pairwise([*parts, None]):
+            assert part is not None
+            following = self.operands(after.words, masks) if after else []
+            ahead = after is not None and tile_m <= TOGETHER_TILE_M
+            if after and ahead:
+                following = self.start(following, after.x, tile_m)
+            dots = wgmma.wait_for_dots(started, 1 if ahead else 0)
+            self.add(acc, part.tile, self.join(dots), part.scales, part.x_scales)
+            if after:
+                started = following if ahead else self.start(following, after.x, tile_m)
+
+    def operands(self, words, masks) -> list[Any]:
+        """The A operands of a tile's k block: two registers for each k16 step."""
+        steps = self.word_steps
+        return [
+            register
+            for step in range(K_BLOCK_STEPS)
+            for register in self.fragment(words[step // steps][step % steps], masks)
+        ]
+
+    def start(self, operands, x, tile_m: int) -> list[Any]:
+        """Starts the products of a tile's k block: [limb][tokens / 2] accumulators of high and of low limbs."""
+        ready = wgmma.fence(operands)
+        dots: list[Any] = []
+        for step in range(LIMB_GROUP // MMA_K):
+            b = wgmma.advanced(x, step * wgmma.STEP_BYTES)
+            dots = wgmma.multiply_bytes(dots, tile_m, ready[4 * step : 4 * step + 4], b)
+        wgmma.commit()
+        return dots
+
+    def fragment(self, word, masks) -> list[Any]:
+        """Bytes of the codes of a k16 step, less 8 and times 16, of the thread's two rows."""
+        return [((word << 4) ^ masks) & Uint32(UPPER_HALVES), (word ^ masks) & Uint32(UPPER_HALVES)]
+
+    def masks(self, nothing) -> Any:
+        """A constant for `fragment`, kept in a register: an instruction has room for one."""
+        return nothing + Uint32(SIGNS)
+
+    def join(self, dots) -> list[Any]:
+        """The exact products of a tile's group, of both limbs' accumulators."""
+        count = len(dots) // 2
+        return [dots[i] * LIMB_BASE + dots[count + i] for i in range(count)]
+
+    def add(self, acc, tile: int, products, scales, x_scales) -> None:
+        """Adds the products of a tile's group, scaled, to its accumulators."""
+        first = tile * (self.tile_m // 2)
+        for i, exact in enumerate(products):
+            value = numbers.to_float(exact) * x_scales[i // 4 * 2 + i % 2]
+            acc[first + i] = ptx.fma(value, scales[i // 2 % 2], acc[first + i])
+
+
+class LimbMainloop(LimbProducts):
+    """What a consumer warpgroup does with the k blocks of a work tile, for a configuration that says ``limbs``."""
+
+    def __init__(self, kernel: ConsumerWarps):
+        super().__init__(kernel.config.n_tiles, kernel.config.tile_m, kernel.decoder.steps)
+        self.kernel = kernel
+        self.config = kernel.config
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, state, teller, tile_m: int):
+        """As `WgmmaKernel.multiply_k_blocks`; waits for all MMAs of a k block, and gives back every stage itself."""
+        stage, phase, last = state
+        x_place = self.x_scale_place(work_tile)
+        for _ in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            self.multiply_k_block(acc, memory, stage, place, x_place, tile_m)
+            cute.arch.sync_warp()
+            self.kernel.release(memory, stage, teller)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase, last
+
+    def multiply_k_block(self, acc, memory, stage, place, x_place, tile_m: int):
+        """Adds a k block's products."""
+        words, scales, x_scales = self.load(memory, stage, place, x_place, tile_m)
+        self.multiply_words(acc, words, scales, x_scales, self.descriptor(memory, stage), place.masks, tile_m)
+
+    def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
+        """A stage's codes and scales of the thread's rows, [tile], and the scales of its tokens."""
+        config = self.config
+        words = self.kernel.load_codes(memory.codes + stage * config.code_stage_bytes + place.code_offset)
+        scales = [self.load_scales(memory, stage, place, i) for i in range(config.n_tiles)]
+        return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
+
+    def descriptor(self, memory, stage):
+        """Of a stage's limbs."""
+        return wgmma.descriptor(memory.x_address + cute.arch.make_warp_uniform(stage) * self.config.x_stage_bytes)
+
+    def load_scales(self, memory, stage, place, tile: int) -> list[Any]:
+        """Scales of the thread's two rows of a tile, fp32."""
+        row = (place.row // TILE_N + tile) * TILE_N + place.row % TILE_N
+        address = memory.scales + stage * self.config.scale_stage_bytes + row * 2
+        return [self.kernel.to_float(ptx.load_shared_part(address, 16 * half, 2)) for half in range(2)]
+
+    def x_scale_place(self, work_tile):
+        """Bytes from a stage's scales of x to that of the thread's first token."""
+        return (self.kernel.x_scale_shift(work_tile) + cute.arch.lane_idx() % 4 * 2) * 4
+
+    def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
+        """Scales of x of the thread's tokens, two of every eight."""
+        address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
+        return [
+            ptx.load_shared(address, 4 * (8 * block + i)).bitcast(Float32)
+            for block in range(tile_m // 8)
+            for i in range(2)
+        ]

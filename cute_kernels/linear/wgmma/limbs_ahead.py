@@ -1,0 +1,137 @@
+"""K blocks of a tile of few rows by MMAs of bytes, one decoded while another is multiplied.
+
+As :mod:`.limbs`, but for when things are done. A warpgroup that waits for its MMAs, scales their accumulators, then
+decodes the next codes, leaves the tensor cores alone for most of a k block. Here the next k block's codes are fetched
+while the last MMAs of this one run, which leaves their decoding alone between two k blocks; and those MMAs'
+accumulators are scaled while the first ones of the next k block run. Registers hold what is between two k blocks: the
+next one's codes and first operands, the last tile's products and their scales.
+
+ptxas puts MMAs one after the other where accumulators are read in the next round of a loop while others run. So each
+round ends with a wait for all of its MMAs, and hands on products that are joined already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.ring import advance
+from cute_kernels.linear.wgmma.limbs import LimbMainloop
+
+STAGE_WORDS = 8  # of a thread's codes of a tile,
+CHUNK_WORDS = 4  # that are loaded at a time
+OPERAND_WORDS = 2 * STAGE_WORDS  # of a tile's A operands
+
+
+@dataclass(frozen=True)
+class Between:
+    """What a thread keeps from one k block to the next; tensors of registers."""
+
+    words: Any  # codes of the k block that is next
+    operands: Any  # those of its first tile, decoded
+    products: Any  # of the last tile of the k block before,
+    scales: Any  # and what they count: its rows'
+    x_scales: Any  # and x's
+
+
+class AheadMainloop(LimbMainloop):
+    """What a consumer warpgroup does with the k blocks of a work tile, for a configuration that says ``ahead``."""
+
+    @cute.jit
+    def multiply(self, acc, memory, work_tile, place, state, teller, tile_m: int):
+        """As `WgmmaKernel.multiply_k_blocks`; waits for all MMAs, and gives back every stage itself."""
+        stage, phase, last = state
+        x_place = self.x_scale_place(work_tile)
+        between = self.nothing_yet(tile_m)
+        cute.arch.mbarrier_wait(memory.full + stage, phase)
+        self.take(memory, stage, place, between)
+        for k_block in cutlass.range(work_tile.begin, work_tile.end, 1, unroll=1):
+            started, scales, x_scales = self.multiply_but_last(acc, memory, stage, place, x_place, between, tile_m)
+            last = stage
+            stage, phase = advance(stage, phase, self.config.num_stages)
+            if k_block + 1 < work_tile.end:
+                cute.arch.mbarrier_wait(memory.full + stage, phase)
+            # Behind the work tile's last k block these are bytes of some other, and not used.
+            self.take(memory, stage, place, between)
+            self.keep(between, wgmma.wait_for_dots(started, 0), scales, x_scales)
+            cute.arch.sync_warp()
+            self.kernel.release(memory, last, teller)
+        self.add_kept(acc, between)
+        return stage, phase, last
+
+    def multiply_but_last(
+        self, acc, memory, stage, place, x_place, between: Between, tile_m: int
+    ) -> tuple[Any, Any, Any]:
+        """Starts the MMAs of the k block that was taken; adds the products that were kept, and those of all of its
+        tiles but the last.
+
+        Returns the accumulators of the MMAs that are still running, the scales of their rows and those of x.
+        """
+        tiles, x = self.config.n_tiles, self.descriptor(memory, stage)
+        started = self.start(self.of(between.operands), x, tile_m)
+        self.add_kept(acc, between)
+        scales = [self.load_scales(memory, stage, place, i) for i in range(tiles)]
+        x_scales = self.load_x_scales(memory, stage, x_place, tile_m)
+        for i in range(1, tiles):
+            following = self.start(self.operands(self.words_of(between, i), place.masks), x, tile_m)
+            self.add(acc, i - 1, self.join(wgmma.wait_for_dots(started, 1)), scales[i - 1], x_scales)
+            started = following
+        return started, scales[-1], x_scales
+
+    def nothing_yet(self, tile_m: int) -> Between:
+        """What is kept before the first k block: products of 0."""
+        between = Between(
+            words=cute.make_rmem_tensor(self.config.n_tiles * STAGE_WORDS, Uint32),
+            operands=cute.make_rmem_tensor(OPERAND_WORDS, Uint32),
+            products=cute.make_rmem_tensor(tile_m // 2, Int32),
+            scales=cute.make_rmem_tensor(2, Float32),
+            x_scales=cute.make_rmem_tensor(tile_m // 4, Float32),
+        )
+        between.products.fill(0)
+        between.scales.fill(0.0)
+        between.x_scales.fill(0.0)
+        return between
+
+    def take(self, memory, stage, place, between: Between) -> None:
+        """Loads a stage's codes, and decodes those of the first tile."""
+        found = self.kernel.load_codes(memory.codes + stage * self.config.code_stage_bytes + place.code_offset)
+        self.put(between.words, [word for tile in found for chunk in tile for word in chunk])
+        self.put(between.operands, self.operands(found[0], place.masks))
+
+    def words_of(self, between: Between, tile: int) -> list[list[Any]]:
+        """[chunk of a tile's codes] words that were loaded."""
+        words = self.of(between.words)[tile * STAGE_WORDS : (tile + 1) * STAGE_WORDS]
+        return [words[i : i + CHUNK_WORDS] for i in range(0, STAGE_WORDS, CHUNK_WORDS)]
+
+    def keep(self, between: Between, dots, scales, x_scales) -> None:
+        """Keeps the products of a k block's last tile."""
+        self.put(between.products, self.join(dots))
+        self.put(between.scales, scales)
+        self.put(between.x_scales, x_scales)
+
+    def add_kept(self, acc, between: Between) -> None:
+        """Adds the products that were kept to the accumulators of the last tile."""
+        kept = (self.of(between.products), self.of(between.scales), self.of(between.x_scales))
+        self.add(acc, self.config.n_tiles - 1, *kept)
+
+    def load_x_scales(self, memory, stage, x_place, tile_m: int) -> list[Any]:
+        # A dense tile's first row is at a multiple of eight, so a thread's two scales of eight are at one of 8 bytes.
+        address = memory.x_scales + stage * self.config.x_scale_stage_bytes + x_place
+        pairs = [ptx.load_shared_vector(address, 4 * 8 * block, 2) for block in range(tile_m // 8)]
+        return [word.bitcast(Float32) for pair in pairs for word in pair]
+
+    @staticmethod
+    def of(registers) -> list[Any]:
+        """The values of a tensor of registers."""
+        return [registers[i] for i in range(cute.size(registers))]
+
+    @staticmethod
+    def put(registers, values) -> None:
+        """Puts values into a tensor of registers."""
+        for i, value in enumerate(values):
+            registers[i] = value

@@ -1,0 +1,468 @@
+"""Grouped weight-only GEMM of few rows an expert by MMAs of bytes: limbs of an entry's rows, made by its CTAs.
+
+What :mod:`cute_kernels.moe.kernel` computes, with its roles: a warp copies weights into a pipeline, warps multiply,
+warps store. But where that one decodes codes to bf16 and multiplies them by mma.sync, which takes as long for a k block
+as the memory does, so that what has come before the first product is caught up with by nobody, bytes of codes take a
+third of the instructions (:mod:`cute_kernels.linear.wgmma.limbs`). An expert's few rows are turned into limbs by the
+consumer warps of each CTA that has a block of it: no launch makes limbs, and no warp brings activations.
+
+And from the start to the first copy there are few instructions, as each of them comes from memory itself when other
+kernels ran before. Blocks of output features of all entries are dealt out whole, in equal work ranges, so there are no
+partial results; each warp finds its CTA's run by itself (:mod:`.finder`).
+
+The four warps that take the same pipeline stages are a warpgroup. Warpgroups take them in turn, and their accumulators
+of a block meet in the staging buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import ptx, wgmma
+from cute_kernels.device.ring import advance, advance_by
+from cute_kernels.linear.config import MMA_N, ROW_WARPS
+from cute_kernels.linear.kernel import FRAGMENT_BYTES, Lane, LinearKernel
+from cute_kernels.linear.wgmma.config import ROW_LIMB_BYTES, ROW_SCALE_BYTES
+from cute_kernels.linear.wgmma.copies import product
+from cute_kernels.linear.wgmma.limbs import LimbProducts, Part
+from cute_kernels.linear.wgmma.resident_rows import PIECE_BITS, ResidentRows, Source
+from cute_kernels.moe.ranges.config import RangeConfig
+from cute_kernels.moe.ranges.finder import Entry, ExpertFinder, load_places
+from cute_kernels.moe.ranges.work import BlockRange, LaunchShape, RangeOperands
+from cute_kernels.moe.work import reciprocal
+from cute_kernels.sm90 import WARP_THREADS
+from layouts.weights.hopper import TILE_BYTES
+
+# Numbers of barriers: of the consumer warps; and of these, and of the storing ones, with the producer warp, which has
+# made all that they wait for. It arrives and may have ended before they do, so neither is of all threads of the CTA.
+MEETING, CONSUMERS, EPILOGUE = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class LimbRoom:
+    """How limbs of a configuration are made: see `cute_kernels.linear.wgmma.resident_rows.RowsRoom`."""
+
+    config: RangeConfig
+    loads: bool = True
+
+    @property
+    def dtype(self) -> str:
+        return self.config.dtype
+
+    @property
+    def tile_m(self) -> int:
+        return self.config.tile_m
+
+    @property
+    def consumer_warps(self) -> int:
+        return self.config.consumer_warps
+
+    @property
+    def resident_k_blocks(self) -> int:
+        return self.config.room_k_blocks
+
+
+@dataclass(frozen=True)
+class EntrySource(Source):
+    """x, and which of its rows are an entry's."""
+
+    index: Any  # of the lane's row
+
+
+@dataclass(frozen=True)
+class LimbPlaces:
+    """Where limbs of an entry's k blocks and their scales lie: addresses."""
+
+    x_address: Any
+    x_scales: Any
+
+
+@dataclass(frozen=True)
+class LimbLane(Lane):
+    """A thread's places, and what it reads of limbs."""
+
+    x: Any  # address of all limbs
+    x_scales: Any  # of the scales of the thread's two rows, of the first k block
+    masks: Any  # of codes
+
+
+class EntryRows(ResidentRows):
+    """Limbs of the rows of an entry."""
+
+    constant = False  # the product before may still be writing when this one begins
+
+    def source_row(self, x: EntrySource, row) -> Any:  # type: ignore[override]
+        return cute.arch.shuffle_sync(x.index, row)
+
+
+class RangeKernel(LinearKernel):
+    """One compiled variant; :class:`.config.RangeConfig` says which."""
+
+    config: RangeConfig
+
+    def __init__(self, config: RangeConfig):
+        super().__init__(config)
+        self.rows = EntryRows(LimbRoom(config))
+        self.products = LimbProducts(config.n_tiles, config.tile_m, self.decoder.steps)
+
+    @cute.jit
+    def __call__(  # type: ignore[override]
+        self,
+        x: cute.Tensor,
+        codes: Int64,
+        scales: Int64,
+        bias: Int64,
+        out: Int64,
+        offsets: Int64,
+        rows: Int64,
+        n: Int32,
+        num_tiles: Int32,
+        k_blocks: Int32,
+        num_ctas: Int32,
+        num_experts: Int32,
+        places: Int32,
+        x_slots: Int32,
+        waits: Int32,
+        activation: Int32,
+        out_kind: Int32,
+        stream,
+    ):
+        """Launches ``num_ctas`` CTAs.
+
+        x: [.., k], k a multiple of 8. Addresses as in :class:`RangeOperands`, codes uint8 [experts, num_tiles, k blocks
+        * unit_tiles, 2048]. k_blocks: padded K / unit_k, a multiple of the k blocks of a chunk, of which there is room
+        for x_slots times as many. places: rows of the result, at least 1. waits: 0 if offsets and rows are older than
+        the kernel before this one, which has waited for them before it let this one begin; else 1.
+        """
+        sizes = self.sizes(
+            x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
+        )
+        operands = RangeOperands(ptx.address(x), codes, scales, bias, Int64(0), out, offsets, rows)
+        self.kernel(operands, LaunchShape(*sizes)).launch(**self.launch_options(num_ctas, stream))
+
+    def sizes(  # type: ignore[override]
+        self, x, n, num_tiles, k_blocks, num_ctas, num_experts, places, x_slots, waits, activation, out_kind
+    ) -> Any:
+        """The fields of a `LaunchShape`."""
+        num_blocks = cute.ceil_div(num_tiles, self.config.n_tiles)
+        blocks, ctas = reciprocal(num_blocks), reciprocal(num_ctas)
+        work_range = num_tiles, k_blocks, num_blocks, blocks, num_ctas, ctas, num_experts, places, x_slots, waits
+        return n, x.shape[1], *work_range, activation, out_kind
+
+    def launch_options(self, num_ctas, stream) -> dict[str, Any]:
+        sizes = {"grid": (num_ctas, 1, 1), "block": (self.config.num_threads, 1, 1), "min_blocks_per_mp": 1}
+        return sizes | {"use_pdl": self.config.use_pdl, "stream": stream}
+
+    @cute.kernel
+    def kernel(self, operands, shape):
+        config = self.config
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = self.allocate(shape)
+        if const_expr(config.use_pdl):
+            if shape.waits != 0:
+                cute.arch.griddepcontrol_wait()
+        routing = self.load_routing(operands, shape, lane)
+        if warp == config.consumer_warps:
+            if lane == 0:
+                self.init_barriers(memory)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
+            cute.arch.barrier_arrive(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+        finder, row = self.find_entries(shape, routing, lane)
+        work_range = BlockRange.of(shape, self.with_parts(shape, finder.total), cta)
+        if warp == config.consumer_warps:
+            self.copy_blocks(operands, memory, work_range, finder)
+        elif warp < config.consumer_warps:
+            self.multiply_blocks(operands, memory, work_range, finder, row, warp, lane)
+        else:
+            tid = (warp - (config.consumer_warps + 1)) * WARP_THREADS + lane
+            self.store_blocks(operands, memory, work_range, finder, tid, lane)
+
+    def with_producer(self, warps: int) -> int:
+        """Threads of so many warps and of the copying one."""
+        return (warps + self.config.producer_warps) * WARP_THREADS
+
+    def load_routing(self, operands, shape, lane) -> Any:
+        """What a lane knows of the routing, for `find_entries`.
+
+        Of few places the row of each, which is not known to be of use before offsets have come.
+        """
+        places = load_places(operands.offsets, shape.num_experts, self.config.expert_rounds, lane)
+        return places, self.row_at(operands, cutlass.min(lane, shape.places - 1))
+
+    def find_entries(self, shape, routing, lane) -> tuple[Any, Any]:
+        """What finds entries, and what a lane knows of the rows of x, for `entry_row`."""
+        places, row = routing
+        return ExpertFinder.of(places, lane, self.config.tile_m), row
+
+    def with_parts(self, shape, entries) -> Any:
+        """What blocks are of: entries, here with all of K."""
+        return entries
+
+    def entry_of(self, shape, number) -> Any:
+        """The entry of a number of `with_parts`."""
+        return number
+
+    def first_k_block(self, shape, number) -> Any:
+        """The first k block of K that a number of `with_parts` is multiplied with."""
+        return Int32(0)
+
+    def tile_k_blocks(self, shape) -> Any:
+        """K blocks of the padded K."""
+        return shape.k_blocks
+
+    def result_place(self, shape, number, place) -> Any:
+        """The row of the results of a place, of a number of `with_parts`."""
+        return place
+
+    @cute.jit
+    def entry_row(self, operands, shape, entry: Entry, known, lane):
+        """The row of x of the lane's row of an entry, or of its last one; known: the row of the lane's place."""
+        place = entry.place(cutlass.min(lane, entry.rows - 1))
+        row = cute.arch.shuffle_sync(known, place & (WARP_THREADS - 1))
+        if shape.places > WARP_THREADS:
+            row = self.row_at(operands, place)
+        return row
+
+    def x_pitch(self, shape) -> Any:
+        return Int32(0)
+
+    def x_slot_bytes(self, shape, pitch) -> Any:
+        return shape.k_blocks * self.config.k_block_limb_bytes
+
+    @cute.jit
+    def row_at(self, operands, place):
+        """The row of x of a place."""
+        row = place
+        if operands.rows != 0:
+            row = Int32(ptx.load_global_words(operands.rows + Int64(place) * 4, 0, 1, constant=False)[0])
+        return row
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def copy_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder):
+        """Brings the weights of all blocks; one warp."""
+        config, shape = self.config, work_range.shape
+        stage, phase = Int32(0), Int32(1)
+        for index in cutlass.range(work_range.count, unroll=1):
+            number, block = work_range.block(index)
+            expert = finder.find(self.entry_of(shape, number)).expert
+            begins = self.weight_begins(operands, shape, expert, block, self.first_k_block(shape, number))
+            for k_block in cutlass.range(0, shape.k_blocks, config.chunk_k_blocks, unroll=1):
+                cute.arch.mbarrier_wait(memory.empty + stage, phase)
+                with cute.arch.elect_one():
+                    self.copy_k_blocks(memory, begins, k_block, stage)
+                stage, phase = advance(stage, phase, config.num_stages)
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def weight_begins(self, operands, shape, expert, block, first_k_block) -> list[tuple[Any, Any]]:
+        """Where codes and scales of each of a block's tiles begin, from a k block on."""
+        config = self.config
+        tiles = [
+            expert * shape.num_tiles + cutlass.min(block * config.n_tiles + i, shape.num_tiles - 1)
+            for i in range(config.n_tiles)
+        ]
+        # There are fewer k blocks than fit into 32 bits: each is some kilobytes.
+        k_blocks = [Uint32(tile) * Uint32(self.tile_k_blocks(shape)) + Uint32(first_k_block) for tile in tiles]
+        sizes = config.k_block_bytes, config.k_block_scale_bytes
+        return [
+            (operands.codes + product(k_block, sizes[0]), operands.scales + product(k_block, sizes[1]))
+            for k_block in k_blocks
+        ]
+
+    def copy_k_blocks(self, memory, begins, k_block, stage) -> None:
+        """Asks for the chunk of a block from a k block on; one lane."""
+        config, barrier = self.config, memory.full + stage
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.chunk_k_blocks * config.k_block_stage_bytes)
+        address = Int32(barrier.toint())
+        target = memory.stages + stage * config.stage_bytes
+        for i, begin in enumerate(begins):
+            parts = ((0, config.k_block_bytes), (config.scale_offset, config.k_block_scale_bytes))
+            for source, (offset, k_block_bytes) in zip(begin, parts, strict=True):
+                ptx.bulk_copy_to_shared(
+                    target + (offset + i * config.chunk_k_blocks * k_block_bytes),
+                    source + product(k_block, k_block_bytes),
+                    Int32(config.chunk_k_blocks * k_block_bytes),
+                    address,
+                )
+
+    # -- limbs -------------------------------------------------------------------------------------------------------
+
+    def x_start(self, shape, memory, slot) -> Any:
+        """Where the limbs of a slot are, bytes behind the first."""
+        return (slot & (shape.x_slots - 1)) * memory.x_slot_bytes
+
+    def limb_scales(self, shape, memory) -> Any:
+        """Address of the scales of limbs: behind the limbs of all slots."""
+        return memory.x + shape.x_slots * memory.x_slot_bytes
+
+    @cute.jit
+    def make_limbs(self, operands, shape, memory, entry: Entry, begin, known, start, warp, lane):
+        """Makes the limbs of an entry's rows from k block ``begin`` on, ``start`` bytes behind the first; known: of
+        `find_entries`.
+
+        Where no warp reads any more: all have met since they did. If there is one slot only, all meet before as well.
+        """
+        row = self.entry_row(operands, shape, entry, known, lane)
+        if shape.x_slots == 1:
+            self.meet()
+        places = LimbPlaces(memory.x + start, self.limb_scales(shape, memory) + scale_offset(start))
+        rows = EntrySource(operands.x, entry.rows, shape.k >> PIECE_BITS, None, None, None, None, row)
+        self.rows.make(rows, places, begin, begin + shape.k_blocks, warp, lane)
+        self.meet()
+
+    def meet(self) -> None:
+        """Waits for all consumer warps."""
+        threads = self.config.consumer_warps * WARP_THREADS
+        cute.arch.barrier(barrier_id=MEETING, number_of_threads=threads)
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def limb_lane(self, shape, memory, warp, lane) -> LimbLane:
+        row_warp, g = warp % ROW_WARPS, lane // 4
+        return LimbLane(
+            row_warp=row_warp,
+            k_warp=warp // ROW_WARPS,
+            g=g,
+            t=lane % 4,
+            code_offset=(row_warp * WARP_THREADS + lane) * FRAGMENT_BYTES,
+            scale_offset=row_warp * 16 + g,
+            x_rows=[],
+            x=memory.x,
+            x_scales=self.limb_scales(shape, memory) + lane % 4 * 8,
+            masks=self.products.masks(Uint32(shape.n >> 31)),
+        )
+
+    @cute.jit
+    def multiply_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, row, warp, lane):
+        """A consumer warp: its k blocks of every block, then its part of the block's results."""
+        config, shape = self.config, work_range.shape
+        place = self.limb_lane(shape, memory, warp, lane)
+        stage, phase, turn = Int32(place.k_warp), Int32(0), Int32(place.k_warp)
+        buffer, drained_phase = Int32(0), Int32(1)
+        last, slot, start = Int32(-1), Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor(config.n_tiles * config.m_fragments * 4, Float32)
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_wait()
+        cute.arch.barrier(barrier_id=CONSUMERS, number_of_threads=self.with_producer(config.consumer_warps))
+        for index in cutlass.range(work_range.count, unroll=1):
+            number, _ = work_range.block(index)
+            if number != last:
+                start = self.x_start(shape, memory, slot)
+                entry, begin = finder.find(self.entry_of(shape, number)), self.first_k_block(shape, number)
+                self.make_limbs(operands, shape, memory, entry, begin, row, start, warp, lane)
+                slot = slot + 1
+            last = number
+            acc.fill(0.0)
+            stage, phase, turn = self.multiply_block(acc, shape, memory, place, start, (stage, phase, turn), lane)
+            cute.arch.mbarrier_wait(memory.drained + buffer, drained_phase)
+            self.stage_acc(acc, memory, buffer, place, [])
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.staged + buffer)
+            buffer, drained_phase = advance(buffer, drained_phase, config.num_buffers)
+
+    @cute.jit
+    def multiply_block(self, acc, shape, memory, place: LimbLane, start, state, lane):
+        """Adds a block's products to ``acc``; of its chunks a warpgroup takes every ``k_warps``-th.
+
+        start: bytes to its limbs; pipeline and result: (stage, phase, chunks until the next one that is this warp's).
+        """
+        config = self.config
+        stage, phase, turn = state
+        chunk = config.chunk_k_blocks
+        first = turn * chunk
+        following = first
+        for k_block in cutlass.range(first, shape.k_blocks, config.k_warps * chunk, unroll=1):
+            cute.arch.mbarrier_wait(memory.full + stage, phase)
+            base = memory.stages + stage * config.stage_bytes
+            self.multiply_k_blocks(acc, base, k_block * config.k_block_limb_bytes + start, place)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(memory.empty + stage)
+            following = k_block + config.k_warps * chunk
+            stage, phase = advance_by(config.k_warps, stage, phase, config.num_stages)
+        return stage, phase, (following - shape.k_blocks) // chunk
+
+    def multiply_k_blocks(self, acc, base, x_offset, place: LimbLane) -> None:
+        """Adds the products of a chunk; x_offset: where the limbs of its first k block are."""
+        config = self.config
+        parts = [
+            Part(tile, *self.load_k_block(base, k_block, tile, place), *self.load_limbs(place, x_offset, k_block))
+            for tile in range(config.n_tiles)
+            for k_block in range(config.chunk_k_blocks)
+        ]
+        self.products.multiply_parts(acc, parts, place.masks, config.tile_m)
+
+    def load_k_block(self, base, k_block: int, tile: int, place: LimbLane) -> tuple[Any, Any]:
+        """(codes, scales) of a tile of the ``k_block``-th k block of a chunk."""
+        config = self.config
+        number = tile * config.chunk_k_blocks + k_block
+        offset = number * config.k_block_bytes
+        address = base + place.code_offset
+        words = [ptx.load_shared_vector(address, offset + i * TILE_BYTES, 4) for i in range(config.k_block_tiles)]
+        row, offset = base + place.scale_offset * 2, config.scale_offset + number * config.k_block_scale_bytes
+        return words, [self.to_float(ptx.load_shared_part(row, offset + 16 * half, 2)) for half in range(2)]
+
+    def load_limbs(self, place: LimbLane, x_offset, k_block: int) -> tuple[Any, Any]:
+        """(scales of x, descriptor) of the ``k_block``-th k block from ``x_offset`` on."""
+        config, address = self.config, place.x_scales + scale_offset(x_offset)
+        pairs = [
+            ptx.load_shared_vector(address, k_block * config.k_block_x_scale_bytes + block * MMA_N * ROW_SCALE_BYTES, 2)
+            for block in range(config.m_fragments)
+        ]
+        x = wgmma.descriptor(cute.arch.make_warp_uniform(Int32(place.x + x_offset)))
+        scales = [word.bitcast(Float32) for pair in pairs for word in pair]
+        return scales, wgmma.advanced(x, k_block * config.k_block_limb_bytes)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_blocks(self, operands, memory, work_range: BlockRange, finder: ExpertFinder, tid, lane):
+        """A epilogue warp: results of all blocks, four neighbouring ones of a row a thread."""
+        config, shape = self.config, work_range.shape
+        if const_expr(config.use_pdl):
+            cute.arch.griddepcontrol_wait()
+        cute.arch.barrier(barrier_id=EPILOGUE, number_of_threads=self.with_producer(config.epilogue_warps))
+        buffer, phase = Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor(4, Float32)
+        extras = cute.make_rmem_tensor(8, Float32)
+        # The first turn is a rehearsal that stores nothing: what is executed for the first time comes from memory, line
+        # by line, and the launch waits for its last results.
+        turns = cutlass.select_(work_range.count > 0, work_range.count + 1, Int32(0))
+        for turn in cutlass.range(turns, unroll=1):
+            rehearsing = turn == 0
+            number, block = work_range.block(cutlass.max(turn - 1, 0))
+            entry = finder.find(self.entry_of(shape, number))
+            source = memory.staging + buffer * config.buffer_bytes
+            if not rehearsing:
+                cute.arch.mbarrier_wait(memory.staged + buffer, phase)
+            for vector in cutlass.range(
+                tid, entry.rows * self.epilogue.row_vectors, self.epilogue.num_threads, unroll=1
+            ):
+                place = entry.place(vector // self.epilogue.row_vectors)
+                result = self.result_place(shape, number, place)
+                target = self.epilogue.target_in(shape, block, result, vector, entry.expert * shape.n)
+                target = replace(target, count=cutlass.select_(rehearsing, Int32(0), target.count))
+                self.epilogue.load_extras(operands, shape, target, extras)
+                values = self.epilogue.staged_sum(source, vector)
+                for i in cutlass.range_constexpr(4):
+                    acc[i] = values[i]
+                self.epilogue.store(operands, shape, target, acc, extras)
+            if not rehearsing:
+                self.epilogue.release(memory, buffer, lane)
+                buffer, phase = advance(buffer, phase, config.num_buffers)
+
+
+def scale_offset(x_offset) -> Any:
+    """Bytes to the scales of a k block whose limbs are ``x_offset`` behind the first."""
+    return x_offset // (ROW_LIMB_BYTES // ROW_SCALE_BYTES)

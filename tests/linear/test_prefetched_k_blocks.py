@@ -1,0 +1,58 @@
+"""What a tile asks into L2 before its barriers are there lies within it, at the beginning of its part of K."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma import copies
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.schedule import tile_schedules
+from layouts.weights.hopper import TILE_BYTES
+
+CONFIGS = {
+    schedule.config.name: schedule.config
+    for m in (1, 8, 16, 32)
+    for bits in (4, 8)
+    for n in (4096, 8192, 12288)
+    for schedule in tile_schedules(Problem(m, n, 4096, 4096, bits, "bf16", 128))
+    if schedule.config.prefetched_k_blocks
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=lambda config: config.name)
+@pytest.mark.parametrize("k_blocks", [1, 2, 3, 4, 5, 32])
+@pytest.mark.parametrize("num_tiles", [1, 5, 64])
+def test_runs_lie_within_their_tiles(config: WgmmaConfig, k_blocks: int, num_tiles: int, monkeypatch):
+    """Of blocks and parts of K of all kinds; tiles behind the last one are that one again."""
+    asked: list[tuple[bool, int, int]] = []
+    monkeypatch.setattr(copies, "Int32", int)
+    monkeypatch.setattr(copies, "product", lambda a, b: a * b)
+    monkeypatch.setattr(copies, "cutlass", SimpleNamespace(select_=lambda this, a, b: a if this else b, min=min))
+    monkeypatch.setattr(copies, "numbers", SimpleNamespace(prefetch_bulk_if=lambda *run: asked.append(run)))
+    subject: Any = copies.ProducerWarps()
+    subject.config = config
+    shape: Any = SimpleNamespace(k_blocks=k_blocks, num_tiles=num_tiles)
+    tile_bytes = k_blocks * config.k_block_tiles * TILE_BYTES
+    for block in range(-(-num_tiles // config.block_tiles)):
+        for begin in {0, -(-k_blocks // 2)} - {k_blocks}:
+            work_tile = SimpleNamespace(block=block, begin=begin)
+            asked.clear()
+            subject.prefetch_k_blocks(
+                SimpleNamespace(codes=0), shape, SimpleNamespace(first=0, work_tile=lambda _, i=work_tile: i)
+            )
+            assert len(asked) == config.block_tiles
+            for i, (there, address, size) in enumerate(asked):
+                tile, offset = divmod(address, tile_bytes)
+                assert tile == min(block * config.block_tiles + i, num_tiles - 1)
+                assert offset == begin * config.k_block_tiles * TILE_BYTES
+                assert size == config.prefetched_k_blocks * config.k_block_tiles * TILE_BYTES
+                assert there == (offset + size <= tile_bytes)
+
+
+def test_every_kind_of_tile_that_prefetches_is_among_them():
+    kinds = {(config.bits, config.block_tiles, config.limbs) for config in CONFIGS.values()}
+    assert {(4, 1, False), (4, 2, False), (8, 1, False), (4, 1, True), (4, 2, True), (4, 4, True)} <= kinds

@@ -1,0 +1,313 @@
+"""Work tiles of products whose limbs a CTA makes itself, k blocks in turn and K in chunks, lane by lane in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.device import ring
+from cute_kernels.linear import decode
+from cute_kernels.linear.quantize import quantize_weight
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import (
+    kernel,
+    limbs,
+    limbs_ahead,
+    reading,
+    resident_early,
+    resident_kernel,
+    resident_mainloop,
+)
+from cute_kernels.linear.wgmma.config import ROW_SCALE_BYTES, TMA_TILE_K, WGMMA_N_STEP
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.schedule import schedule_of
+from cute_kernels.linear.wgmma.tiles import WorkTile
+from tests.attention import warp as machine
+from tests.linear.limbs import limbs_of
+from tests.linear.warpgroup import WarpgroupWarp, put_tma_tile
+
+STAGES, K = 8, 1152
+X, X_SCALES, CODES, SCALES = 0, 1 << 17, 1 << 18, 1 << 19
+X_BARRIER = 100
+CONFIGS = [
+    ResidentConfig(
+        4,
+        "bf16",
+        128,
+        tile_m=tile_m,
+        block_k=128,
+        num_stages=STAGES,
+        limbs=True,
+        splits_k=True,
+        ahead=ahead,
+        n_tiles=n_tiles,
+        spare=spare,
+        warpgroups=warpgroups,
+        k_warpgroups=k_warpgroups,
+        cluster=cluster,
+        dsmem_reduction=True,
+        resident_k_blocks=resident_k_blocks,
+    )
+    for tile_m, ahead, n_tiles, spare, warpgroups, k_warpgroups, cluster, resident_k_blocks in (
+        (8, True, 1, 0, 2, 1, 3, 10),
+        (8, True, 1, 0, 4, 2, 2, 8),
+        (8, False, 1, 0, 4, 4, 2, 8),
+        (8, False, 1, 0, 4, 1, 3, 2),
+        (8, True, 1, 0, 4, 4, 2, 16),
+        (8, True, 1, 0, 2, 2, 2, 4),
+        (8, True, 1, 0, 4, 2, 2, 4),
+        (8, False, 2, 1, 4, 1, 2, 4),
+        (8, True, 2, 1, 2, 1, 2, 8),
+        (8, False, 1, 0, 4, 1, 2, 4),
+        (16, False, 2, 0, 2, 1, 2, 8),
+        (16, False, 3, 0, 2, 1, 2, 4),
+        (16, False, 4, 1, 2, 1, 2, 10),
+    )
+]
+# Those of four tiles once more, and others of an even number, with accumulators that leave early; the last in chunks of
+# K.
+CONFIGS += [replace(CONFIGS[-1], publishes_early=True), replace(CONFIGS[-3], publishes_early=True)]
+CONFIGS += [replace(CONFIGS[7], publishes_early=True, resident_k_blocks=10), replace(CONFIGS[7], publishes_early=True)]
+JITTED: list[tuple[Any, str]] = [
+    (resident_mainloop.ResidentMainloop, name)
+    for name in ("multiply", "multiply_chunk", "multiply_each", "multiply_ahead")
+]
+JITTED += [(resident_early.EarlyMainloop, "multiply_each"), (resident_early.EarlyMainloop, "publish_last")]
+
+
+def kernel_of(config: ResidentConfig) -> resident_kernel.ResidentKernel:
+    return (resident_early.EarlyKernel if config.publishes_early else resident_kernel.ResidentKernel)(config)
+
+
+class Cta:
+    """Memory of a CTA as one of its warps finds it: k blocks come in order, limbs as they are made."""
+
+    def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, begin: int, k_rank: int):
+        self.config, self.weight, self.begin, self.k_rank = config, weight, begin, k_rank
+        self.limbs, self.scales = limbs_of(x)
+        self.rows, self.tile_m = len(x), config.tile_m
+        self.shared = np.full(1 << 20, 0x7F, np.uint8)
+        self.waited, self.released, self.met = 0, 0, 0
+        self.made: list[tuple[int, int]] = []
+        self.asked: tuple[int, int, int, int] | None = None
+        self.sent: list[np.ndarray] = []  # all accumulators of the warp when some of them left
+
+    def wait(self, barrier: int, phase: int) -> None:
+        """A warp waits for the k blocks whose turn it is."""
+        count = self.k_rank + self.waited * self.config.k_warpgroups
+        assert (barrier, phase) == (count % STAGES, count // STAGES % 2)
+        assert self.waited - self.released <= self.config.ahead
+        self.put(barrier, self.begin + count, range(self.config.block_tiles))
+        self.waited += 1
+
+    def put(self, stage: int, k_block: int, tiles: Any) -> None:
+        """Codes and scales of some of the block's tiles."""
+        codes = self.weight.codes[:, k_block * self.config.k_block_tiles : (k_block + 1) * self.config.k_block_tiles]
+        for part, start in ((codes, CODES), (self.weight.scales[:, k_block], SCALES)):
+            runs = part.contiguous().view(torch.uint8).numpy().reshape(len(part), -1)
+            for tile in tiles:
+                place = start + (stage * self.config.block_tiles + tile) * runs.shape[1]
+                self.shared[place : place + runs.shape[1]] = runs[tile]
+
+    def release(self, memory: Any, stage: int, teller: Any) -> None:
+        assert stage == (self.k_rank + self.released * self.config.k_warpgroups) % STAGES
+        self.released += 1
+        for start, size in ((CODES, self.config.code_stage_bytes), (SCALES, self.config.scale_stage_bytes)):
+            self.shared[start + stage * size : start + (stage + 1) * size] = 0x7F
+
+    def bring_k_blocks(self, place: Any, first: int, begin: int, end: int) -> None:
+        """What is asked for is what is made next, in that place."""
+        assert begin < end and self.asked is None
+        tile_m = self.config.tile_m
+        x, x_scales = X + first * 2 * tile_m * 128, X_SCALES + first * 4 * tile_m
+        self.shared[x : x + (end - begin) * 2 * tile_m * 128] = 0x7F
+        self.asked = x, x_scales, begin, end
+
+    def make_k_blocks(self, place: Any, memory: Any, first: int, stop: int, x_phase: int) -> None:
+        """Puts limbs where a TMA tile would lie, within what there is room for."""
+        assert self.asked is not None and x_phase == len(self.made) % 2
+        x, x_scales, begin, end = self.asked
+        assert (x, x_scales, first, stop) == (memory.x_address, memory.x_scales, begin, end)
+        self.asked = None
+        self.made.append((begin, end))
+        parts, k_block_bytes = self.config.tile_m // WGMMA_N_STEP, self.config.k_block_limb_bytes
+        k_block_scale_bytes = ROW_SCALE_BYTES * self.config.tile_m
+        assert x + (end - begin) * k_block_bytes <= X + self.config.resident_k_blocks * k_block_bytes
+        assert x_scales + (end - begin) * k_block_scale_bytes <= X_SCALES + self.config.x_scale_bytes
+        for k_block in range(begin, end):
+            for limb in range(2):
+                for part in range(parts):
+                    some = (
+                        self.limbs[WGMMA_N_STEP * part : WGMMA_N_STEP * (part + 1), k_block, limb]
+                        .copy()
+                        .view(np.uint16)
+                    )
+                    put_tma_tile(self.shared, x + (limb * parts + part) * 2 * TMA_TILE_K * WGMMA_N_STEP, some)
+            self.shared[x_scales : x_scales + 4 * self.rows] = self.scales[k_block].view(np.uint8)
+            x, x_scales = x + k_block_bytes, x_scales + k_block_scale_bytes
+
+    def meet(self) -> None:
+        self.met += 1
+
+
+class EarlyCta(Cta):
+    """The same where tiles have barriers of their own: what is there of a stage is what has been waited for."""
+
+    def __init__(self, config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, work_tile: WorkTile):
+        super().__init__(config, weight, x, work_tile.begin, 0)
+        self.rank, self.came = int(work_tile.split), 0
+
+    def wait(self, barrier: int, phase: int) -> None:
+        count, i = divmod(self.came, self.config.n_tiles)
+        expected = count % STAGES if i == 0 else X_BARRIER + 1 + (i - 1) * STAGES + count % STAGES
+        assert (barrier, phase) == (expected, count // STAGES % 2)
+        parity = 1 - self.rank if i < self.config.n_tiles // 2 else self.rank
+        tiles = (group * self.config.n_tiles + 2 * i % self.config.n_tiles + parity for group in range(4))
+        self.put(count % STAGES, self.begin + count, [tile for tile in tiles if tile < self.config.block_tiles])
+        self.came, self.waited = self.came + 1, count + 1
+
+    def publish_first(self, memory: Any, store: Any, rank: int, first_tile: int, acc: Any) -> None:
+        assert rank == self.rank and first_tile == store.warpgroup * self.config.n_tiles
+        self.sent.append(np.array([np.asarray(value, np.float64) for value in acc]))
+
+
+def sums_of(config: ResidentConfig, weight: PackedWeight, x: torch.Tensor, warp: int, work_tile: WorkTile, monkeypatch):
+    """A warp's accumulators of a work tile, and the CTA behind them."""
+    subject: Any = kernel_of(config)
+    if config.publishes_early:
+        cta = EarlyCta(config, weight, x, work_tile)
+        subject.cluster_reduction.publish_first = cta.publish_first
+    else:
+        cta = Cta(config, weight, x, work_tile.begin, int(subject.k_rank(warp // 4)))
+    gpu = WarpgroupWarp(cta.shared, np.zeros(0, np.uint8))
+    for module in (resident_mainloop, resident_early):
+        monkeypatch.setattr(module, "Uint32", machine.Uint32, raising=False)
+    modules = (kernel, reading, decode, limbs, limbs_ahead, resident_mainloop, resident_early)
+    gpu.install(monkeypatch, *modules)
+    for module in (limbs_ahead, resident_mainloop, resident_early):
+        arch = module.cute.arch
+        arch.lane_idx, arch.sync_warp, arch.mbarrier_wait = lambda: machine.LANES, lambda: None, cta.wait
+        monkeypatch.setattr(module.cute, "size", len, raising=False)
+        monkeypatch.setattr(module.cutlass, "range", lambda a, b, step, unroll: range(a, b, step), raising=False)
+    monkeypatch.setattr(resident_mainloop.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
+    for module in (resident_mainloop, resident_early):
+        monkeypatch.setattr(module, "Int32", int)
+    monkeypatch.setattr(resident_kernel, "Int32", int)
+    monkeypatch.setattr(kernel, "Int32", int)
+    monkeypatch.setattr(ring.cutlass, "select_", lambda which, a, b: a if which else b, raising=False)
+    monkeypatch.setattr(kernel, "advance", lambda at, phase, n: ((at + 1) % n, phase ^ (at + 1 == n)))
+    monkeypatch.setattr(resident_mainloop, "const_expr", lambda value: value)
+    for owner, name in JITTED:
+        monkeypatch.setattr(owner, name, getattr(vars(owner)[name], "__wrapped__", vars(owner)[name]))
+    monkeypatch.setattr(
+        resident_mainloop, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes})
+    )
+    subject.release, subject.make_k_blocks, subject.meet = cta.release, cta.make_k_blocks, cta.meet
+    subject.bring_k_blocks = cta.bring_k_blocks
+    memory = SimpleNamespace(x_address=X, codes=CODES, scales=SCALES, x_scales=X_SCALES, full=0, x_barrier=X_BARRIER)
+    fits = work_tile.end - work_tile.begin <= config.resident_k_blocks
+    if fits:
+        cta.bring_k_blocks(None, 0, work_tile.begin, work_tile.end)
+        cta.make_k_blocks(None, memory, work_tile.begin, work_tile.end, 0)
+    shape = SimpleNamespace(m=len(x), x=0, fits=int(fits))
+    place = subject.lane_places(shape, warp, machine.LANES)
+    acc = machine.Registers(config.thread_acc, machine.Float32)
+    state = (cta.k_rank, 0, 0)
+    subject.limbs.multiply(acc, memory, work_tile, place, state, True, cta.tile_m)
+    return np.array([np.asarray(value, np.float64) for value in acc]), cta, fits
+
+
+def parts_of(config: ResidentConfig, n: int) -> list[WorkTile]:
+    """The parts of K of the first block."""
+    problem = Problem(config.tile_m, n, K, K, 4, "bf16", 128)
+    schedule = schedule_of(problem, config, config.cluster)
+    assert schedule is not None
+    cuts = [
+        (i * schedule.split_k_blocks, min((i + 1) * schedule.split_k_blocks, K // 128)) for i in range(schedule.splits)
+    ]
+    return [WorkTile(0, 0, begin, end, i, len(cuts), 0) for i, (begin, end) in enumerate(cuts)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("missing", [0, 5])
+def test_turns_and_parts_of_k_add_up(config: ResidentConfig, missing: int, monkeypatch):
+    rows = config.tile_m - missing
+    generator = torch.Generator().manual_seed(rows)
+    weight = quantize_weight(torch.randn(config.block_rows, K, generator=generator).bfloat16(), 4, 128)
+    x = torch.randn(rows, K, generator=generator).bfloat16()
+    exact = (x.double() @ weight.dequantize(torch.float64).T).numpy()
+    total = np.zeros((rows, config.block_rows))
+    subject: Any = kernel_of(config)
+    k_blocks: list[int] = []
+    for work_tile in parts_of(config, config.block_rows):
+        for group in range(config.warpgroups):
+            for row_warp in (0, 3):
+                found, cta, fits = sums_of(config, weight, x, 4 * group + row_warp, work_tile, monkeypatch)
+                assert (
+                    cta.waited
+                    == cta.released
+                    == len(range(work_tile.begin + cta.k_rank, work_tile.end, config.k_warpgroups))
+                )
+                if not fits:
+                    assert cta.made[0][0] == work_tile.begin and cta.made[-1][1] == work_tile.end
+                    assert cta.met == len(cta.made) + 1
+                k_blocks.append(cta.waited)
+                places = range(config.n_tiles)
+                if config.publishes_early:
+                    places = [subject.cluster_reduction.place(i, work_tile.split) for i in places]
+                    leaving = config.n_tiles // 2 * cta.tile_m // 2
+                    assert len(cta.sent) == 1
+                    np.testing.assert_array_equal(cta.sent[0][:leaving], found[:leaving])
+                tiles = [subject.first_tile(group) + place for place in places]
+                for (tile, block_tile), i in product(enumerate(tiles), range(cta.tile_m // 2)):
+                    if block_tile >= config.block_tiles:
+                        continue
+                    first = 64 * block_tile
+                    feature = first + 16 * row_warp + machine.ROW + 8 * (i // 2 % 2)
+                    token = 8 * (i // 4) + 2 * machine.COLUMN + i % 2
+                    there = token < rows
+                    values = found[tile * (config.tile_m // 2) + i]
+                    np.add.at(total, (token[there], feature[there]), values[there])
+    checked = [feature for feature in range(config.block_rows) if feature // 16 % 4 in (0, 3)]
+    np.testing.assert_allclose(total[:, checked], exact[:, checked], rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+    assert sum(k_blocks) == K // 128 * 2 * config.warpgroups // config.k_warpgroups
+
+
+def test_only_what_can_be_resident_is_taken():
+    config = CONFIGS[1]
+    for change in (
+        {"bits": 8},
+        {"zero_point": True},
+        {"group_size": 64},
+        {"tile_m": 32},
+        {"row_parts": 2},
+        {"k_warpgroups": 3},
+        {"cluster": 1},
+        {"cluster": 1, "dsmem_reduction": False},
+        {"resident_k_blocks": 7},
+        {"resident_k_blocks": 6},
+        {"resident_k_blocks": 200},
+        {"num_stages": 1},
+        {"spare": 1},
+        {"n_tiles": 5},
+        {"limbs": False},
+        {"publishes_early": True},
+    ):
+        assert replace(config, **change).can_implement(), change
+    assert config.can_implement() is None
+
+
+def test_what_leaves_early_are_tiles_of_two_ctas():
+    config = replace(CONFIGS[-4], num_stages=4)
+    assert config.publishes_early and config.can_implement() is None
+    for change in ({"ahead": True}, {"k_warpgroups": 2}, {"cluster": 3}, {"n_tiles": 3}):
+        assert replace(config, **change).can_implement(), change

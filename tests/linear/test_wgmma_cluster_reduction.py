@@ -1,0 +1,307 @@
+"""Parts of K that the CTAs of a cluster send each other: every warp of every CTA, in NumPy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear.schedule import Problem
+from cute_kernels.linear.wgmma import cluster_reduction, epilogue, kernel, resident_early
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+from cute_kernels.linear.wgmma.resident_config import ResidentConfig
+from cute_kernels.linear.wgmma.resident_kernel import CHUNK_BARRIER, START_BARRIER
+from cute_kernels.linear.wgmma.schedule import schedule_of
+from tests.attention import warp as machine
+from tests.attention.warp import Float32, Lanes, Uint32
+
+RANK_BYTES = 1 << 20  # from a CTA's shared memory to the next one's, in addresses of the cluster
+PARTS, BARRIERS = 1 << 12, 1 << 8
+BARRIER_BYTES = 8
+
+
+@dataclass
+class Barrier:
+    address: int
+
+    def __add__(self, number: Any) -> Barrier:
+        return Barrier(self.address + BARRIER_BYTES * int(number))
+
+    def toint(self) -> int:
+        return self.address
+
+
+@dataclass
+class Cluster:
+    """Stands for `numbers`, `ptx` and barriers, for all CTAs; memory that nobody wrote is NaN."""
+
+    shared: np.ndarray
+    rank: int = 0
+    arrived: Counter[int] = field(default_factory=Counter)  # bytes by the barrier's address in the cluster
+    written: set[int] = field(default_factory=set)
+    waited: list[int] = field(default_factory=list)
+    met: list[tuple[int, int]] = field(default_factory=list)  # (barrier, threads)
+
+    def bits(self, value: Lanes) -> Lanes:
+        return value.view(np.uint32)
+
+    def address_in(self, address: Any, rank: Any) -> Lanes:
+        return np.asarray(address, np.int64) + RANK_BYTES * np.asarray(rank, np.int64)
+
+    def put(self, places: Lanes, words: list[Lanes]) -> None:
+        """Stores vectors, each to a place that nobody has written."""
+        for lane, place in enumerate(places):
+            assert place % 16 == 0 and place not in self.written
+            self.written.add(int(place))
+            for i, word in enumerate(words):
+                self.shared.view(np.uint32)[place // 4 + i] = np.asarray(word)[lane].view(np.uint32)
+
+    def store_async(self, address: Lanes, words: list[Lanes], barrier: Any) -> None:
+        places = np.asarray(address)
+        assert (places // RANK_BYTES != self.rank).all(), "the CTA's own part is not sent"
+        self.put(places, words)
+        self.arrived[int(np.unique(barrier).item())] += places.size * 4 * len(words)
+
+    def store_shared(self, address: Lanes, offset: int, words: list[Lanes]) -> None:
+        self.put(np.asarray(address, np.int64) + offset + RANK_BYTES * self.rank, words)
+
+    def load_shared_vector(self, address: Lanes, offset: int, count: int) -> list[Lanes]:
+        places = np.asarray(address, np.int64) + offset + RANK_BYTES * self.rank
+        return [Uint32(self.shared.view(np.uint32)[places // 4 + i]) for i in range(count)]
+
+    def wait(self, barrier: Barrier, phase: int) -> None:
+        assert phase == 0
+        self.waited.append(barrier.address)
+
+    def meet(self, *, barrier_id: int, number_of_threads: int) -> None:
+        self.met.append((int(barrier_id), number_of_threads))
+
+
+def dsmem(bits: int, tile_m: int, cluster: int, **choices) -> WgmmaConfig:
+    config = WgmmaConfig(
+        bits, "bf16", 128, tile_m=tile_m, block_k=128, splits_k=True, cluster=cluster, dsmem_reduction=True
+    )
+    return replace(config, row_parts=min(tile_m // 8, 4), **{"num_stages": 2, **choices})
+
+
+CONFIGS = [
+    dsmem(4, tile_m, cluster, n_tiles=tiles, limbs=True)
+    for tile_m, tiles, cluster in ((16, 1, 2), (16, 1, 3), (16, 2, 2), (32, 1, 2), (32, 2, 3))
+]
+CONFIGS += [
+    dsmem(8, tile_m, cluster, warpgroups=warpgroups)
+    for tile_m, warpgroups, cluster in ((16, 1, 2), (16, 2, 3), (32, 1, 3))
+]
+TURNING = [
+    dsmem(4, 16, 2, n_tiles=2, k_warpgroups=2, num_stages=4),
+    dsmem(8, 32, 3, n_tiles=2, k_warpgroups=2, num_stages=4),
+    dsmem(8, 16, 2, k_warpgroups=2, num_stages=4),
+    dsmem(4, 64, 2, k_warpgroups=2, num_stages=4),
+    dsmem(4, 16, 2, n_tiles=2, warpgroups=3, k_warpgroups=3, num_stages=12),
+    dsmem(4, 16, 3, n_tiles=1, warpgroups=1, k_warpgroups=1),
+]
+SPARED = ResidentConfig(
+    4, "bf16", 128, tile_m=8, block_k=128, warpgroups=4, n_tiles=2, spare=1, cluster=2, dsmem_reduction=True, limbs=True
+)
+RESIDENT = [
+    SPARED,
+    replace(SPARED, n_tiles=1, spare=0, k_warpgroups=2, num_stages=8),
+    replace(SPARED, n_tiles=1, spare=0, k_warpgroups=4, num_stages=8),
+    replace(SPARED, tile_m=16, warpgroups=2, n_tiles=4),
+]
+
+
+def store_of(warp: int) -> epilogue.Store:
+    return epilogue.Store(0, warp // 4, warp % 4 * 32 + machine.LANES, warp % 4, machine.LANES)
+
+
+def in_plain_python(config: WgmmaConfig, cluster: Cluster, monkeypatch) -> cluster_reduction.ClusterReduction:
+    """The parts of a kernel, on the stand-ins of a cluster."""
+    arch = SimpleNamespace(mbarrier_wait=cluster.wait, barrier=cluster.meet)
+    stand_ins = {"numbers": cluster, "ptx": cluster, "Int32": int, "Float32": Float32}
+    select = {"select_": lambda which, a, b: a if which else b}
+    stand_ins |= {"cutlass": SimpleNamespace(**select, range_constexpr=range)}
+    stand_ins |= {"cute": SimpleNamespace(arch=arch), "const_expr": lambda value: value}
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(cluster_reduction, name, value)
+    for name in ("reduce_k_warpgroups", "load_partials"):
+        jitted = getattr(cluster_reduction.ClusterReduction, name)
+        monkeypatch.setattr(cluster_reduction.ClusterReduction, name, getattr(jitted, "__wrapped__", jitted))
+    return kernel.WgmmaKernel(config).cluster_reduction
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *TURNING, *RESIDENT], ids=lambda config: config.name)
+def test_every_tile_is_added_up_by_one_warpgroup(config: WgmmaConfig, monkeypatch):
+    """Of every CTA: accumulators of all turns are joined, sent once, and added to those of the CTA that stores the
+    tile."""
+    cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
+    subject = in_plain_python(config, cluster, monkeypatch)
+    memory = SimpleNamespace(partials=PARTS, partial_barriers=Barrier(BARRIERS))
+    generator = np.random.default_rng(1)
+    groups, count = config.warpgroups // config.k_warpgroups, config.tile_m // 2
+    every: dict[tuple[int, int], machine.Registers] = {}
+    for rank, warp in np.ndindex(config.cluster, config.consumer_warps):
+        every[rank, warp] = machine.Registers(config.thread_acc, Float32)
+        every[rank, warp][:] = [Float32(value) for value in generator.normal(size=(config.thread_acc, 32))]
+    before = {which: [np.asarray(value, np.float64) for value in acc] for which, acc in every.items()}
+    exact: dict[tuple[int, int], Any] = {}
+    own: list[tuple[int, int, int, int]] = []  # (CTA, warp, tile, number in its warpgroup) that store
+    for (rank, warp), acc in before.items():
+        first_tile = warp // 4 % groups * config.n_tiles
+        for i in (i for i in range(config.n_tiles) if subject.exists(first_tile + i, i)):
+            which = first_tile + i, warp % 4
+            exact[which] = exact.get(which, 0) + np.array(acc[i * count : (i + 1) * count])
+            if (first_tile + i) % config.cluster == rank and warp // 4 // groups == 0:
+                own.append((rank, warp, first_tile + i, i))
+    assert {tile for _, _, tile, _ in own} == set(range(config.block_tiles))
+    # What is left for another turn is there before anybody joins: all warps leave, then all join.
+    for phase in ("publish_locally", "add") if config.k_warpgroups > 1 else ():
+        for (rank, warp), acc in every.items():
+            cluster.rank = rank
+            one = in_plain_python(config, cluster, monkeypatch)
+            setattr(one, "add" if phase == "publish_locally" else "publish_locally", lambda *args: None)
+            k_rank, first_tile = warp // 4 // groups, warp // 4 % groups * config.n_tiles
+            one.reduce_k_warpgroups(memory, store_of(warp), rank, k_rank, acc, first_tile)
+    if config.k_warpgroups > 1:
+        threads = config.k_warpgroups * 128
+        assert set(cluster.met) == {(cluster_reduction.JOIN + group, threads) for group in range(groups)}
+    for (rank, warp), acc in every.items():
+        cluster.rank = rank
+        first_tile = warp // 4 % groups * config.n_tiles
+        for i in (i for i in range(config.n_tiles) if subject.exists(first_tile + i, i)):
+            if (first_tile + i) % config.cluster != rank and warp // 4 // groups == config.k_warpgroups - 1:
+                subject.publish(memory, store_of(warp), rank, first_tile + i, acc, i)
+    assert set(cluster.arrived.values()) == {(config.cluster - 1) * config.partial_bytes}
+    for rank, warp, tile, i in own:
+        cluster.rank = rank
+        subject.load_partials(memory, store_of(warp), tile, every[rank, warp], i)
+        assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * rank] == (config.cluster - 1) * config.partial_bytes
+        found = np.array([np.asarray(value) for value in every[rank, warp]])[i * count : (i + 1) * count]
+        np.testing.assert_allclose(found, exact[tile, warp % 4], rtol=0, atol=2e-6)
+    last = max(cluster.written) % RANK_BYTES
+    assert last + 16 <= PARTS + config.partials_bytes
+
+
+EARLY = [
+    replace(SPARED, publishes_early=True),
+    replace(SPARED, publishes_early=True, tile_m=16, warpgroups=2, n_tiles=4),
+    replace(SPARED, publishes_early=True, spare=0, n_tiles=2, warpgroups=2),
+]
+
+
+@pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
+def test_what_leaves_early_is_added_up_by_the_other_cta(config: ResidentConfig, monkeypatch):
+    """Of both CTAs: every tile of the block leaves one and is stored by the other, with the accumulators of both."""
+    cluster = Cluster(np.full(config.cluster * RANK_BYTES, 0xFF, np.uint8))
+    in_plain_python(config, cluster, monkeypatch)
+    stored: list[int] = []
+    subject: Any = resident_early.EarlyKernel(config).cluster_reduction
+    for name in ("publish_first", "finish"):
+        plain = getattr(vars(resident_early.EarlyReduction)[name], "__wrapped__")  # noqa: B009
+        monkeypatch.setattr(resident_early.EarlyReduction, name, plain)
+    monkeypatch.setattr(resident_early, "cutlass", SimpleNamespace(range_constexpr=range))
+    memory = SimpleNamespace(partials=PARTS, partial_barriers=Barrier(BARRIERS))
+    generator, count = np.random.default_rng(2), config.tile_m // 2
+    warps = [(rank, warp) for rank in range(2) for warp in range(config.consumer_warps)]
+    every = {which: machine.Registers(config.thread_acc, Float32) for which in warps}
+    exact: dict[tuple[int, int], Any] = {}
+    for (rank, warp), acc in every.items():
+        acc[:] = [Float32(value) for value in generator.normal(size=(config.thread_acc, 32))]
+        for i in range(config.n_tiles):
+            tile = warp // 4 * config.n_tiles + subject.place(i, rank)
+            values = np.array([np.asarray(value, np.float64) for value in acc[i * count : (i + 1) * count]])
+            exact[tile, warp % 4] = exact.get((tile, warp % 4), 0) + values
+    for (rank, warp), acc in every.items():
+        cluster.rank = rank
+        subject.publish_first(memory, store_of(warp), rank, warp // 4 * config.n_tiles, acc)
+    assert set(cluster.arrived.values()) == {config.partial_bytes}
+    assert len(cluster.arrived) == config.block_tiles, "a barrier for each tile"
+
+    def store(operands, shape, place, corner, acc, first):
+        tile, row_warp = corner
+        stored.append(tile)
+        found = np.array([np.asarray(value) for value in acc[first : first + count]])
+        np.testing.assert_allclose(found, exact[tile, row_warp], rtol=0, atol=2e-6)
+        assert cluster.arrived[cluster.waited[-1] + RANK_BYTES * cluster.rank] == config.partial_bytes
+
+    subject.epilogue.run = store
+    for (rank, warp), acc in every.items():
+        cluster.rank, work_tile = rank, SimpleNamespace(split=rank)
+        subject.corner = lambda shape, work_tile, tile, row_warp=warp % 4: (tile, row_warp)
+        subject.finish(None, None, memory, store_of(warp), work_tile, acc, warp // 4 * config.n_tiles, 0)
+    assert sorted(stored) == sorted(4 * list(range(config.block_tiles)))
+
+
+def test_tiles_that_come_one_by_one_have_barriers_of_their_own():
+    for config in EARLY:
+        config = replace(config, num_stages=3)
+        memory: Any = SimpleNamespace(full=0, x_barrier=2 * config.num_stages + config.partial_slots)
+        kernel_of_it = resident_early.EarlyKernel(config)
+        found = [kernel_of_it.tile_barrier(memory, s, i) for s in range(3) for i in range(config.n_tiles)]
+        own = set(range(config.num_stages, memory.x_barrier + 1))  # of empty stages, of parts, of x
+        assert len(set(found)) == len(found) and not own & set(found)
+        assert sorted({*found, *own}) == list(range(config.num_barriers))
+
+
+@pytest.mark.parametrize("config", EARLY, ids=lambda config: config.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_tile_is_copied_before_those_that_stay(config: ResidentConfig, rank: int, monkeypatch):
+    """A k block's bytes, each once, counted on the barrier of their tile; first those of tiles that leave."""
+    copies: list[tuple[int, ...]] = []  # target, source, bytes, barrier
+    expected: dict[int, int] = {}
+    subject: Any = resident_early.EarlyKernel(config)
+    arch = SimpleNamespace(mbarrier_arrive_and_expect_tx=lambda barrier, size: expected.update({barrier.address: size}))
+    monkeypatch.setattr(resident_early, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr(resident_early, "Int32", int)
+    copy = SimpleNamespace(bulk_copy_to_shared=lambda *place: copies.append(tuple(map(int, place))))
+    monkeypatch.setattr(resident_early, "ptx", copy)
+    codes, scales, stage, k_block = 1 << 16, 1 << 18, 2, 5
+    memory = SimpleNamespace(codes=codes, scales=scales, full=Barrier(0), x_barrier=Barrier(1 << 10))
+    begins = [(tile << 20, (tile << 20) + (1 << 19)) for tile in range(config.block_tiles)]
+    subject.copy_stage(memory, stage, k_block, subject.in_order(begins, rank))
+    counted: Counter[int] = Counter()
+    order = []
+    for target, source, size, barrier in copies:
+        counted[barrier] += size
+        tile, offset = source >> 20, source & ((1 << 20) - 1)
+        if offset < 1 << 19:
+            order.append(tile)
+            assert offset == k_block * 4096 == k_block * size
+            assert target == codes + (stage * config.block_tiles + tile) * size
+        else:
+            assert (offset - (1 << 19), size) == (k_block * 128, 128)
+            assert target == scales + (stage * config.block_tiles + tile) * size
+    assert counted == expected and len(counted) == config.n_tiles
+    assert sorted(order) == list(range(config.block_tiles))
+    published = [tile % 2 != rank for tile in order]
+    assert published == sorted(published, reverse=True)
+
+
+def test_barriers_of_turns_are_nobody_elses():
+    last = cluster_reduction.JOIN + max(config.warpgroups // config.k_warpgroups for config in RESIDENT) - 1
+    assert kernel.BEGIN < cluster_reduction.JOIN and last < min(CHUNK_BARRIER, START_BARRIER)
+
+
+def test_memory_of_parts_is_counted():
+    for config in (*CONFIGS, *TURNING):
+        partial_address = config.partial_slots * (config.cluster - 1)
+        local_partial_address = config.block_tiles * (config.k_warpgroups - 1)
+        assert config.received_bytes == partial_address * config.partial_bytes
+        assert config.partials_bytes == (partial_address + local_partial_address) * config.partial_bytes
+        assert config.num_barriers == 2 * config.num_stages + config.partial_slots
+        assert config.can_implement() is None
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_a_cluster_has_the_parts_of_one_tile(config: WgmmaConfig):
+    for n, k in ((4096, 4096), (2048, 1024), (1000, 8192)):
+        schedule = schedule_of(Problem(16, n, k, k, 4, "bf16", 128), config, config.cluster)
+        if schedule is not None:
+            assert schedule.num_ctas == schedule.blocks * config.cluster <= 132
+            assert schedule.workspace_words == 0 and schedule.whole == 0

@@ -1,0 +1,80 @@
+"""Warpgroups that take the k blocks of a tile in turn: which stages they wait for, multiply and give back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.device import ring
+from cute_kernels.linear.wgmma import kernel
+from cute_kernels.linear.wgmma.config import WgmmaConfig
+
+DSMEM = WgmmaConfig(
+    4, "bf16", 128, tile_m=16, block_k=128, num_stages=6, splits_k=True, cluster=2, dsmem_reduction=True, k_warpgroups=2
+)
+
+
+@pytest.fixture
+def stepping(monkeypatch) -> list[tuple[int, int]]:
+    """The kernel's loops in plain Python, and what they wait for: (stage, parity)."""
+    waited: list[tuple[int, int]] = []
+    wait = SimpleNamespace(mbarrier_wait=lambda stage, phase: waited.append((stage, phase)))
+    monkeypatch.setattr(kernel, "cute", SimpleNamespace(arch=wait))
+    loops = SimpleNamespace(
+        range=lambda begin, end, step, unroll: range(begin, end, step), select_=lambda which, a, b: a if which else b
+    )
+    monkeypatch.setattr(kernel, "cutlass", loops)
+    monkeypatch.setattr(ring, "cutlass", loops)
+    monkeypatch.setattr(kernel, "Int32", int)
+    return waited
+
+
+@pytest.mark.parametrize("begin, k_blocks", [(0, 1), (3, 2), (0, 7), (8, 31), (5, 64)])
+@pytest.mark.parametrize("k_warpgroups, stages", [(2, 4), (2, 6), (3, 6), (3, 12), (4, 8), (4, 12)])
+def test_every_k_block_is_multiplied_once_and_given_back_once(
+    begin: int, k_blocks: int, k_warpgroups: int, stages: int, stepping
+):
+    config = replace(DSMEM, k_warpgroups=k_warpgroups, warpgroups=k_warpgroups, num_stages=stages)
+    taken: list[int] = []
+    for group in range(k_warpgroups):
+        subject: Any = kernel.WgmmaKernel(config)
+        log: list[tuple[int, int, bool]] = []
+        subject.multiply_k_block = lambda acc, memory, stage, place, channel, last, teller, tile_m, log=log: log.append(
+            (stage, last, bool(teller))
+        )
+        k_rank = subject.k_rank(group)
+        work_tile = SimpleNamespace(begin=begin, end=begin + k_blocks)
+        place, memory = SimpleNamespace(k_rank=k_rank), SimpleNamespace(full=0)
+        multiply = kernel.WgmmaKernel.multiply_each.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        stepping.clear()
+        state = (k_rank, 0, 0)
+        _, _, last = multiply(subject, None, memory, work_tile, place, [], state, True, config.tile_m)
+        own = range(k_rank, k_blocks, k_warpgroups)
+        assert stepping == [(k_block % stages, k_block // stages % 2) for k_block in own]
+        assert [at for at, _, _ in log] == [k_block % stages for k_block in own]
+        # Each k block's stage is given back under the products of the next one of the turn, the last one's behind all.
+        assert [at for _, at, told in log if told] == [k_block % stages for k_block in own[:-1]]
+        assert last == own[-1] % stages if own else not log
+        taken += [begin + k_block for k_block in own]
+    assert sorted(taken) == list(range(begin, begin + k_blocks))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"k_warpgroups": 0}, "k_warpgroups 0 is not one of 1, 2, 3, 4"),
+        ({"warpgroups": 3}, "3 warpgroups are no multiple of 2 turns"),
+        ({"num_stages": 5}, "num_stages 5 is no multiple of 2 turns"),
+        ({"num_stages": 2}, "or less than two for each"),
+        ({"dsmem_reduction": False}, "with a DSMEM reduction"),
+        ({"limbs": True}, "not of staged limbs"),
+    ],
+)
+def test_turns_that_cannot_be_had_are_refused(changes: dict[str, Any], message: str):
+    assert DSMEM.can_implement() is None
+    assert message in (replace(DSMEM, **changes).can_implement() or "")

@@ -1,0 +1,184 @@
+"""Products of the kernel of runs, lane by lane in NumPy: limbs of an entry's rows as its warps make them of rows by
+index, codes, scales, and accumulators in the staging buffer against exact products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cute_kernels.linear import decode
+from cute_kernels.linear import kernel as linear_kernel
+from cute_kernels.linear.weight import PackedWeight
+from cute_kernels.linear.wgmma import limb_rows, limbs, resident_rows
+from cute_kernels.linear.wgmma.resident_rows import ROW_BYTES, STEP_ROWS
+from cute_kernels.moe.ranges import kernel as ranges_kernel
+from cute_kernels.moe.ranges.config import RangeConfig
+from cute_kernels.moe.ranges.kernel import EntrySource, RangeKernel, scale_offset
+from layouts import banks
+from tests.attention import warp as machine
+from tests.attention.warp import LANES, Int32, Warp
+from tests.linear.cases import known
+from tests.linear.test_resident_rows import Numbers
+from tests.linear.warpgroup import WarpgroupWarp
+
+STAGES, STAGING, NOWHERE = 3 << 17, 1 << 19, 5 << 17
+X = 1024 * 3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CONFIGS = [
+    RangeConfig(4, dtype, 128, tile_m=rows, n_tiles=n_tiles, k_warps=3, chunk_k_blocks=chunk, num_stages=6)
+    for dtype, rows, n_tiles, chunk in (
+        ("bf16", 8, 1, 2),
+        ("bf16", 8, 2, 1),
+        ("fp16", 8, 2, 1),
+        ("bf16", 16, 1, 2),
+        ("fp16", 16, 2, 1),
+    )
+]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+
+
+class Cta:
+    """Shared memory of a CTA, and what its warps do with one block; ``slot``: where the limbs are, of two."""
+
+    def __init__(self, config: RangeConfig, k: int, slot: int, monkeypatch):
+        self.k_blocks = -(-k // 128)
+        room = 2 * self.k_blocks * (config.k_block_limb_bytes + config.k_block_x_scale_bytes)
+        self.config = replace(config, x_bytes=room)
+        self.subject = RangeKernel(self.config)
+        self.shared = np.full(6 << 17, 0xFF, np.uint8)  # NaN, whatever it is read as
+        self.monkeypatch = monkeypatch
+        self.shape = SimpleNamespace(k_blocks=self.k_blocks, x_slots=2, n=64, k=k)
+        slot_bytes = self.subject.x_slot_bytes(self.shape, 0)
+        self.memory = SimpleNamespace(state=STAGES, x=X, staging=STAGING, x_slot_bytes=slot_bytes)
+        self.start = int(self.subject.x_start(self.shape, self.memory, slot))
+        assert X + room <= STAGES and self.config.num_stages * self.config.stage_bytes <= STAGING - STAGES
+
+    def make_limbs(self, x: torch.Tensor, index: list[int]) -> None:
+        """Limbs of rows of x by index, as `RangeKernel.make_limbs` has them made, each step of each warp."""
+        gpu = Warp(self.shared, np.zeros(0, np.uint8))
+        gpu.install(self.monkeypatch, limb_rows, resident_rows, ranges_kernel)
+        inputs = x.contiguous().view(torch.int16).numpy().reshape(-1)
+        self.monkeypatch.setattr(resident_rows, "numbers", Numbers(inputs))
+        maker, tokens, count = self.subject.rows, self.config.tile_m, len(index)
+        assert maker.constant is False, "the kernel before may be writing x"
+        of_lane = Int32(np.array(index)[np.minimum(LANES, count - 1)])
+        source = EntrySource(0, count, x.shape[1] // 8, None, None, None, None, of_lane)
+        x_address = X + self.start
+        x_scales = int(self.subject.limb_scales(self.shape, self.memory)) + int(scale_offset(self.start))
+        bits = int(maker.step_bits(np.full(1, self.k_blocks, np.int32))[0])
+        steps = -(-count // STEP_ROWS) << bits
+        for step in range(steps):
+            row, k_block = maker.place(bits, step, LANES)
+            words = maker.load_global(source, 0, bits, steps, step, LANES)
+            there = k_block < self.k_blocks
+            start = Int32(np.where(there, x_address + (k_block * 2 * tokens + row) * ROW_BYTES, NOWHERE))
+            scale, limbs_of_row = maker.split(words)
+            maker.store(start, tokens, Int32(row), LANES, limbs_of_row)
+            for lane in np.flatnonzero(there & (LANES % 4 == 0)):
+                at = x_scales + (int(k_block[lane]) * tokens + int(row[lane])) * 4
+                self.shared[at : at + 4].view(np.uint32)[0] = np.asarray(scale)[lane]
+
+    @np.errstate(invalid="ignore")
+    def acc(self, weight: PackedWeight) -> np.ndarray:
+        """[tokens, block_rows]: what all warps leave in the staging buffer, added up over warpgroups."""
+        config = self.config
+        self.gpu = WarpgroupWarp(self.shared, np.zeros(0, np.uint8))
+        self.gpu.install(self.monkeypatch, linear_kernel, decode, limbs, ranges_kernel)
+        for warp in range(config.consumer_warps):
+            place = self.subject.limb_lane(self.shape, self.memory, warp, LANES)
+            acc = machine.Registers(config.n_tiles * config.m_fragments * 4, machine.Float32)
+            chunk = config.chunk_k_blocks
+            for k_block in range(place.k_warp * chunk, self.k_blocks, config.k_warps * chunk):
+                stage = k_block // chunk % config.num_stages
+                base = STAGES + stage * config.stage_bytes
+                self.bring(weight, k_block, base)
+                self.subject.multiply_k_blocks(acc, base, k_block * config.k_block_limb_bytes + self.start, place)
+            self.subject.stage_acc(acc, self.memory, 0, place, [])
+        found = np.zeros((config.tile_m, config.block_rows))
+        for part in range(config.k_warps):
+            first = STAGING + part * config.slice_bytes
+            for token in range(config.tile_m):
+                at = first + token * config.staging_pitch
+                found[token] += self.shared[at : at + 4 * config.block_rows].view(np.float32)
+        return found
+
+    def bring(self, weight: PackedWeight, k_block: int, base: int) -> None:
+        """A chunk of the first block, as it is copied: of each tile a run of codes, then of each one of scales."""
+        config = self.config
+        for tile in range(config.n_tiles):
+            k_blocks = slice(k_block, k_block + config.chunk_k_blocks)
+            for part, offset, k_block_bytes in (
+                (weight.codes[tile].view(-1, 2 * 2048)[k_blocks], 0, config.k_block_bytes),
+                (weight.scales[tile][k_blocks], config.scale_offset, config.k_block_scale_bytes),
+            ):
+                work_range = part.contiguous().view(torch.uint8).numpy().reshape(-1)
+                at = base + offset + tile * config.chunk_k_blocks * k_block_bytes
+                assert work_range.size == config.chunk_k_blocks * k_block_bytes
+                self.shared[at : at + work_range.size] = work_range
+
+
+def numbers(rows: int, k: int, dtype: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + k)
+    return (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) ** 4).to(DTYPES[dtype])
+
+
+def weight_of(config: RangeConfig, k: int) -> PackedWeight:
+    return known(config.block_rows, k, 4, 128, False, DTYPES[config.dtype], 3).pack()
+
+
+@every_config
+@pytest.mark.parametrize("k, slot", [(512, 0), (2048, 1), (1000, 1), (1280, 0)])
+@pytest.mark.parametrize("rows", [1, 7, None], ids=["one row", "seven rows", "all rows"])
+def test_rows_by_index_are_multiplied(config: RangeConfig, k: int, slot: int, rows: int | None, monkeypatch):
+    rows = rows or config.tile_m
+    x = numbers(20, k, config.dtype)
+    index = [(5 * i + 3) % 20 for i in range(rows)]
+    weight = weight_of(config, k)
+    cta = Cta(config, k, slot, monkeypatch)
+    cta.make_limbs(x, index)
+    found = cta.acc(weight)[:rows]
+    exact = (x[index].double() @ weight.dequantize(torch.float64)[: config.block_rows].T).numpy()
+    np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+
+
+@every_config
+@pytest.mark.parametrize("value", [1.0, -1.9921875])
+def test_one_hot_rows_return_the_weights(config: RangeConfig, value: float, monkeypatch):
+    k = 512
+    x = torch.zeros(config.tile_m, k, dtype=DTYPES[config.dtype])
+    inputs = (torch.arange(config.tile_m) * 67 + 3) % k
+    x[torch.arange(config.tile_m), inputs] = value
+    weight = weight_of(config, k)
+    cta = Cta(config, k, 1, monkeypatch)
+    cta.make_limbs(x, list(range(config.tile_m)))
+    exact = weight.dequantize(torch.float64)[:, inputs].T * value
+    assert np.array_equal(cta.acc(weight), exact.numpy())
+
+
+@every_config
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_rows_that_are_not_finite_are_nan_alone(config: RangeConfig, value: float, monkeypatch):
+    k = 640 if config.chunk_k_blocks == 1 else 768
+    x = numbers(5, k, config.dtype)
+    x[3, 300] = value
+    cta = Cta(config, k, 0, monkeypatch)
+    cta.make_limbs(x, [0, 1, 2, 3, 4])
+    found = cta.acc(weight_of(config, k))[:5]
+    assert np.isnan(found[3]).all() and np.isfinite(found[[0, 1, 2, 4]]).all()
+
+
+@every_config
+def test_shared_memory_is_read_and_written_without_conflicts(config: RangeConfig, monkeypatch):
+    cta = Cta(config, 512, 0, monkeypatch)
+    cta.make_limbs(numbers(config.tile_m, 512, config.dtype), list(range(config.tile_m)))
+    cta.acc(weight_of(config, 512))
+    assert len(cta.gpu.accesses) > 32
+    for access in cta.gpu.accesses:
+        assert banks.report(list(access.addresses), access.width, access.kind).conflicts == 0, access
