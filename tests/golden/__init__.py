@@ -14,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cute_kernels import families
+from cute_kernels.linear.portable.compile import PortableSpec
+from cute_kernels.linear.portable.schedule import example_configs
 from cute_kernels.runtime import KernelCache, KernelSpec, native
 from cute_kernels.runtime.cache import ProgressCallback
 from cute_kernels.runtime.resources import KernelResources, resource_report, short_name
@@ -26,6 +29,16 @@ COMMAND = "make golden (or: python -m tests.golden.update)"
 
 Entry = list[dict[str, Any]]
 """The kernels of one spec in launch order, each with its resources."""
+
+
+def inventory() -> list[tuple[KernelSpec, str]]:
+    """Every kernel that is reviewed, with its architecture: what ships, and the examples of portable kernels."""
+    shipped: list[tuple[KernelSpec, str]] = [(spec, ARCH) for spec in families.shipped_specs()]
+    return shipped + [(spec, arch) for arch in PORTABLE_ARCHS for spec in portable_specs()]
+
+
+def portable_specs() -> list[KernelSpec]:
+    return [PortableSpec(config) for config in example_configs()]
 
 
 def toolchain() -> str:
@@ -43,7 +56,7 @@ def measure(
     artifacts = cache.artifacts(specs, arch, progress=progress)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # the work is in the disassembler's processes
         reports = list(pool.map(resource_report, artifacts))
-    return {spec.symbol: [_entry(item) for item in report] for spec, report in zip(specs, reports, strict=True)}
+    return {spec.symbol: [entry_of(item) for item in report] for spec, report in zip(specs, reports, strict=True)}
 
 
 def _reviewed_instructions() -> Callable[[KernelSpec], float]:
@@ -59,7 +72,8 @@ def write_portable(measured: dict[str, dict[str, Entry]], path: Path = PORTABLE_
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
-def _entry(resources: KernelResources) -> dict[str, Any]:
+def entry_of(resources: KernelResources) -> dict[str, Any]:
+    """A kernel's resources as the files have them."""
     # The mangled name carries every argument's type: too long to review, and told by other fields.
     return {**resources.as_dict(), "kernel": short_name(resources.kernel)}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from cute_kernels import families
 from cute_kernels.__main__ import show_progress
-from cute_kernels.linear.portable.compile import PortableSpec
-from cute_kernels.linear.portable.schedule import example_configs
 from cute_kernels.runtime import default_cache
 from tests import golden
 
@@ -28,8 +26,10 @@ def main() -> None:
 
 
 def update_portable() -> None:
-    specs = [PortableSpec(config) for config in example_configs()]
-    measured = {arch: golden.measure(specs, default_cache(), show_progress, arch) for arch in golden.PORTABLE_ARCHS}
+    measured = {
+        arch: golden.measure(golden.portable_specs(), default_cache(), show_progress, arch)
+        for arch in golden.PORTABLE_ARCHS
+    }
     golden.write_portable(measured)
 
 

@@ -1,0 +1,171 @@
+"""Traces or compiles a source tree's shipped kernels, and writes what came out as JSON: run by `compare`.
+
+`python collect.py REQUEST` with the request's tree first on PYTHONPATH and as the working directory. It is run by path,
+so that the same code asks two revisions; it uses of them only what is as old as the comparison. The request is a JSON
+object: "tree" and "output" (paths), "families" (all if empty), "only" (a regular expression of symbols), "what" ("ir"
+or "objects"). What is written: a list of [symbol, architecture, digest of the IR or folder of the object].
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cute_kernels
+from cute_kernels.runtime import KernelSpec, default_cache, sources
+from cute_kernels.runtime.cache import Progress
+from cute_kernels.runtime.store import key_of
+
+MEMOS = "compared"  # a folder of the kernel cache: what is known of each program's kernels
+Wanted = list[tuple[KernelSpec, str]]
+
+
+def inventory() -> Wanted:
+    """What the tree ships, with the architecture of each: as `tests.golden.inventory` of the tree has it."""
+    import tests.golden as golden
+
+    if hasattr(golden, "inventory"):
+        return golden.inventory()
+    from cute_kernels import families
+    from cute_kernels.linear.portable.compile import PortableSpec
+    from cute_kernels.linear.portable.schedule import example_configs
+
+    found: Wanted = [(spec, golden.ARCH) for spec in families.shipped_specs()]
+    return found + [(PortableSpec(item), arch) for item in example_configs() for arch in golden.PORTABLE_ARCHS]
+
+
+@functools.cache
+def program(file: Path) -> str:
+    """Digest of what a Python file says to do: not of its comments, docstrings and lines."""
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            del body[0]  # of a function, class or module: its docstring
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+@functools.cache
+def programs(roots: tuple[Path, ...]) -> str:
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*.py")))]
+    return hashlib.sha256("".join(program(file) for file in files).encode()).hexdigest()
+
+
+def memo_of(spec: KernelSpec, arch: str, kind: str) -> Path:
+    """The file that remembers something about what the same programs compile to, whatever their comments."""
+    key = json.loads(key_of(spec, arch).content)
+    key["sources"] = programs((*sources._shared_roots(), *spec.source_roots()))
+    key["class"] = type(spec).__qualname__
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return default_cache().store.root / MEMOS / f"{digest}.{kind}"
+
+
+def remember(memo: Path, text: str) -> None:
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    scratch = memo.with_suffix(f".{os.getpid()}")
+    scratch.write_text(text)
+    scratch.rename(memo)
+
+
+def recall(memo: Path) -> str | None:
+    return memo.read_text() if memo.exists() else None
+
+
+def entry_of(spec: KernelSpec, arch: str) -> Path | None:
+    """The kernel cache's folder of what this program compiles to; None if it has to be compiled."""
+    folder = default_cache().store.folder(key_of(spec, arch))
+    if not (folder / "entry.json").exists():
+        folder = Path(recall(memo_of(spec, arch, "folder")) or folder)
+    return folder if (folder / "entry.json").exists() else None
+
+
+def compile_all(wanted: Wanted) -> list[str]:
+    """The folder of each kernel's object, compiled where none is known."""
+    missing = [(spec, arch) for spec, arch in wanted if entry_of(spec, arch) is None]
+    print(f"  {len(wanted)} kernels, {len(missing)} to compile", flush=True)
+    for arch in dict.fromkeys(arch for _, arch in missing):
+        default_cache().artifacts([spec for spec, other in missing if other == arch], arch, progress=show)
+    folders = []
+    for spec, arch in wanted:
+        folder = entry_of(spec, arch)
+        if folder is None:
+            raise SystemExit(f"{spec} for {arch}: the kernel cache {default_cache().store.root} does not keep it")
+        remember(memo_of(spec, arch, "folder"), str(folder))
+        folders.append(str(folder))
+    return folders
+
+
+def trace_all(wanted: Wanted) -> list[str]:
+    """The digest of each kernel's IR, its program run where none is known."""
+    missing = [(spec, arch) for spec, arch in wanted if recall(memo_of(spec, arch, "ir")) is None]
+    print(f"  {len(wanted)} kernels, {len(missing)} to trace", flush=True)
+    if missing:
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+            for done, (item, digest) in enumerate(zip(missing, pool.map(trace, missing), strict=True), 1):
+                remember(memo_of(*item, "ir"), digest)
+                if done % 50 == 0 or done == len(missing):
+                    print(f"  {done}/{len(missing)} traced", flush=True)
+    return [recall(memo_of(*item, "ir")) or "" for item in wanted]
+
+
+class _Traced(Exception):
+    """Carries a kernel's IR out of the DSL, before the compiler runs."""
+
+
+def trace(item: tuple[KernelSpec, str]) -> str:
+    """Digest of the IR that a kernel's program makes, without the names of its functions."""
+    from cutlass.base_dsl import dsl
+
+    def stop(self: Any, module: Any, *arguments: Any, **options: Any) -> Any:
+        raise _Traced(str(module))
+
+    dsl.BaseDSL.compile_and_cache = stop  # of this worker process, which does nothing else
+    spec, arch = item
+    try:
+        spec.compile(arch)
+    except _Traced as traced:
+        return hashlib.sha256(without_names(str(traced)).encode()).hexdigest()
+    raise SystemExit(f"{spec} for {arch}: the DSL compiled it without passing its IR on")
+
+
+def without_names(ir: str) -> str:
+    """IR with its functions numbered in the order they are first named; they are named after classes and modules."""
+    numbers: dict[str, str] = {}
+    return re.sub(r"@\"?(?:kernel_)?cutlass_[\w$.]*", lambda name: numbers.setdefault(name[0], f"@{len(numbers)}"), ir)
+
+
+def show(progress: Progress) -> None:
+    if progress.done % 20 == 0 or progress.done == progress.total:
+        print(f"  {progress.done}/{progress.total} compiled, last {progress.spec}", flush=True)
+
+
+def main(request: dict[str, Any]) -> None:
+    found = Path(cute_kernels.__file__).resolve().parent.parent
+    if found != Path(request["tree"]).resolve():
+        raise SystemExit(f"cute_kernels was imported from {found}, not from {request['tree']}")
+    families, only = set(request["families"]), re.compile(request["only"])
+    wanted = [(spec, arch) for spec, arch in inventory() if not families or spec.family in families]
+    wanted = [(spec, arch) for spec, arch in wanted if only.search(spec.symbol)]
+    if not wanted:
+        raise SystemExit(f"no shipped kernel is of {sorted(families) or 'any family'} and has {request['only']!r}")
+    values = (trace_all if request["what"] == "ir" else compile_all)(wanted)
+    records = [[spec.symbol, arch, value] for (spec, arch), value in zip(wanted, values, strict=True)]
+    Path(request["output"]).write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
