@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from cute_kernels.mla import mla_decode, sparse_mla_decode
-from cute_kernels.mla.config import comes_boxed
+from cute_kernels.mla.config import fits_tma_tiles
 from cute_kernels.mla.formats import V_DIM, format_of
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.mla.schedule import WorkShape
+from cute_kernels.mla.schedule import Workload
 from layouts.kv.mla import MlaModel1
 
 SUITES = ("sparse", "prefill", "dense", "append")
@@ -55,13 +55,13 @@ class MlaShape:
         return 1 if self.shared else self.batch
 
     @property
-    def work(self) -> WorkShape:
+    def work(self) -> Workload:
         """As the schedule sees it, on an H200."""
         if self.topk:
-            return WorkShape(self.batch * self.q_len, self.num_heads, self.topk)
+            return Workload(self.batch * self.q_len, self.num_heads, self.topk)
         tokens = -(-self.seq_len // PAGE_SIZE) * PAGE_SIZE
-        boxed = comes_boxed("paged", self.kv_format, PAGE_SIZE)
-        return WorkShape(self.batch, self.q_len * self.num_heads, tokens, boxed=boxed)
+        tma_tiles = fits_tma_tiles("paged", self.kv_format, PAGE_SIZE)
+        return Workload(self.batch, self.q_len * self.num_heads, tokens, tma_tiles=tma_tiles)
 
     @property
     def flops(self) -> int:

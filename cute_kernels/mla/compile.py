@@ -96,7 +96,7 @@ def compile_combine(config: CombineConfig, arch: str, *options: str) -> Any:
     from cutlass import Int32, Int64
     from cutlass.cute.runtime import make_fake_stream
 
-    from cute_kernels.mla.combine import CombineKernel
+    from cute_kernels.mla.combine.second_launch import CombineKernel
 
     return cute.compile(
         CombineKernel(config),
@@ -114,7 +114,7 @@ def _fake_rows(columns: int, dtype: str) -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor
 
-    from cute_kernels.mla.numbers16 import of_name
+    from cute_kernels.mla.elements import of_name
 
     shape = (*(cute.sym_int() for _ in range(3)), columns)
     return make_fake_compact_tensor(of_name(dtype).type, shape, stride_order=(3, 2, 1, 0), assumed_align=16)

@@ -13,45 +13,45 @@ HEAD_DIM = 576  # columns of the wider keys
 V_HEAD_DIM = V_DIM  # columns of a value: the first ones of the key
 BLOCK_HEADS = 64  # rows of a CTA: M of a warpgroup's MMA
 BLOCK_TOKENS = 64
-GROUP_TOKENS = 8  # that a gathering warp fetches at a time: rows of a swizzle atom
+GROUP_TOKENS = 8  # that a producer warp fetches at a time: rows of a swizzle atom
 WARPGROUP_WARPS = 4
-MULTIPLYING_WARPS = 2 * WARPGROUP_WARPS  # scores and left half of the output; right half
-MULTIPLYING_THREADS = MULTIPLYING_WARPS * WARP_THREADS
-GATHER_WARPS = (4, 8)  # that a CTA may have besides
+CONSUMER_WARPS = 2 * WARPGROUP_WARPS  # scores and left half of the output; right half
+CONSUMER_THREADS = CONSUMER_WARPS * WARP_THREADS
+PRODUCER_WARPS = (4, 8)  # that a CTA may have besides
 NUM_STAGES = 2
 WEIGHT_BYTES = BLOCK_HEADS * BLOCK_TOKENS * 2
 ROW_VALUE_BYTES = BLOCK_HEADS * 4  # of a number a row
-# What a warp puts down where a row is cut: a lane's 128 sums, maxima and totals; and what a CTA does, in words.
+# What a warp puts down where a row is cut: a lane's 128 accumulators, maxima and totals; and what a CTA does, in words.
 STATE_BYTES = WARP_THREADS * (V_HEAD_DIM // 4 + 4) * 4
-STATE_WORDS, FLAG_WORDS = MULTIPLYING_WARPS * STATE_BYTES // 4, MULTIPLYING_WARPS
+STATE_WORDS, FLAG_WORDS = CONSUMER_WARPS * STATE_BYTES // 4, CONSUMER_WARPS
 # What a CTA leaves where CTAs add up parts together: of a row's pieces fp16 values and four numbers each; and a
 # flag for each of at most 16 readers.
 PIECE_COLUMNS = 128
 PART_ROW_BYTES = PIECE_COLUMNS * 2 + 16
 PART_WORDS, PART_FLAGS = BLOCK_HEADS * (V_HEAD_DIM // PIECE_COLUMNS) * PART_ROW_BYTES // 4, 16
-PARTS_TOGETHER = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
+COOPERATIVE_PARTS = range(4, 33)  # how many parts that may be: not more readers than CTAs, a lane each
 FLAG_BYTES = BLOCK_TOKENS // GROUP_TOKENS * 4  # a word of 8 bits for every 8 tokens of a block
-LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by gathering warps; in the end a CTA has at most as many in sum
+LAUNCH_REGISTERS = {4: 168, 8: 128}  # a thread, by producer warps; in the end a CTA has at most as many in sum
 OWN_REGISTERS, CROSSOVER_REGISTERS, EIGHT_WARPS_REGISTERS = (208, 160, 128), (208, 160, 136), (200, 168, 72)
-BOXES_REGISTERS, IN_PARTS_REGISTERS = (256, 184, 64), (240, 176, 88)
+TMA_REGISTERS, SPLIT_REGISTERS = (256, 184, 64), (240, 176, 88)
 HELD_STEPS, CROSSOVER_HELD_STEPS = 5, {"mla_fp8": 8, "mla_model1": 5}  # with one more, ptxas spills
 TOKENS = ("sparse", "paged")
 SCALES = {"mla_fp8": ("fp32", "power_of_2"), "mla_model1": ("ue8m0", "power_of_2")}
 FENCES = ("writer", "reader")
-ORDERS = ("plain", "stepped", "lagging")
+ORDERS = ("plain", "stepped", "delayed_pv")
 MAX_PREFETCH = 16
-# A word for each of a block's tokens that says where it lies, and one for each 8 of them, a gathering warp's mark.
+# A word for each of a block's tokens that says where it lies, and one for each 8 of them, a producer warp's mark.
 ENTRY_BLOCK_BYTES = (BLOCK_TOKENS + BLOCK_TOKENS // GROUP_TOKENS) * 4
 WHOLE = 16  # pieces of a stretch that has all of a lane's
 MAX_PARTS = 64  # of a row
 SERVED_PREFETCH = 2  # blocks, of chosen tokens
-CROSSOVER_STRETCH = 3
+CROSSOVER_CHUNK = 3
 # Where a CTA decodes all tokens of a block: what is not the default of `SERVED_STRETCH`. Whole contexts of 656-byte
-# tokens: with stretches of 5, ptxas keeps two words in local memory.
-SERVED_STRETCH = 5
-SERVED_GATHERING = {
-    ("sparse", "mla_fp8"): {"stretch": 2, "fence": "reader"},
-    ("paged", "mla_fp8"): {"stretch": 4},
+# tokens: with chunks of 5, ptxas keeps two words in local memory.
+SERVED_CHUNK = 5
+SERVED_DEQUANTIZE = {
+    ("sparse", "mla_fp8"): {"chunk": 2, "fence": "reader"},
+    ("paged", "mla_fp8"): {"chunk": 4},
 }
 
 
@@ -90,16 +90,16 @@ class MlaConfig:
         it, after they have heard. Copies that nobody waits for leave it to the latter.
     crossover: two CTAs with different heads of a row bring half of the tokens each: they decode them and send them to
         each other, or have them copied to both. The number of blocks of 64 heads of a row must be even.
-    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; in order "lagging" 0,
+    prefetch: how many blocks ahead tokens of FP8 caches are brought into L2, 0 for not at all; in order "delayed_pv" 0,
         or 1 of 16-bit tokens.
     stretch: of FP8 caches: after how many pieces of 16 bytes at the latest the loads that
         take their place are issued; WHOLE: when the compiler wants.
     gather_warps: that bring tokens, 4 or 8 (of FP8 caches, a CTA by itself): one or two on every scheduler of an SM.
     order: of a block: "plain": weights, then products with values; "stepped": 16 tokens at a time, which takes four
-        gathering warps; "lagging": likewise, and the right half of the values a block behind, for tiles that come in
+        producer warps; "delayed_pv": likewise, and the right half of the values a block behind, for tiles that come in
         two parts: FP8 tokens with crossover, or 16-bit tokens that a tensor map brings, of which every 64 lie side by
         side in a page.
-    eager: in order "lagging", whether the right half of a block is added as soon as the left one is, which gives its
+    eager: in order "delayed_pv", whether the right half of a block is added as soon as the left one is, which gives its
         part of a tile back early: where tiles are what is waited for, and not the tensor cores. FP8 tokens want it.
     together: the CTAs of a launch, all there at once, have a part of a row each and add up the parts themselves; by
         crossover in order "stepped", where one power of 2 is enough for a half of a row.
@@ -112,11 +112,11 @@ class MlaConfig:
     fence: str = "writer"
     crossover: bool = False
     prefetch: int = 0
-    stretch: int = WHOLE
-    gather_warps: int = GATHER_WARPS[0]
+    chunk: int = WHOLE
+    producer_warps: int = PRODUCER_WARPS[0]
     order: str = "plain"
     eager: bool = False
-    together: bool = False
+    cooperative: bool = False
 
     @property
     def name(self) -> str:
@@ -125,12 +125,14 @@ class MlaConfig:
         width = f"_d{self.head_dim}" if self.copies and self.head_dim != HEAD_DIM else ""
         crossover = "_crossover" * self.crossover
         ahead = f"_prefetch{self.prefetch}" if self.prefetch else ""
-        stretch = f"_stretch{self.stretch}" if not self.copies and self.stretch < WHOLE else ""
-        warps = f"_warps{self.gather_warps}" if self.gather_warps != GATHER_WARPS[0] else ""
+        chunk = f"_chunk{self.chunk}" if not self.copies and self.chunk < WHOLE else ""
+        warps = f"_warps{self.producer_warps}" if self.producer_warps != PRODUCER_WARPS[0] else ""
         order = (
-            (f"_{self.order}" if self.order != "plain" else "") + "_eager" * self.eager + "_together" * self.together
+            (f"_{self.order}" if self.order != "plain" else "")
+            + "_eager" * self.eager
+            + "_cooperative" * self.cooperative
         )
-        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{stretch}{warps}{order}"
+        return f"{self.form}{width}_{self.tokens}{fp8}{crossover}{ahead}{chunk}{warps}{order}"
 
     @property
     def layout(self) -> TokenLayout:
@@ -152,38 +154,38 @@ class MlaConfig:
     @property
     def num_threads(self) -> int:
         """Of a CTA."""
-        return (MULTIPLYING_WARPS + self.gather_warps) * WARP_THREADS
+        return (CONSUMER_WARPS + self.producer_warps) * WARP_THREADS
 
     @property
     def value_columns(self) -> int:
         """N of a product of weights and values. With four warpgroups a thread begins with 128 registers, and ptxas
-        refuses a product whose sums are as many."""
-        return V_HEAD_DIM // 2 if self.gather_warps == GATHER_WARPS[0] else V_HEAD_DIM // 4
+        refuses a product whose accumulators are as many."""
+        return V_HEAD_DIM // 2 if self.producer_warps == PRODUCER_WARPS[0] else V_HEAD_DIM // 4
 
     @property
     def warp_groups(self) -> int:
-        """Groups of tokens that a gathering warp fetches of a block."""
-        return BLOCK_TOKENS // GROUP_TOKENS // self.gather_warps // self.cluster
+        """Groups of tokens that a producer warp fetches of a block."""
+        return BLOCK_TOKENS // GROUP_TOKENS // self.producer_warps // self.cluster
 
     @property
-    def boxes(self) -> bool:
+    def tma_tiles(self) -> bool:
         """Whether a tensor map brings tiles."""
-        return self.lags and self.copies
+        return self.delays_pv and self.copies
 
     @property
-    def lags(self) -> bool:
+    def delays_pv(self) -> bool:
         """Whether the right half of the values is a block behind."""
-        return self.order == "lagging"
+        return self.order == "delayed_pv"
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Slabs of the parts of a tile that are filled and given back by themselves."""
-        return self.layout.parts if self.lags else (tuple(range(self.layout.num_slabs)),)
+        return self.layout.parts if self.delays_pv else (tuple(range(self.layout.num_slabs)),)
 
     @property
     def tile_parts(self) -> int:
         """How many such parts a tile has."""
-        return 2 if self.lags else 1
+        return 2 if self.delays_pv else 1
 
     def part_number(self, stage: Any, part: int) -> Any:
         """Of a part of a tile, among all that have barriers."""
@@ -191,13 +193,13 @@ class MlaConfig:
 
     @property
     def held_steps(self) -> int:
-        """16 columns each, of the queries, that order "lagging" keeps in registers."""
+        """16 columns each, of the queries, that order "delayed_pv" keeps in registers."""
         return CROSSOVER_HELD_STEPS[self.form] if self.crossover and not self.copies else HELD_STEPS
 
     @property
     def empty_arrivals(self) -> int:
         """How many times the barrier of a tile, or of a part of one, is arrived at when it is given back."""
-        return MULTIPLYING_WARPS // self.tile_parts * self.cluster
+        return CONSUMER_WARPS // self.tile_parts * self.cluster
 
     def sent_bytes(self, part: int) -> int:
         """What a CTA of a pair is sent of a part of a tile: half of its rows, and of the flags with the first one."""
@@ -222,29 +224,29 @@ class MlaConfig:
     @property
     def full_arrivals(self) -> int:
         """How many times a barrier of a tile is arrived at when the tile is full."""
-        if self.boxes:
+        if self.tma_tiles:
             return 1
-        return self.gather_warps * (WARP_THREADS + 1 if self.copies else 1)
+        return self.producer_warps * (WARP_THREADS + 1 if self.copies else 1)
 
     @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread: with the scores, with the right half of the output, gathering."""
-        if self.boxes:
-            return BOXES_REGISTERS
-        if self.gather_warps != GATHER_WARPS[0]:
+        if self.tma_tiles:
+            return TMA_REGISTERS
+        if self.producer_warps != PRODUCER_WARPS[0]:
             return EIGHT_WARPS_REGISTERS
-        if self.lags:
-            return IN_PARTS_REGISTERS
+        if self.delays_pv:
+            return SPLIT_REGISTERS
         return CROSSOVER_REGISTERS if self.crossover else OWN_REGISTERS
 
     @property
     def launch_registers(self) -> int:
         """Of a thread when a CTA begins."""
-        return LAUNCH_REGISTERS[self.gather_warps]
+        return LAUNCH_REGISTERS[self.producer_warps]
 
     @property
     def entry_lead(self) -> int:
-        """Blocks ahead of which a gathering warp has the entries: what it prefetches, or will load next."""
+        """Blocks ahead of which a producer warp has the entries: what it prefetches, or will load next."""
         return max(self.prefetch, 2)
 
     @property
@@ -271,7 +273,7 @@ class MlaConfig:
             "form": tuple(FORMATS),
             "fence": FENCES,
             "order": ORDERS,
-            "gather_warps": GATHER_WARPS,
+            "producer_warps": PRODUCER_WARPS,
         }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
@@ -282,39 +284,43 @@ class MlaConfig:
         scales = SCALES.get(self.form)
         if scales is not None and self.scales not in scales:
             return f"scales is {self.scales!r}; want one of {scales} for {self.form}"
-        if self.together and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
-            return f"together is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
-        if self.lags:
+        if self.cooperative and not (self.crossover and self.order == "stepped" and self.partials == SCALED_PARTIALS):
+            return (
+                f"cooperative is True; want crossover, order 'stepped' and a format whose parts are {SCALED_PARTIALS}"
+            )
+        if self.delays_pv:
             return self._lagging_reason()
         if self.eager:
             return f"eager is True; order {self.order!r} has no half that lags"
-        if self.order == "stepped" and self.gather_warps != GATHER_WARPS[0]:
-            return f"order is {self.order!r}; with {self.gather_warps} gathering warps products want 'plain'"
+        if self.order == "stepped" and self.producer_warps != PRODUCER_WARPS[0]:
+            return f"order is {self.order!r}; with {self.producer_warps} producer warps products want 'plain'"
         if self.copies and self.fence != "reader":
             return f"fence is {self.fence!r}; tiles that are copied want 'reader'"
         if self.copies and self.crossover:
             return "crossover is True; tiles that are copied are each CTA's own"
-        if (self.copies or self.crossover) and self.gather_warps != GATHER_WARPS[0]:
-            return f"gather_warps is {self.gather_warps}; tiles that are copied or exchanged want {GATHER_WARPS[0]}"
+        if (self.copies or self.crossover) and self.producer_warps != PRODUCER_WARPS[0]:
+            return (
+                f"producer_warps is {self.producer_warps}; tiles that are copied or exchanged want {PRODUCER_WARPS[0]}"
+            )
         if self.crossover and self.fence != "writer":
             return f"fence is {self.fence!r}; crossover wants 'writer'"
         if self.copies and self.prefetch:
             return f"prefetch is {self.prefetch}; tiles that are copied are their own, as early as there is room"
         if self.prefetch == 1 or not 0 <= self.prefetch <= MAX_PREFETCH:
             return f"prefetch is {self.prefetch}; want 0 or 2 to {MAX_PREFETCH} blocks"
-        if not 1 <= self.stretch <= WHOLE:
-            return f"stretch is {self.stretch}; want 1 to {WHOLE} pieces"
+        if not 1 <= self.chunk <= WHOLE:
+            return f"chunk is {self.chunk}; want 1 to {WHOLE} pieces"
         if self.smem_bytes > MAX_SHARED_BYTES:
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {MAX_SHARED_BYTES}"
         return None
 
     def _lagging_reason(self) -> str | None:
-        """As `can_implement`, of order "lagging"."""
+        """As `can_implement`, of order "delayed_pv"."""
         if self.copies and self.tokens != "paged":
             return f"order is {self.order!r}; {self.tokens} tokens of {self.form} want another, see ORDERS"
         if not self.copies and not self.crossover:
             return f"order is {self.order!r}; tokens that a CTA decodes by itself want another, see ORDERS"
-        wanted = {"fence": "writer", "gather_warps": GATHER_WARPS[0], "stretch": WHOLE}
+        wanted = {"fence": "writer", "producer_warps": PRODUCER_WARPS[0], "chunk": WHOLE}
         for name, value in wanted.items():
             if getattr(self, name) != value:
                 return f"{name} is {getattr(self, name)!r}; order {self.order!r} wants {value!r}"
@@ -360,19 +366,19 @@ class CombineConfig:
         return f"mla_combine_{self.num_threads}{dtype}" + (f"_of_{self.partials}" if self.partials != "fp32" else "")
 
 
-def crosses(tokens: str, form: str, num_heads: int, boxed: bool = False) -> bool:
+def fits_crossover(tokens: str, form: str, num_heads: int, tma_tiles: bool = False) -> bool:
     """Whether calls with so many heads a row may be served by crossover, CTAs in pairs: chosen tokens that are decoded,
     whole contexts of 656-byte tokens, or boxed ones, see `comes_boxed`."""
-    wanted = boxed or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
+    wanted = tma_tiles or form == "mla_fp8" or (tokens == "sparse" and form in SCALES)
     return wanted and -(-num_heads // BLOCK_HEADS) % 2 == 0
 
 
-def comes_boxed(tokens: str, form: str, page_size: int) -> bool:
+def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
     """Whether a tensor map brings the tokens of calls: whole contexts of 16-bit tokens, every 64 side by side."""
     return tokens == "paged" and form not in SCALES and page_size % BLOCK_TOKENS == 0
 
 
-def multiplies(form: str, num_heads: int) -> bool:
+def is_mma_bound(form: str, num_heads: int) -> bool:
     """Whether the tensor cores are what calls with so many heads a row wait for: 16-bit tokens that several CTAs
     read."""
     return form not in SCALES and num_heads > BLOCK_HEADS
@@ -383,31 +389,31 @@ def served_config(
     form: str,
     head_dim: int | None = None,
     crossover: bool = False,
-    multiplying: bool = False,
-    boxed: bool = False,
+    mma_bound: bool = False,
+    tma_tiles: bool = False,
     eager: bool = False,
-    together: bool = False,
+    cooperative: bool = False,
 ) -> MlaConfig:
     """The variant that calls are served by. head_dim: default the format's only or wider one. crossover: `crosses`.
     multiplying: `multiplies`. boxed: `comes_boxed`. eager: with crossover or boxes, whether shares are long and tiles
     are what is waited for, see `.schedule`. together: whether CTAs add up the parts of rows themselves."""
     head_dim = head_dim or format_of(form).head_dims[0]
-    if boxed:
+    if tma_tiles:
         # As measured: pairs gain by prefetching, CTAs by themselves lose.
-        served = MlaConfig(tokens, form, head_dim, prefetch=int(crossover), order="lagging")
+        served = MlaConfig(tokens, form, head_dim, prefetch=int(crossover), order="delayed_pv")
         return replace(served, crossover=crossover, eager=eager)
     if form not in SCALES:
-        return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[multiplying])
+        return MlaConfig(tokens, form, head_dim, fence="reader", order=ORDERS[mma_bound])
     served = MlaConfig(tokens, form, head_dim, SCALES[form][0])
     # As measured: chosen tokens of FP8 gain by prefetching, but not where two CTAs share them, and registers have those
-    # of a whole block; whole contexts lose half of their rate by it. Two gathering warps on a scheduler gain where one
+    # of a whole block; whole contexts lose half of their rate by it. Two producer warps on a scheduler gain where one
     # CTA decodes all tokens of a block.
     if crossover and eager:
-        return replace(served, crossover=True, order="lagging", eager=True)
+        return replace(served, crossover=True, order="delayed_pv", eager=True)
     if crossover:
-        return replace(served, crossover=True, stretch=CROSSOVER_STRETCH, order="stepped", together=together)
+        return replace(served, crossover=True, chunk=CROSSOVER_CHUNK, order="stepped", cooperative=cooperative)
     served = replace(
-        served, gather_warps=GATHER_WARPS[1], **SERVED_GATHERING.get((tokens, form), {"stretch": SERVED_STRETCH})
+        served, producer_warps=PRODUCER_WARPS[1], **SERVED_DEQUANTIZE.get((tokens, form), {"chunk": SERVED_CHUNK})
     )
     return replace(served, prefetch=SERVED_PREFETCH if tokens == "sparse" else 0)
 

@@ -1,9 +1,10 @@
 """MLA decode: gather tokens, dequantise, attend; 64 heads that share their tokens per CTA.
 
 Shape of the work: three or four warpgroups. Two multiply, and keep 256 columns of the output each: 64 x 512 in fp32 is
-all the registers that two warpgroups have left. :mod:`.serial`, :mod:`.stepped` and :mod:`.lagging` are their orders.
-The others gather tokens and make bf16 tiles of them (:mod:`.gather`), 64 tokens each, two in shared memory, or have
-them brought by a tensor map (:mod:`.boxes`).
+all the registers that two warpgroups have left. :mod:`.mainloops.serial`, :mod:`.mainloops.stepped` and
+:mod:`.mainloops.delayed_pv` are their orders. The others gather tokens and make bf16 tiles of them
+(:mod:`.loads.gather`), 64 tokens each, two in shared memory, or have them brought by a tensor map
+(:mod:`.loads.tma_tiles`).
 
 docs/design/mla.md has the balance of clocks, bytes and registers behind it.
 """
@@ -17,49 +18,49 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.mla.barriers import announce_barriers, await_barriers
-from cute_kernels.mla.boxes import Boxes, BoxLoader
+from cute_kernels.mla.combine.together import CooperativeCrossover, CooperativeStepped
 from cute_kernels.mla.config import (
     BLOCK_HEADS,
+    CONSUMER_WARPS,
     FLAG_BYTES,
-    MULTIPLYING_WARPS,
     NUM_STAGES,
     ROW_VALUE_BYTES,
     WARPGROUP_WARPS,
     WEIGHT_BYTES,
     MlaConfig,
 )
-from cute_kernels.mla.crossing import Crossing, CrossingInParts
-from cute_kernels.mla.gather import Copying, Dequantizing
-from cute_kernels.mla.items import Counts, Items, PartItems
-from cute_kernels.mla.lagging import Lagging
-from cute_kernels.mla.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
-from cute_kernels.mla.multiply import Memory
-from cute_kernels.mla.queries import QueryLoader
-from cute_kernels.mla.serial import Serial
-from cute_kernels.mla.softmax import RESCALE_SLACK
-from cute_kernels.mla.stepped import Stepped
-from cute_kernels.mla.together import AddingUp, SteppedParts
-from cute_kernels.mla.work import Results, Shape
+from cute_kernels.mla.loads.crossover import CrossoverLoad, SplitCrossoverLoad
+from cute_kernels.mla.loads.gather import CopyLoad, DequantizeLoad
+from cute_kernels.mla.loads.locate import Chosen, PagedSource, Pages, SparseSource, make_locator
+from cute_kernels.mla.loads.queries import QueryLoader
+from cute_kernels.mla.loads.tma_tiles import TmaTileLoad, TmaTileMap
+from cute_kernels.mla.mainloops.delayed_pv import DelayedPV
+from cute_kernels.mla.mainloops.products import SharedMemory
+from cute_kernels.mla.mainloops.serial import Serial
+from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
+from cute_kernels.mla.mainloops.stepped import Stepped
+from cute_kernels.mla.work import LaunchShape, Results
+from cute_kernels.mla.work_tiles import Counts, PartTiles, WorkTiles
 
 
-def make_gatherer(config: MlaConfig) -> Any:
+def make_load(config: MlaConfig) -> Any:
     """What fills tiles."""
-    if config.together:
-        return AddingUp(config)
-    if config.boxes:
-        return Boxes(config)
+    if config.cooperative:
+        return CooperativeCrossover(config)
+    if config.tma_tiles:
+        return TmaTileLoad(config)
     if config.copies:
-        return Copying(config)
+        return CopyLoad(config)
     if config.crossover:
-        return CrossingInParts(config) if config.lags else Crossing(config)
-    return Dequantizing(config)
+        return SplitCrossoverLoad(config) if config.delays_pv else CrossoverLoad(config)
+    return DequantizeLoad(config)
 
 
-def make_multiplier(config: MlaConfig) -> Serial | Stepped | Lagging:
+def make_mainloop(config: MlaConfig) -> Serial | Stepped | DelayedPV:
     """What multiplies, in the order that the configuration says."""
-    if config.together:
-        return SteppedParts(config)
-    return {"plain": Serial, "stepped": Stepped, "lagging": Lagging}[config.order](config)
+    if config.cooperative:
+        return CooperativeStepped(config)
+    return {"plain": Serial, "stepped": Stepped, "delayed_pv": DelayedPV}[config.order](config)
 
 
 class MlaKernel:
@@ -68,8 +69,8 @@ class MlaKernel:
     def __init__(self, config: MlaConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.gatherer = make_gatherer(config)
-        self.multiplier = make_multiplier(config)
+        self.load = make_load(config)
+        self.mainloop = make_mainloop(config)
         self.loader = QueryLoader(config)
 
     @cute.jit
@@ -103,12 +104,12 @@ class MlaKernel:
         extra_topk_length: Int64,
         stream,
     ):
-        """Launches over (queries x blocks of 64 heads, parts), ``num_ctas`` in all, or over the line of all queries,
-        in equal stretches, if num_parts is 0: see :mod:`.line`; num_ctas is a multiple of the blocks of heads then.
+        """Launches over (queries x blocks of 64 heads, parts), ``num_ctas`` in all, or over stream-K of all queries,
+        in equal stretches, if num_parts is 0: see :mod:`.stream_k`; num_ctas is a multiple of the blocks of heads then.
 
         q: bf16 or fp16 [batch, q_len, num_heads, head_dim]. Addresses: out [batch, q_len, num_heads, 512] in q's dtype;
         lse fp32 [batch, q_len, num_heads]; max_logits likewise or 0; sinks fp32 [num_heads] or 0; partials: see
-        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; on the line
+        `Results`, used if num_parts > 1, when out, lse and max_logits are the combining kernel's to write; on stream-K
         that and flags are the words and the flags of `States`; cache: pages ``page_stride`` bytes apart, of page_size
         tokens ``token_stride`` bytes apart (their data, if pages are split), multiples of 16; num_tokens: indices below
         it exist, at most 2**31 - 1; indices int32 [batch, q_len, topk]; topk_length int32 [batch] or 0. The same for
@@ -118,7 +119,7 @@ class MlaKernel:
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         # Who asks for the greatest scores gets running maxima that are.
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
-        shape = Shape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
+        shape = LaunchShape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), slack)
         main_pages = Pages.of(cache, page_stride, token_stride, page_size)
         extra_pages = Pages.of(extra_cache, extra_page_stride, extra_token_stride, extra_page_size)
         main = Chosen(main_pages, num_tokens, indices, topk, topk_length)
@@ -151,7 +152,7 @@ class MlaKernel:
         causal: Int32,
         stream,
     ):
-        """Launches over (requests x blocks of 64 of their queries' heads, parts), or over the line of all requests.
+        """Launches over (requests x blocks of 64 of their queries' heads, parts), or over stream-K of all requests.
 
         As :meth:`sparse`, with tokens 0 to seq_lens[b] of a request: addresses of table int32 [batch, max_pages], rows
         ``table_stride`` elements apart, and seq_lens int32 [batch]. causal: 1 if query i of q_len sees the tokens up to
@@ -160,11 +161,11 @@ class MlaKernel:
         sizes: Any = q.shape
         batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
         slack = cutlass.select_(max_logits != 0, Float32(0.0), Float32(RESCALE_SLACK))
-        shape = Shape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
+        shape = LaunchShape(batch, 1, q_len * num_heads, num_heads, num_parts, causal, slack)
         pages = Pages.of(cache, page_stride, token_stride, page_size)
         source = PagedSource(pages, num_pages, table, table_stride, max_pages, seq_lens)
-        if const_expr(self.config.boxes):
-            source = BoxLoader(self.config).source(source, cache, page_stride, token_stride)
+        if const_expr(self.config.tma_tiles):
+            source = TmaTileMap(self.config).source(source, cache, page_stride, token_stride)
         results = Results(out, lse, max_logits, sinks, partials)
         self.launch(q, source, results, flags, shape, num_ctas, softmax_scale, stream)
 
@@ -179,7 +180,7 @@ class MlaKernel:
             block=(self.config.num_threads, 1, 1),
             cluster=(self.config.cluster, 1, 1) if self.config.crossover else None,
             min_blocks_per_mp=1,
-            cooperative=self.config.together,
+            cooperative=self.config.cooperative,
             stream=stream,
         )
 
@@ -189,38 +190,38 @@ class MlaKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         memory = self.allocate()
-        if const_expr(not self.config.together):
+        if const_expr(not self.config.cooperative):
             # The launch that adds up the parts waits for this one's end; its CTAs find room only as this one's leave.
             cute.arch.griddepcontrol_launch_dependents()
-        kind = PartItems if const_expr(self.config.together) else Items
-        items = kind.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
+        kind = PartTiles if const_expr(self.config.cooperative) else WorkTiles
+        work_tiles = kind.of(shape, source, queries, self.locator, counts, results.partials, flags, cta, lane)
         if warp == 0:
             if lane == 0:
                 self.init_barriers(memory)
             cute.arch.sync_warp()
             announce_barriers(self.config)
-            self.loader.ask(queries, memory, items.row, items.head_block)
+            self.loader.ask(queries, memory, work_tiles.row, work_tiles.head_block)
         if const_expr(self.config.crossover):
             # Barriers are made visible by the fence behind their making.
             cute.arch.cluster_arrive_relaxed()
-        if warp >= MULTIPLYING_WARPS:
+        if warp >= CONSUMER_WARPS:
             self.claim_registers(2)
-            self.gatherer.run(items, source, memory, warp - MULTIPLYING_WARPS, lane)
-            if const_expr(self.config.together):
-                self.gatherer.add_up(items, results, memory, warp - MULTIPLYING_WARPS, lane)
+            self.load.run(work_tiles, source, memory, warp - CONSUMER_WARPS, lane)
+            if const_expr(self.config.cooperative):
+                self.load.combine(work_tiles, results, memory, warp - CONSUMER_WARPS, lane)
         else:
-            self.multiply(items, results, memory, softmax_scale, warp, lane)
+            self.consume(work_tiles, results, memory, softmax_scale, warp, lane)
 
     @cute.jit
-    def multiply(self, items, results, memory, softmax_scale, warp, lane):
-        """What multiplying warps do."""
-        await_barriers(self.config, gathers=False)
+    def consume(self, work_tiles, results, memory, softmax_scale, warp, lane):
+        """What consumer warps do."""
+        await_barriers(self.config, produces=False)
         if warp >= WARPGROUP_WARPS:
             self.claim_registers(1)
-            self.multiplier.second(items, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
+            self.mainloop.second(work_tiles, results, memory, softmax_scale, warp - WARPGROUP_WARPS, lane)
         else:
             self.claim_registers(0)
-            self.multiplier.first(items, results, memory, softmax_scale, warp, lane)
+            self.mainloop.first(work_tiles, results, memory, softmax_scale, warp, lane)
 
     def claim_registers(self, warpgroup: int) -> None:
         count = self.config.registers[warpgroup]
@@ -229,7 +230,7 @@ class MlaKernel:
         else:
             cute.arch.setmaxregister_decrease(count)
 
-    def allocate(self) -> Memory:
+    def allocate(self) -> SharedMemory:
         smem = cutlass.utils.SmemAllocator()
         tiles = smem.allocate(NUM_STAGES * self.config.tile_bytes, byte_alignment=1024)
         queries = smem.allocate(self.config.query_bytes, byte_alignment=1024)
@@ -239,7 +240,7 @@ class MlaKernel:
         entries = smem.allocate(max(self.config.entry_bytes, 4), byte_alignment=16)
         num_parts = NUM_STAGES * self.config.tile_parts
         full = smem.allocate_array(cutlass.Int64, 2 * num_parts + 1)
-        return Memory(
+        return SharedMemory(
             tile_pointer=tiles,
             tiles=tiles.toint(),
             query_pointer=queries,
@@ -253,7 +254,7 @@ class MlaKernel:
             queries_full=full + 2 * num_parts,
         )
 
-    def init_barriers(self, memory: Memory) -> None:
+    def init_barriers(self, memory: SharedMemory) -> None:
         for i in range(NUM_STAGES * self.config.tile_parts):
             cute.arch.mbarrier_init(memory.full + i, self.config.full_arrivals)
             cute.arch.mbarrier_init(memory.empty + i, self.config.empty_arrivals)

@@ -52,7 +52,7 @@ def _launch_dense(
     causal: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from cute_kernels.mla import launch  # the kernels' side
+    from cute_kernels.mla import plan  # the kernels' side
 
     tensors = (q, cache, block_table, seq_lens)
     key = (kv_format, causal, *map(identity, tensors))
@@ -67,7 +67,7 @@ def _launch_dense(
         checks.check_dense_values(problem, block_table, seq_lens)
     if problem.is_empty:
         return _nothing(problem, out)
-    return launch.dense(problem, q, cache, block_table, seq_lens, scale, out)
+    return plan.dense(problem, q, cache, block_table, seq_lens, scale, out)
 
 
 def _dense_here(
@@ -126,7 +126,7 @@ def _launch_sparse(
     with_max: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from cute_kernels.mla import launch  # the kernels' side
+    from cute_kernels.mla import plan  # the kernels' side
 
     key = (kv_format, *map(identity, (q, cache, indices)), *[None if x is None else identity(x) for x in extras])
     problem = _sparse_problems.get(key)
@@ -141,7 +141,7 @@ def _launch_sparse(
     top = q.new_empty(problem.out_shape[:3] if with_max else 0, dtype=torch.float32)
     if problem.is_empty:
         return *_nothing(problem, out), top.fill_(-torch.inf)
-    result, lse = launch.sparse(problem, q, cache, indices, scale, out, *extras, top if with_max else None)
+    result, lse = plan.sparse(problem, q, cache, indices, scale, out, *extras, top if with_max else None)
     return result, lse, top
 
 

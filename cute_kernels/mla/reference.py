@@ -2,7 +2,7 @@
 
 After DeepSeek-V2's absorption of the up-projections, decoding is multi-query attention over one head of cached tokens
 (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): all of a token is the key, its first 512 columns are the value. Tokens
-are dequantised exactly (code * scale in fp32), scores, softmax and sums are in ``compute_dtype``.
+are dequantised exactly (code * scale in fp32), scores, softmax and accumulators are in ``compute_dtype``.
 
 LSE is FlashMLA's: natural log of the sum of exp(softmax_scale * q . k), +inf where a query sees no token, whose output
 is 0. A sink is one more logit in the softmax's denominator without a value: out * exp(lse) / (exp(lse) + exp(sink)).

@@ -13,16 +13,16 @@ from cute_kernels.mla.config import (
     BLOCK_HEADS,
     BLOCK_TOKENS,
     COMBINE_SLOTS,
+    COOPERATIVE_PARTS,
     HEAD_DIM,
     MAX_PARTS,
     PARTIALS,
-    PARTS_TOGETHER,
     SCALED_PARTIALS,
     SCALES,
     V_HEAD_DIM,
     MlaConfig,
-    crosses,
-    multiplies,
+    fits_crossover,
+    is_mma_bound,
     served_config,
 )
 from cute_kernels.mla.few_heads.config import FORM as FEW_HEADS_FORM
@@ -32,11 +32,11 @@ from cute_kernels.sm90 import NUM_SMS
 COMBINE_US = 6.8  # what a second launch costs besides reading
 PARTIAL_BYTES_PER_US = 4.4e6  # written, then read
 HEAD_WRITTEN_US, HEAD_ADDED_US = 0.0004, 0.025  # of a part: one of all, one of a CTA's, where CTAs add up together
-LINE = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
-MAX_LINE_REQUESTS = 4096  # every warp adds up their lengths
-ROW_US = 2.0  # of a team, from one row of the line to the next
+STREAM_K = 0  # in place of a number of parts: all rows are one line, of which every team of CTAs has an equal stretch
+MAX_STREAM_K_REQUESTS = 4096  # every warp adds up their lengths
+ROW_US = 2.0  # of a team, from one row of stream-K to the next
 CUT_US = 8.0  # of a team: to put a row down and to take one up
-PAIR_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
+MULTICAST_BLOCKS = 16  # of a share, for which it is worth it that two CTAs bring their boxes together
 EAGER_BLOCKS = 16  # of a CTA, for which crossover with the right half a block behind is worth its longer program
 CLUSTER_SMS = 0.5  # of all: a cluster waits for SMs of one GPC, which others may have
 
@@ -59,13 +59,13 @@ class Rate:
     cta_us: float
     cluster: int = 1
     value_bytes: int = PARTIALS[SCALED_PARTIALS].value_bytes
-    together: bool = False
+    cooperative: bool = False
 
 
 WIDE = Rate(BLOCK_HEADS, 2.8, 7.3)
-CROSSING = Rate(BLOCK_HEADS, 2.2, 6.8)
-TOGETHER = Rate(BLOCK_HEADS, 2.2, 9.2, together=True)
-COPYING = Rate(BLOCK_HEADS, 1.55, 6.8)  # tokens of 16-bit numbers
+CROSSOVER = Rate(BLOCK_HEADS, 2.2, 6.8)
+COOPERATIVE = Rate(BLOCK_HEADS, 2.2, 9.2, cooperative=True)
+COPIES = Rate(BLOCK_HEADS, 1.55, 6.8)  # tokens of 16-bit numbers
 FEW_HEADS_BYTES = PARTIALS[FewHeadsConfig.partials].value_bytes
 FEW_HEADS = (
     Rate(8, 1.7, 3.3, value_bytes=FEW_HEADS_BYTES),
@@ -76,7 +76,7 @@ FEW_HEADS = (
 
 
 @dataclass(frozen=True)
-class WorkShape:
+class Workload:
     """What decides the cut: rows that share their tokens, heads of a row, its tokens with those of an extra cache, if
     it has as many as there may be.
 
@@ -87,7 +87,7 @@ class WorkShape:
     num_heads: int
     num_tokens: int
     num_sms: int = NUM_SMS
-    boxed: bool = False
+    tma_tiles: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -103,8 +103,8 @@ class WorkShape:
         return -(-self.num_heads // heads)
 
     def cta_blocks(self, num_parts: int) -> int:
-        """Blocks that a CTA has of a launch with so many parts, or of the line."""
-        if num_parts == LINE:
+        """Blocks that a CTA has of a launch with so many parts, or of stream-K."""
+        if num_parts == STREAM_K:
             return self.num_rows * self.num_blocks // self.teams
         return -(-self.num_blocks // num_parts)
 
@@ -114,22 +114,22 @@ class WorkShape:
         return self.num_sms // self.head_blocks(BLOCK_HEADS)
 
     @property
-    def has_line(self) -> bool:
+    def has_stream_k(self) -> bool:
         """Whether rows may be one line: a team has not less than a row, else it would wait for the one before; and to
         add up their lengths must not take long."""
-        return 0 < self.teams <= self.num_rows <= MAX_LINE_REQUESTS
+        return 0 < self.teams <= self.num_rows <= MAX_STREAM_K_REQUESTS
 
 
-def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
+def cost_us(shape: Workload, num_parts: int, rate: Rate = WIDE) -> float:
     """Modelled time of a launch with so many parts."""
-    if num_parts == LINE:
+    if num_parts == STREAM_K:
         # The kernel keeps rows whole if they turn out to have equal lengths and that is the faster way.
         row_us = ROW_US + shape.num_blocks * rate.block_us
         cut_us = CUT_US + shape.num_rows / shape.teams * row_us
         return rate.cta_us + min(cut_us, -(-shape.num_rows // shape.teams) * row_us)
     blocks = -(-shape.num_blocks // num_parts)
-    if rate.together:
-        written, heads = shape.num_ctas(rate.heads) * num_parts * BLOCK_HEADS, heads_together(num_parts)
+    if rate.cooperative:
+        written, heads = shape.num_ctas(rate.heads) * num_parts * BLOCK_HEADS, cooperative_heads(num_parts)
         return rate.cta_us + blocks * rate.block_us + written * HEAD_WRITTEN_US + heads * num_parts * HEAD_ADDED_US
     waves = -(-shape.num_ctas(rate.heads) * num_parts // shape.num_sms)
     time = waves * (rate.cta_us + blocks * rate.block_us)
@@ -139,47 +139,49 @@ def cost_us(shape: WorkShape, num_parts: int, rate: Rate = WIDE) -> float:
     return time
 
 
-def possible_parts(shape: WorkShape, rate: Rate) -> list[int]:
-    """Into how many parts rows may be cut, LINE among them; no part is without blocks where all tokens count."""
+def possible_parts(shape: Workload, rate: Rate) -> list[int]:
+    """Into how many parts rows may be cut, STREAM_K among them; no part is without blocks where all tokens count."""
     if rate.cluster > 1:
         return [rate.cluster]
     most = min(MAX_PARTS, shape.num_blocks)
     found = [n for n in range(1, most + 1) if -(-shape.num_blocks // -(-shape.num_blocks // n)) == n]
-    if rate.together:
-        return [n for n in found if fits_together(shape, n)]
-    if rate.heads == BLOCK_HEADS and shape.has_line:
-        found.append(LINE)
+    if rate.cooperative:
+        return [n for n in found if fits_cooperative(shape, n)]
+    if rate.heads == BLOCK_HEADS and shape.has_stream_k:
+        found.append(STREAM_K)
     return found
 
 
-def choose_parts(shape: WorkShape, rate: Rate = WIDE) -> int:
-    """The cheapest number of parts, or LINE, the smallest of equals. A cluster's is its own."""
+def choose_parts(shape: Workload, rate: Rate = WIDE) -> int:
+    """The cheapest number of parts, or STREAM_K, the smallest of equals. A cluster's is its own."""
     return min(possible_parts(shape, rate), key=lambda n: (cost_us(shape, n, rate), n))
 
 
-def heads_together(num_parts: int) -> int:
+def cooperative_heads(num_parts: int) -> int:
     """Heads that a CTA adds up if all of a launch add up so many parts: see `.parts.Parts`."""
     return 4 if num_parts >= 16 else 8 if num_parts >= 8 else 16
 
 
-def fits_together(shape: WorkShape, num_parts: int) -> bool:
+def fits_cooperative(shape: Workload, num_parts: int) -> bool:
     """Whether the CTAs of a launch may add up so many parts: all of them are there at once."""
-    return num_parts in PARTS_TOGETHER and shape.num_ctas(BLOCK_HEADS) * num_parts <= shape.num_sms
+    return num_parts in COOPERATIVE_PARTS and shape.num_ctas(BLOCK_HEADS) * num_parts <= shape.num_sms
 
 
-def count_ctas(shape: WorkShape, num_parts: int) -> int:
-    """CTAs of a launch of the kernel for 64 heads: one for every share, or all teams on the line.
+def count_ctas(shape: Workload, num_parts: int) -> int:
+    """CTAs of a launch of the kernel for 64 heads: one for every share, or all teams on stream-K.
 
     Raises ValueError if there is no line.
     """
-    if num_parts == LINE:
-        if not shape.has_line:
-            raise ValueError(f"num_parts: got {LINE}, {shape.num_rows} rows on a line; want at least {shape.teams}")
+    if num_parts == STREAM_K:
+        if not shape.has_stream_k:
+            raise ValueError(
+                f"num_parts: got {STREAM_K}, {shape.num_rows} rows under stream-K; want at least {shape.teams}"
+            )
         return shape.teams * shape.head_blocks(BLOCK_HEADS)
     return shape.num_ctas(BLOCK_HEADS) * num_parts
 
 
-def choose_combine(shape: WorkShape) -> tuple[int, int]:
+def choose_combine(shape: Workload) -> tuple[int, int]:
     """(`CombineConfig.slots`, row_bits of the combining kernel): for few rows as many threads each as SMs allow."""
     rows, slots = shape.num_rows * shape.num_heads, COMBINE_SLOTS[1]
     for row_bits in range(slots.bit_length()):
@@ -188,41 +190,41 @@ def choose_combine(shape: WorkShape) -> tuple[int, int]:
     return COMBINE_SLOTS[0], 0
 
 
-def choose(tokens: str, form: str, head_dim: int, shape: WorkShape) -> tuple[MlaConfig | FewHeadsConfig, int]:
+def choose(tokens: str, form: str, head_dim: int, shape: Workload) -> tuple[MlaConfig | FewHeadsConfig, int]:
     """The variant that serves a call and the number of parts."""
-    own = WIDE if form in SCALES else COPYING
-    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
-    wide = CROSSING if crossover and tokens == "sparse" else own
+    own = WIDE if form in SCALES else COPIES
+    crossover = fits_crossover(tokens, form, shape.num_heads, shape.tma_tiles)
+    wide = CROSSOVER if crossover and tokens == "sparse" else own
     rates = [wide]
     if (form, head_dim) == (FEW_HEADS_FORM, HEAD_DIM):
         rates += [rate for rate in FEW_HEADS if rate.cluster == 1 or _has_room(shape, rate)]
-    if wide is CROSSING and form == FEW_HEADS_FORM and possible_parts(shape, TOGETHER):
-        rates.append(TOGETHER)
+    if wide is CROSSOVER and form == FEW_HEADS_FORM and possible_parts(shape, COOPERATIVE):
+        rates.append(COOPERATIVE)
     parts = {rate: choose_parts(shape, rate) for rate in rates}
     rate = min(rates, key=lambda rate: cost_us(shape, parts[rate], rate))
-    if rate.together:
-        return served_config(tokens, form, head_dim, crossover, together=True), parts[rate]
+    if rate.cooperative:
+        return served_config(tokens, form, head_dim, crossover, cooperative=True), parts[rate]
     if rate is wide:
         return _wide_config(tokens, form, head_dim, shape, parts[rate]), parts[rate]
     return served_few_heads(tokens, rate.heads, rate.cluster), parts[rate]
 
 
-def _wide_config(tokens: str, form: str, head_dim: int, shape: WorkShape, num_parts: int) -> MlaConfig:
+def _wide_config(tokens: str, form: str, head_dim: int, shape: Workload, num_parts: int) -> MlaConfig:
     """The variant of the kernel for 64 heads a CTA."""
-    crossover = crosses(tokens, form, shape.num_heads, shape.boxed)
+    crossover = fits_crossover(tokens, form, shape.num_heads, shape.tma_tiles)
     blocks = shape.cta_blocks(num_parts)
-    if shape.boxed:
+    if shape.tma_tiles:
         # One block of heads of uncut rows waits for memory; several for the tensor cores.
-        crossover = crossover and -(-shape.num_blocks // max(num_parts, 1)) >= PAIR_BLOCKS
+        crossover = crossover and -(-shape.num_blocks // max(num_parts, 1)) >= MULTICAST_BLOCKS
         eager = shape.num_heads <= BLOCK_HEADS and num_parts <= 1
     else:
         eager = crossover and blocks >= EAGER_BLOCKS
         crossover = crossover and (eager or tokens == "sparse")
-    multiplying = multiplies(form, shape.num_heads)
-    return served_config(tokens, form, head_dim, crossover, multiplying, shape.boxed, eager)
+    mma_bound = is_mma_bound(form, shape.num_heads)
+    return served_config(tokens, form, head_dim, crossover, mma_bound, shape.tma_tiles, eager)
 
 
-def _has_room(shape: WorkShape, rate: Rate) -> bool:
+def _has_room(shape: Workload, rate: Rate) -> bool:
     """Whether the clusters of a launch find their SMs at once, and every CTA has a block."""
     wanted = shape.num_ctas(rate.heads) * rate.cluster
     return wanted <= CLUSTER_SMS * shape.num_sms and shape.num_blocks >= rate.cluster

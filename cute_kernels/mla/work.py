@@ -12,7 +12,7 @@ from cute_kernels.mla.config import BLOCK_TOKENS, PartialForm
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """Run-time integers of a launch.
 
     A row is what shares its tokens: a query, all heads of it, if indices name the tokens; else a request, with the
@@ -40,7 +40,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkTile:
     """A CTA's share; blocks [begin, end) of the row, those of the extra cache behind ``main_blocks`` others."""
 
     shape: Any
@@ -52,14 +52,14 @@ class Work:
     length: Any  # tokens, those of the extra cache not counted
     main_blocks: Any
     extra_length: Any
-    left: Any = None  # of what the CTA has on the line, behind this share
-    puts_down: Any = None  # whether an earlier part of the row is another CTA's, which ends the row
-    takes_up: Any = None  # whether a later part of the row is another CTA's, which began it
+    left: Any = None  # of what the CTA has on stream-K, behind this share
+    publishes: Any = None  # whether an earlier part of the row is another CTA's, which ends the row
+    resumes: Any = None  # whether a later part of the row is another CTA's, which began it
 
     @staticmethod
     def share(num_blocks, num_parts, part):
         """[begin, end) of a part: whole blocks, as equal as can be, empty ones last."""
-        return Work.cut(num_blocks, (num_blocks + num_parts - 1) // num_parts, part)
+        return WorkTile.cut(num_blocks, (num_blocks + num_parts - 1) // num_parts, part)
 
     @staticmethod
     def cut(num_blocks, size, part):
@@ -77,12 +77,12 @@ def blocks_of(length):
     return (length + BLOCK_TOKENS - 1) // BLOCK_TOKENS
 
 
-def partial_values(results: Results, shape: Shape, query_row, part, form: PartialForm):
+def partial_values(results: Results, shape: LaunchShape, query_row, part, form: PartialForm):
     """Address of a partial result's 512 unnormalised values."""
     return results.partials + (Int64(query_row) * shape.num_parts + part) * form.row_bytes
 
 
-def partial_stats(results: Results, shape: Shape, query_row, part, form: PartialForm):
+def partial_stats(results: Results, shape: LaunchShape, query_row, part, form: PartialForm):
     """Address of a partial result's maximum, sum and so on."""
     behind = Int64(shape.rows) * shape.num_heads * shape.num_parts * form.row_bytes
     return results.partials + behind + (Int64(query_row) * shape.num_parts + part) * form.stats_bytes

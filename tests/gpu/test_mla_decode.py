@@ -18,7 +18,7 @@ from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.formats import format_of
 from cute_kernels.mla.problem import SparseExtras
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.mla.schedule import WorkShape, choose
+from cute_kernels.mla.schedule import Workload, choose
 from tests.mla import cases
 from tests.mla.cases import DenseCall, SparseCall, as_flash_mla, assert_as_close_as_flash_mla, moved
 
@@ -44,12 +44,12 @@ WIDTHS = [
 def specs() -> list[MlaSpec]:
     """Kernels of this file that bundles do not hold. Whole contexts of `WIDTHS` are asked for by 192 rows of heads, of
     boxes by 128 and 192."""
-    boxed = [
+    tma_tiles = [
         served_config(*which, pairs, False, True) for which in WIDTHS if which[0] == "paged" for pairs in (False, True)
     ]
     return [
-        *map(MlaSpec, boxed),
-        *(MlaSpec(served_config(*which, multiplying=True)) for which in WIDTHS),
+        *map(MlaSpec, tma_tiles),
+        *(MlaSpec(served_config(*which, mma_bound=True)) for which in WIDTHS),
         *(MlaSpec(served_config(*which)) for which in WIDTHS if which[0] == "sparse"),
     ]
 
@@ -153,7 +153,7 @@ def test_scales_that_are_no_powers_of_two(batch, rounds, factor):
     call.cache[..., 512:528] = scales.view(torch.uint8)
     on_gpu = moved(call, "cuda")
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    config, _ = choose("sparse", "mla_fp8", 576, WorkShape(call.indices.shape[:2].numel(), 64, 200, num_sms))
+    config, _ = choose("sparse", "mla_fp8", 576, Workload(call.indices.shape[:2].numel(), 64, 200, num_sms))
     assert isinstance(config, MlaConfig) == rounds
     found = served(on_gpu)
     if rounds:

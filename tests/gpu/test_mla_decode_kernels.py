@@ -13,9 +13,9 @@ import torch
 from cute_kernels.mla.compile import MlaSpec, combine_specs
 from cute_kernels.mla.config import MlaConfig, served_config
 from cute_kernels.mla.few_heads.config import FewHeadsConfig
-from cute_kernels.mla.launch import NO_CACHE, make_plan
+from cute_kernels.mla.plan import NO_CACHE, make_plan
 from cute_kernels.mla.reference import mla_decode_reference, sparse_mla_decode_reference
-from cute_kernels.mla.schedule import LINE, WorkShape
+from cute_kernels.mla.schedule import STREAM_K, Workload
 from cute_kernels.sm90 import NUM_SMS
 from layouts.kv.mla import MlaModel1
 from tests.mla.cases import DenseCall, SparseCall, assert_as_close_as_flash_mla, make_dense, make_sparse, moved
@@ -38,23 +38,23 @@ PAGED_CLUSTER = FewHeadsConfig("paged", 8, 4, cluster=8)
 SPARSE: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig(),
     MlaConfig(fence="reader"),
-    MlaConfig(prefetch=2, stretch=3),
+    MlaConfig(prefetch=2, chunk=3),
     MlaConfig(prefetch=7, fence="reader"),
-    MlaConfig(gather_warps=8),
-    MlaConfig(prefetch=2, stretch=5, gather_warps=8),
+    MlaConfig(producer_warps=8),
+    MlaConfig(prefetch=2, chunk=5, producer_warps=8),
     MlaConfig(scales="power_of_2"),
     MlaConfig(scales="power_of_2", prefetch=4, fence="reader"),
     MlaConfig(crossover=True),
     MlaConfig(crossover=True, prefetch=4),
-    MlaConfig(crossover=True, stretch=3, order="stepped"),
+    MlaConfig(crossover=True, chunk=3, order="stepped"),
     MlaConfig(order="stepped"),
-    MlaConfig(crossover=True, prefetch=4, stretch=3),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, stretch=3, order="stepped"),
-    MlaConfig(crossover=True, order="lagging", eager=True),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="lagging", eager=True),
-    MlaConfig(prefetch=2, stretch=2, gather_warps=8, fence="reader"),
+    MlaConfig(crossover=True, prefetch=4, chunk=3),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, chunk=3, order="stepped"),
+    MlaConfig(crossover=True, order="delayed_pv", eager=True),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", crossover=True, order="delayed_pv", eager=True),
+    MlaConfig(prefetch=2, chunk=2, producer_warps=8, fence="reader"),
     MlaConfig(form="mla_model1", head_dim=512, scales="power_of_2", prefetch=4),
-    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, stretch=5, gather_warps=8),
+    MlaConfig(form="mla_model1", head_dim=512, scales="ue8m0", prefetch=2, chunk=5, producer_warps=8),
     MlaConfig(form="mla_bf16", fence="reader"),
     MlaConfig(form="mla_bf16", fence="reader", order="stepped"),
     *FEW_HEADS,
@@ -62,23 +62,23 @@ SPARSE: list[MlaConfig | FewHeadsConfig] = [
 WIDE = [config for config in SPARSE if isinstance(config, MlaConfig)]
 PAGED: list[MlaConfig | FewHeadsConfig] = [
     MlaConfig("paged"),
-    MlaConfig("paged", stretch=5, gather_warps=8),
+    MlaConfig("paged", chunk=5, producer_warps=8),
     MlaConfig("paged", "mla_bf16", fence="reader"),
     MlaConfig("paged", "mla_bf16", fence="reader", order="stepped"),
     *(FewHeadsConfig("paged", heads, 3) for heads in (8, 16, 32)),
 ]
 BOXED = [
-    MlaConfig("paged", "mla_bf16", order="lagging"),
-    MlaConfig("paged", "mla_bf16", order="lagging", eager=True),
-    MlaConfig("paged", "mla_bf16", order="lagging", crossover=True, prefetch=1),
+    MlaConfig("paged", "mla_bf16", order="delayed_pv"),
+    MlaConfig("paged", "mla_bf16", order="delayed_pv", eager=True),
+    MlaConfig("paged", "mla_bf16", order="delayed_pv", crossover=True, prefetch=1),
 ]
-WHOLE_CROSSOVER = MlaConfig("paged", crossover=True, order="lagging", eager=True)
-TOGETHER = served_config("sparse", "mla_fp8", crossover=True, together=True)
+WHOLE_CROSSOVER = MlaConfig("paged", crossover=True, order="delayed_pv", eager=True)
+COOPERATIVE = served_config("sparse", "mla_fp8", crossover=True, cooperative=True)
 WHOLE_CONTEXTS = [config for config in PAGED if isinstance(config, MlaConfig)]
 
 
 def specs() -> list[Any]:
-    wanted = [*SPARSE, TOGETHER, *PAGED, *BOXED, WHOLE_CROSSOVER, *CLUSTERS, PAGED_CLUSTER]
+    wanted = [*SPARSE, COOPERATIVE, *PAGED, *BOXED, WHOLE_CROSSOVER, *CLUSTERS, PAGED_CLUSTER]
     return [*map(MlaSpec, wanted), *combine_specs("bf16")]
 
 
@@ -102,10 +102,10 @@ def run(
     num_sms: int = NUM_SMS,
 ):
     """(out, lse) of a kernel over ``tokens``, what it takes behind num_ctas and flags; twice, with equal bits. num_sms:
-    so many CTAs at most share the line, if num_parts is LINE."""
+    so many CTAs at most share stream-K, if num_parts is STREAM_K."""
     batch, q_len, num_heads = call.q.shape[:3]
     rows = (batch * q_len, num_heads) if isinstance(call, SparseCall) else (batch, q_len * num_heads)
-    plan = make_plan(config, "sm_90a", WorkShape(*rows, 0, num_sms), num_parts)
+    plan = make_plan(config, "sm_90a", Workload(*rows, 0, num_sms), num_parts)
     results = []
     for _ in range(2):
         out = torch.full((*call.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -173,7 +173,7 @@ def test_parts(config, num_parts, batch):
 )  # fmt: skip
 def test_parts_that_are_added_up_together(num_parts, batch, q_len, num_heads, topk):
     """In one launch, some parts without tokens among them."""
-    check_sparse(TOGETHER, num_parts, batch=batch, q_len=q_len, num_heads=num_heads, topk=topk)
+    check_sparse(COOPERATIVE, num_parts, batch=batch, q_len=q_len, num_heads=num_heads, topk=topk)
 
 
 def test_launches_on_several_streams_that_add_up_together():
@@ -184,13 +184,13 @@ def test_launches_on_several_streams_that_add_up_together():
             make_sparse("mla_fp8", batch=4, q_len=1, num_heads=128, topk=2048, num_pages=40, page_size=64), "cuda"
         )
         tokens = (*pages_of(call.cache), 40 * 64, call.indices.data_ptr(), 2048, 0, *NO_CACHE)
-        calls.append((stream, call, tokens, num_parts, run(TOGETHER, call, tokens, num_parts)[0]))
+        calls.append((stream, call, tokens, num_parts, run(COOPERATIVE, call, tokens, num_parts)[0]))
     torch.cuda.synchronize()
     found = []
     for _ in range(20):
         for stream, call, tokens, num_parts, wanted in calls:
             with torch.cuda.stream(stream):
-                plan = make_plan(TOGETHER, "sm_90a", WorkShape(4, 128, 0), num_parts)
+                plan = make_plan(COOPERATIVE, "sm_90a", Workload(4, 128, 0), num_parts)
                 found.append((plan.run(call.q, SCALE, tokens)[0], wanted))
     torch.cuda.synchronize()
     assert all(torch.equal(out, wanted) for out, wanted in found)
@@ -198,7 +198,7 @@ def test_launches_on_several_streams_that_add_up_together():
 
 def test_too_many_ctas_to_add_up_together():
     with pytest.raises(ValueError, match="num_parts"):
-        make_plan(TOGETHER, "sm_90a", WorkShape(8, 128, 2048), 16)
+        make_plan(COOPERATIVE, "sm_90a", Workload(8, 128, 2048), 16)
 
 
 @pytest.mark.parametrize("config", SPARSE, ids=name)
@@ -211,14 +211,14 @@ def test_more_ctas_than_there_is_room_for(config):
 @pytest.mark.parametrize("config", WIDE, ids=name)
 def test_line_of_queries(config, num_sms, topk):
     """Rows of any length, none included, cut anywhere; the longest ones go through several CTAs."""
-    check_sparse(config, LINE, batch=9, q_len=2, num_heads=128, topk=topk, num_sms=num_sms)
+    check_sparse(config, STREAM_K, batch=9, q_len=2, num_heads=128, topk=topk, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [3, 9, 31])
 @pytest.mark.parametrize("config", WHOLE_CONTEXTS, ids=name)
 def test_line_of_whole_contexts(config, num_sms):
     lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
-    check_paged(config, lengths, LINE, q_len=2, num_heads=80, page_size=16, num_sms=num_sms)
+    check_paged(config, lengths, STREAM_K, q_len=2, num_heads=80, page_size=16, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
@@ -234,7 +234,7 @@ def test_queries_that_all_see_everything(config):
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 64])
-@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, NUM_SMS), (3, NUM_SMS), (LINE, 4), (LINE, 12)])
+@pytest.mark.parametrize(("num_parts", "num_sms"), [(1, NUM_SMS), (3, NUM_SMS), (STREAM_K, 4), (STREAM_K, 12)])
 def test_whole_contexts_by_crossover(num_parts, num_sms, page_size):
     """Pairs want an even number of blocks of heads."""
     lengths = [0, 1, 64, 65, 777, 130]
@@ -245,7 +245,7 @@ def test_whole_contexts_by_crossover(num_parts, num_sms, page_size):
 @pytest.mark.parametrize("config", BOXED, ids=name)
 def test_line_of_boxes(config, num_sms):
     lengths = [0, 0, 1, 64, 65, 777, 0, 130, 3, 0]
-    check_paged(config, lengths, LINE, q_len=2, num_heads=100, page_size=64, num_sms=num_sms)
+    check_paged(config, lengths, STREAM_K, q_len=2, num_heads=100, page_size=64, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("page_size", [64, 192])

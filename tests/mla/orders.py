@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from cute_kernels.mla import multiply
-from cute_kernels.mla.config import MULTIPLYING_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
+from cute_kernels.mla.config import CONSUMER_WARPS, NUM_STAGES, WARPGROUP_WARPS, MlaConfig
+from cute_kernels.mla.mainloops import products
 
 WARP_THREADS = 32
-PRODUCER = MULTIPLYING_WARPS
-METHODS = ("first", "second", "first_share", "second_share", "ask_next_queries", "end_first", "end_second")
+PRODUCER = CONSUMER_WARPS
+METHODS = ("first", "second", "score_tile", "value_tile", "ask_next_queries", "end_first", "end_second")
 """Of an order, what the models run as it is."""
 SHARES = [[0], [1], [9], [3, 2], [1, 1, 1, 1], [0, 0, 0], [0, 2, 0, 0, 3, 0], [2, 1, 3], [1, 0, 1]]
 """Blocks of the shares of a CTA."""
@@ -79,7 +79,7 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
-class Items:
+class WorkTiles:
     """Shares with so many blocks; every row is one, the first one the end of a row, the last one the beginning."""
 
     shares: list[int]
@@ -94,13 +94,13 @@ class Items:
         return len(self.shares)
 
     @property
-    def states(self) -> SimpleNamespace:
-        return SimpleNamespace(put_down=lambda *_: self.machine.step(), take_up=lambda *_: self.machine.step())
+    def exchange(self) -> SimpleNamespace:
+        return SimpleNamespace(publish=lambda *_: self.machine.step(), resume=lambda *_: self.machine.step())
 
     def work(self, row: int, start: int, left: int) -> SimpleNamespace:
         assert left == len(self.shares) - row
         before, shape = sum(self.shares[:row]), SimpleNamespace(slack=8.0)
-        ends = {"puts_down": self.cut and row == 0, "takes_up": self.cut and left == 1}
+        ends = {"publishes": self.cut and row == 0, "resumes": self.cut and left == 1}
         share = {"row": row, "begin": 0, "end": self.shares[row], "before": before, "left": left - 1}
         return SimpleNamespace(shape=shape, **share, **ends)
 
@@ -121,9 +121,9 @@ class Machine:
         self.full: dict[int, int] = {}
         self.empty: dict[int, int] = {}
         self.holds: dict[Any, Any] = {}
-        self.issued: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
-        self.groups: dict[int, list[set]] = {warp: [] for warp in range(MULTIPLYING_WARPS)}
-        self.visible: dict[int, dict] = {warp: {} for warp in range(MULTIPLYING_WARPS)}
+        self.issued: dict[int, list[set]] = {warp: [] for warp in range(CONSUMER_WARPS)}
+        self.groups: dict[int, list[set]] = {warp: [] for warp in range(CONSUMER_WARPS)}
+        self.visible: dict[int, dict] = {warp: {} for warp in range(CONSUMER_WARPS)}
         self.asked = 0  # how often queries were asked for, which come at once
 
     def ask(self, share: int) -> None:
@@ -180,7 +180,7 @@ class Machine:
         self.visible[self.warp] = {place: (block, set(warps)) for place, (block, warps) in stored.items()}
 
     def produce(self, num_blocks: int) -> None:
-        """The gathering warps as one: tiles in order, each part of one when it is given back."""
+        """The producer warps as one: tiles in order, each part of one when it is given back."""
         self.local.warp = PRODUCER
         for block in range(num_blocks):
             stage, turn = block % NUM_STAGES, block // NUM_STAGES
@@ -195,11 +195,11 @@ class Machine:
 class Played:
     """What all orders do with a :class:`Machine` instead of products and memory; goes before the order's class."""
 
-    additions = 1  # to a warp's sums, of a block
+    additions = 1  # to a warp's accumulators, of a block
 
     def __init__(self, machine: Machine):
         super().__init__(machine.config)  # pyright: ignore[reportCallIssue]
-        self.machine, self.sums = machine, {warp: [] for warp in range(MULTIPLYING_WARPS)}
+        self.machine, self.acc = machine, {warp: [] for warp in range(CONSUMER_WARPS)}
         self.published = dict.fromkeys(range(WARPGROUP_WARPS), 0)
         self.loaded = dict.fromkeys(range(WARPGROUP_WARPS), 0)
         self.writer: Any = SimpleNamespace(finish_rows=lambda *_: [1.0, 1.0], write=lambda *_: machine.step())
@@ -208,7 +208,7 @@ class Played:
     @property
     def block(self) -> int:
         """The one that a warp is at, of all shares: it has added all of those before."""
-        return len(self.sums[self.machine.warp]) // self.additions
+        return len(self.acc[self.machine.warp]) // self.additions
 
     @property
     def share(self) -> int:
@@ -294,7 +294,7 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     }
     shared = {"Int32": int, "lane_sum": lambda value, offsets: value}
     modules = order if isinstance(order, tuple) else (order,)
-    for module, values in (*((module, common | own) for module in modules), (multiply, common | shared)):
+    for module, values in (*((module, common | own) for module in modules), (products, common | shared)):
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     memory = SimpleNamespace(queries=0, weight_pointer=SimpleNamespace(toint=lambda: 0))
@@ -302,7 +302,7 @@ def play(monkeypatch, order: Any, model: Any, left_out: int | None = None, fence
     def run_warp(warp: int) -> None:
         machine.local.warp = warp
         run = model.second if warp >= WARPGROUP_WARPS else model.first
-        run(Items(machine.shares, machine), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
+        run(WorkTiles(machine.shares, machine), None, memory, 1.0, warp % WARPGROUP_WARPS, 0)
 
-    bodies = [functools.partial(run_warp, warp) for warp in range(MULTIPLYING_WARPS)]
+    bodies = [functools.partial(run_warp, warp) for warp in range(CONSUMER_WARPS)]
     machine.scheduler.run([*bodies, functools.partial(machine.produce, sum(machine.shares))])

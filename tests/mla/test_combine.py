@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import combine, work
+from cute_kernels.mla import work
+from cute_kernels.mla.combine import second_launch
 from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
-from cute_kernels.mla.numbers16 import Numbers
-from cute_kernels.mla.softmax import LOWEST
+from cute_kernels.mla.elements import ElementType
+from cute_kernels.mla.mainloops.softmax import LOWEST
 from tests.attention.warp import LANES, Float32, Int32, bf16_bits, bf16_values
 from tests.mla.warp import MlaWarp
 
@@ -33,36 +34,36 @@ def run(kernel: Any, shape: Any, results: Any, sinks: np.ndarray, row_bits: int)
     lse, top = np.full((2, num_rows), np.nan)
     for first_row in range(0, num_rows, rows):
         found = []
-        for slot, quarter in np.ndindex(slots, combine.ROW_THREADS // 32):
+        for slot, quarter in np.ndindex(slots, second_launch.ROW_THREADS // 32):
             row, column = first_row + (slot & (rows - 1)), LANES + 32 * quarter
             place = Int32(row), int(row < num_rows), slot >> row_bits, groups, column
             found.append((slot, row, column, add_parts(kernel, results, shape, *place)))
         for first in (False, True):
-            for slot, row, column, (sums, maximum, total) in found:
+            for slot, row, column, (acc, maximum, total) in found:
                 if slots > 1 and (slot < rows) == first:
-                    add_groups(kernel, sums, groups, rows, slot, column)
+                    add_groups(kernel, acc, groups, rows, slot, column)
                 if first and slot < rows and row < num_rows:
                     denominator = total + np.exp2(sinks[row] * np.float64(Float32(1.4426950408889634)) - maximum)
                     words, lse[row], top[row] = (
-                        x if isinstance(x, list) else x[0] for x in kernel.outcome(sums, maximum, total, denominator)
+                        x if isinstance(x, list) else x[0] for x in kernel.outcome(acc, maximum, total, denominator)
                     )
                     out[row].reshape(-1, 2)[column] = np.stack(words, axis=1)
     return bf16_values(out.view(np.uint16)), lse, top
 
 
-add_parts: Any = vars(combine.CombineKernel)["add_parts"].__wrapped__
-add_groups: Any = vars(combine.CombineKernel)["add_groups"].__wrapped__
+add_parts: Any = vars(second_launch.CombineKernel)["add_parts"].__wrapped__
+add_groups: Any = vars(second_launch.CombineKernel)["add_groups"].__wrapped__
 
 
 def install(machine: Machine, monkeypatch) -> None:
-    machine.install(monkeypatch, combine, work)
-    arch = combine.cute.arch
+    machine.install(monkeypatch, second_launch, work)
+    arch = second_launch.cute.arch
     arch.lane_idx, arch.sync_warp, arch.sync_threads = lambda: LANES, lambda: None, lambda: None
     arch.griddepcontrol_wait = lambda: None
     memory = SimpleNamespace(allocate=lambda *_, **__: SimpleNamespace(toint=lambda: 0))
-    monkeypatch.setattr(combine.cutlass, "utils", SimpleNamespace(SmemAllocator=lambda: memory), raising=False)
-    monkeypatch.setattr(combine.cutlass, "range", lambda *bounds, unroll: range(*bounds), raising=False)
-    monkeypatch.setattr(combine.cutlass, "Uint32", np.uint32, raising=False)
+    monkeypatch.setattr(second_launch.cutlass, "utils", SimpleNamespace(SmemAllocator=lambda: memory), raising=False)
+    monkeypatch.setattr(second_launch.cutlass, "range", lambda *bounds, unroll: range(*bounds), raising=False)
+    monkeypatch.setattr(second_launch.cutlass, "Uint32", np.uint32, raising=False)
 
 
 @pytest.mark.parametrize("partials", PARTIALS)
@@ -88,8 +89,8 @@ def test_parts_of_all_rows_are_added_up(monkeypatch, slots, row_bits, num_parts,
     memory = np.concatenate([x.reshape(-1).view(np.uint8) for x in (stored, np.stack(numbers, axis=-1))])
     machine = Machine(np.zeros(8 * V_HEAD_DIM * 4, np.uint8), memory)
     install(machine, monkeypatch)
-    kernel: Any = combine.CombineKernel(CombineConfig(slots=slots, partials=partials))
-    kernel.numbers = Numbers(None, machine.pack_bf16x2)
+    kernel: Any = second_launch.CombineKernel(CombineConfig(slots=slots, partials=partials))
+    kernel.numbers = ElementType(None, machine.pack_bf16x2)
     shape = SimpleNamespace(rows=1, num_heads=num_heads, num_parts=num_parts)
     out, lse, top = run(kernel, shape, work.Results(0, 0, 0, 0, 0), sinks, row_bits)
 

@@ -1,4 +1,4 @@
-"""The ring of a gathering warp's entries, over all blocks of a CTA's shares: nothing is read before it is there, or
+"""The ring of a producer warp's entries, over all blocks of a CTA's shares: nothing is read before it is there, or
 after something else is."""
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import entries, items
+from cute_kernels.mla import work_tiles
 from cute_kernels.mla.config import MlaConfig
+from cute_kernels.mla.loads import entries
 
 LANES = 32
 CONFIGS = [
-    MlaConfig(prefetch=prefetch, crossover=crossover, gather_warps=warps)
+    MlaConfig(prefetch=prefetch, crossover=crossover, producer_warps=warps)
     for prefetch in (0, 2, 3, 4, 5)
     for crossover, warps in ((False, 4), (True, 4), (False, 8))
 ]
@@ -34,7 +35,7 @@ class State(list):
 
 
 @dataclass(frozen=True)
-class Items:
+class WorkTiles:
     """The shares of a CTA, of rows that follow each other; ``left`` counts those that are."""
 
     shares: list[tuple[int, int]]
@@ -44,7 +45,7 @@ class Items:
     queries: Any = None
 
     @property
-    def has_line(self) -> bool:
+    def has_stream_k(self) -> bool:
         """Not where one share is all there is: an odd one, that both be tried."""
         return len(self.shares) > 1 or self.shares[0][0] % 2 == 0
 
@@ -54,9 +55,9 @@ class Items:
 
     def work(self, row: int, start: int, left: int) -> SimpleNamespace:
         assert (row, start, left) == (self.row, self.start, self.left), "only the first share begins anywhere"
-        return self.next_work(row, left)
+        return self.next_tile(row, left)
 
-    def next_work(self, row: int, left: int) -> SimpleNamespace:
+    def next_tile(self, row: int, left: int) -> SimpleNamespace:
         assert left == self.row + len(self.shares) - row
         begin, end = self.shares[row - self.row]
         return SimpleNamespace(row=row, begin=begin, end=end, length=0, main_blocks=0, extra_length=0, left=left - 1)
@@ -141,8 +142,8 @@ def install(monkeypatch, machine: Machine) -> None:
     ranges = SimpleNamespace(range_constexpr=range, range=lambda count, unroll: range(count), select_=None)
     monkeypatch.setattr(entries, "cute", SimpleNamespace(arch=arch))
     monkeypatch.setattr(entries, "cutlass", ranges)
-    monkeypatch.setattr(items, "cute", SimpleNamespace(make_rmem_tensor=lambda count, _: State([0] * count)))
-    for module in (entries, items):
+    monkeypatch.setattr(work_tiles, "cute", SimpleNamespace(make_rmem_tensor=lambda count, _: State([0] * count)))
+    for module in (entries, work_tiles):
         monkeypatch.setattr(module, "Int32", int)
         monkeypatch.setattr(module, "const_expr", lambda value: value)
     for name in ("ptx", "numbers"):
@@ -150,7 +151,7 @@ def install(monkeypatch, machine: Machine) -> None:
     monkeypatch.setattr(entries.Entries, "lines", lambda *_: [0])
     for name in METHODS:
         monkeypatch.setattr(entries.Entries, name, getattr(entries.Entries, name).__wrapped__)
-    monkeypatch.setattr(items.Cursor, "advance", items.Cursor.advance.__wrapped__)
+    monkeypatch.setattr(work_tiles.Cursor, "advance", work_tiles.Cursor.advance.__wrapped__)
 
 
 @pytest.mark.parametrize("shares", SHARES, ids=str)
@@ -160,10 +161,10 @@ def test_entries_are_there_when_they_are_read(monkeypatch, config, shares):
     install(monkeypatch, machine)
     made: Any = entries.Entries.of(config)
     ring: Any = entries.Entries(**(vars(made) | {"locator": machine}))
-    all_items: Any = Items(shares)
-    memory, first_row, blocks = SimpleNamespace(entries=1000), 16, all_items.blocks
+    all_tiles: Any = WorkTiles(shares)
+    memory, first_row, blocks = SimpleNamespace(entries=1000), 16, all_tiles.blocks
     # Lanes go together, each with a cursor of its own; one of them leads.
-    cursors = [items.Cursor.before(all_items, machine, int(lane == 0)) for lane in range(LANES)]
+    cursors = [work_tiles.Cursor.before(all_tiles, machine, int(lane == 0)) for lane in range(LANES)]
 
     def lanes(call: Callable[[int, Any], None]) -> None:
         for lane, cursor in enumerate(cursors):
@@ -192,4 +193,4 @@ def test_entries_are_there_when_they_are_read(monkeypatch, config, shares):
     wanted = {(*block, first_row + row) for block in blocks for row in range(ring.rows)}
     assert machine.asked == (wanted if config.prefetch else set())
     # Those of the first share are asked for in shared memory at once.
-    assert machine.queries == list(range(all_items.row + 1, all_items.row + len(shares)))
+    assert machine.queries == list(range(all_tiles.row + 1, all_tiles.row + len(shares)))

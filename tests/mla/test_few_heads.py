@@ -1,4 +1,4 @@
-"""The kernel for few heads, lane by lane in NumPy: copies, operands, scores, weights, sums, and what is written."""
+"""The kernel for few heads, lane by lane in NumPy: copies, operands, scores, weights, acc, and what is written."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import torch
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import division
-from cute_kernels.mla import locate, work
+from cute_kernels.mla import work
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM
-from cute_kernels.mla.few_heads import adding, copying, joining, memory, queries, scoring
+from cute_kernels.mla.few_heads import cluster_combine, producer, queries, score_loop, shared_memory, value_loop
 from cute_kernels.mla.few_heads.config import (
-    ADDING_WARPS,
-    COPYING_WARPS,
     LATENT_STEPS,
     MATRIX_BYTES,
     NUM_TILES,
+    PRODUCER_WARPS,
     ROW_BYTES,
-    SCORING_WARPS,
+    SCORE_WARPS,
     STAGE_BYTES,
+    VALUE_WARPS,
     WARP_COLUMNS,
     WARP_TOKENS,
     FewHeadsConfig,
 )
-from cute_kernels.mla.softmax import RESCALE_SLACK
+from cute_kernels.mla.loads import locate
+from cute_kernels.mla.mainloops.softmax import RESCALE_SLACK
 from cute_kernels.sm90 import MAX_SHARED_BYTES
 from layouts import banks
 from layouts.kv.mla import MlaFp8
@@ -89,7 +90,9 @@ class FewHeadsWarp(MlaWarp):
 
 def machine_with(monkeypatch, global_memory: np.ndarray) -> FewHeadsWarp:
     machine = FewHeadsWarp(np.full(END, 0xFF, np.uint8), global_memory)
-    machine.install(monkeypatch, adding, copying, division, joining, locate, memory, queries, scoring, work)
+    machine.install(
+        monkeypatch, value_loop, producer, division, cluster_combine, locate, shared_memory, queries, score_loop, work
+    )
     return machine
 
 
@@ -102,9 +105,9 @@ def lanes_of(warp: int) -> tuple[Any, Any]:
 
 def copy_block(machine: FewHeadsWarp, stride: int, indices: np.ndarray) -> None:
     """One block of tokens into the first stage."""
-    copier = copying.Copier(FewHeadsConfig())
+    copier = producer.Producer(FewHeadsConfig())
     source = sparse_source(pages_of(Int64(0), stride, ROW_BYTES, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
-    for warp in range(COPYING_WARPS):
+    for warp in range(PRODUCER_WARPS):
         row = warp * WARP_TOKENS + LANES % WARP_TOKENS
         entry: Any = Int32(indices[row])
         token = copier.locator.locate(SimpleNamespace(main_blocks=1), source, entry, Int32(0), row)
@@ -138,10 +141,10 @@ def some_queries(heads: int, seed: int) -> torch.Tensor:
 
 
 def publish(machine: FewHeadsWarp, config: FewHeadsConfig, num_heads: int) -> None:
-    """What the adding warps do with queries at the beginning of global memory."""
+    """What the value warps do with queries at the beginning of global memory."""
     shape = SimpleNamespace(num_heads=num_heads)
     share = SimpleNamespace(first_head=0, shape=shape, query_row=lambda head: head)
-    for warp in range(ADDING_WARPS):
+    for warp in range(VALUE_WARPS):
         operands = queries.Queries(config)
         for block, words in enumerate(operands.load(Int64(0), share, *lanes_of(warp))):
             to_fp16, from_fp16 = operands.store_latent(words, MEMORY, block, *lanes_of(warp))
@@ -157,17 +160,17 @@ def stage_of(tokens: torch.Tensor) -> np.ndarray:
     return tokens.numpy().reshape(-1)
 
 
-def state_of(scorer, scales: list[Any]) -> scoring.State:
+def state_of(scorer, scales: list[Any]) -> score_loop.State:
     columns = scorer.columns
     maxima, totals, limits = Registers(columns, Float32), Registers(columns, Float32), Registers(NUM_TILES, Float32)
-    maxima.fill(scoring.LOWEST)
-    limits.fill(scoring.MIN_LIMIT)
-    return scoring.State(scales, maxima, totals, limits)
+    maxima.fill(score_loop.LOWEST)
+    limits.fill(score_loop.MIN_LIMIT)
+    return score_loop.State(scales, maxima, totals, limits)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_scores(monkeypatch, heads):
-    """Of 16 tokens of every warp, to the fp32 rounding of sums; heads that do not exist score 0."""
+    """Of 16 tokens of every warp, to the fp32 rounding of acc; heads that do not exist score 0."""
     tokens, config = fp8_tokens(BLOCK_TOKENS, any_scale=True, seed=5), FewHeadsConfig(heads=heads, stages=3)
     q = some_queries(heads, 6)
     missing = 3
@@ -175,14 +178,14 @@ def test_scores(monkeypatch, heads):
     machine = machine_with(monkeypatch, memory_of_q)
     machine.shared_memory[:STAGE_BYTES] = stage_of(tokens)
     publish(machine, config, heads - missing)
-    scorer = scoring.Scorer(config)
+    scorer = score_loop.ScoreLoop(config)
     keys = FORM.dequantize(tokens, torch.float64).numpy()
     wanted = keys @ q.double().numpy().T
     size = np.abs(keys) @ np.abs(q.double().numpy()).T
     machine.accesses.clear()
     from_fp16 = machine.shared_memory[QUERY_SCALES:].view(np.float32)[:heads]
     found = np.zeros((BLOCK_TOKENS, heads))
-    for warp in range(SCORING_WARPS):
+    for warp in range(SCORE_WARPS):
         rows = Int32(warp * WARP_TOKENS * ROW_BYTES)
         scores = scorer.scores(MEMORY, rows, scorer.load_scales(rows, Int32(LANES)), Int32(LANES))
         for i, value in enumerate(scores):
@@ -197,7 +200,7 @@ def test_scores(monkeypatch, heads):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_values(monkeypatch, heads):
-    """Weights as the scoring warps store them, times values as the adding warps read them, times the factors."""
+    """Weights as the score warps store them, times values as the value warps read them, times the factors."""
     tokens, config = fp8_tokens(BLOCK_TOKENS, any_scale=True, seed=7), FewHeadsConfig(heads=heads, stages=3)
     machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
     machine.shared_memory[:STAGE_BYTES] = stage_of(tokens)
@@ -206,9 +209,9 @@ def test_values(monkeypatch, heads):
         np.float32
     )
     largest = scales_of(tokens).max(0)
-    limits = [scoring.power_above(Float32(value)) for value in largest]
-    scorer, adder = scoring.Scorer(config), adding.Adder(config)
-    for warp in range(SCORING_WARPS):
+    limits = [score_loop.power_above(Float32(value)) for value in largest]
+    scorer, adder = score_loop.ScoreLoop(config), value_loop.ValueLoop(config)
+    for warp in range(SCORE_WARPS):
         state = state_of(scorer, [])
         state.limits[:] = limits
         rows = Int32(warp * WARP_TOKENS * ROW_BYTES)
@@ -222,16 +225,16 @@ def test_values(monkeypatch, heads):
     wanted, size = weights.T.astype(np.float64) @ values, weights.T.astype(np.float64) @ np.abs(values)
     found = np.zeros((heads, 512))
     machine.accesses.clear()
-    for warp in range(ADDING_WARPS):
-        sums = Registers(adding.CHUNKS * config.head_blocks * 4, Float32)
+    for warp in range(VALUE_WARPS):
+        acc = Registers(value_loop.CHUNKS * config.head_blocks * 4, Float32)
         tile = warp // 2
         place = WEIGHTS + tile * config.head_blocks * MATRIX_BYTES
-        adder.add(sums, Int32(warp * WARP_COLUMNS), Int32(place), Int32(LANES))
-        factor = limits[tile] * 2.0**-scoring.WEIGHT_SLACK
+        adder.add(acc, Int32(warp * WARP_COLUMNS), Int32(place), Int32(LANES))
+        factor = limits[tile] * 2.0**-score_loop.WEIGHT_SLACK
         for block in range(config.head_blocks):
-            for chunk in range(adding.CHUNKS):
+            for chunk in range(value_loop.CHUNKS):
                 for c in range(2):
-                    for i, value in enumerate(adder.pair(sums, factor, block, chunk, c)):
+                    for i, value in enumerate(adder.pair(acc, factor, block, chunk, c)):
                         column = warp * WARP_COLUMNS + 16 * chunk + 2 * (LANES // 4) + i
                         found[8 * block + 2 * (LANES % 4) + c, column] = value
     # fp16 keeps 11 bits of a weight.
@@ -249,16 +252,16 @@ def scales_of(tokens: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("slack", [RESCALE_SLACK, 0.0])
 def test_references_follow_and_weights_stay_within_fp16(monkeypatch, slack):
-    """Blocks of growing scores and scales, a warp at a time: sums under old references shrink by the factors. Without
+    """Blocks of growing scores and scales, a warp at a time: acc under old references shrink by the factors. Without
     slack references are the greatest scores."""
     machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
     config = FewHeadsConfig(heads=8)
-    scorer: Any = scoring.Scorer(config)
+    scorer: Any = score_loop.ScoreLoop(config)
     generator = np.random.default_rng(9)
     scale = [Float32(0.25), Float32(0.5)]
     state = state_of(scorer, scale)
     exchange = 0
-    sums = np.zeros((NUM_TILES, 2, 32))
+    acc = np.zeros((NUM_TILES, 2, 32))
     every = []
     for growth in (1.0, 0.1, 30.0, 30.0, 200.0):
         scores = [Float32(generator.standard_normal(32) * growth) for _ in range(4)]
@@ -266,9 +269,9 @@ def test_references_follow_and_weights_stay_within_fp16(monkeypatch, slack):
         every.append((scores, scales))
         if scorer.exceeds(state, scores, scales, Float32(slack)).any():
             before = [np.asarray(x) for x in state.maxima], [np.asarray(x) for x in state.limits]
-            tiles = SCORING_WARPS * config.head_bytes
+            tiles = SCORE_WARPS * config.head_bytes
             stored = machine.shared_memory.view(np.float32)
-            stored[: SCORING_WARPS * 8] = -np.inf
+            stored[: SCORE_WARPS * 8] = -np.inf
             highest = scorer.highest(state, scores)
             for t in range(4):
                 stored[2 * t : 2 * t + 2] = [highest[c][t] for c in range(2)]
@@ -283,13 +286,13 @@ def test_references_follow_and_weights_stay_within_fp16(monkeypatch, slack):
             for j in range(NUM_TILES):
                 assert np.array_equal(np.asarray(ease[j]), before[1][j] / np.asarray(state.limits[j]))
                 for c in range(2):
-                    sums[j, c] *= shrink[c].astype(np.float64) * ease[j]
+                    acc[j, c] *= shrink[c].astype(np.float64) * ease[j]
         weights = scorer.weights(state, scores)
         for j in range(NUM_TILES):
             for i, weight in enumerate(weights):
-                term = weight.astype(np.float64) * scales[i // 2][j] / state.limits[j] * 2.0**scoring.WEIGHT_SLACK
-                assert term.max() <= 2.0 ** (slack + scoring.WEIGHT_SLACK + 0.01)
-                sums[j, i % 2] += term
+                term = weight.astype(np.float64) * scales[i // 2][j] / state.limits[j] * 2.0**score_loop.WEIGHT_SLACK
+                assert term.max() <= 2.0 ** (slack + score_loop.WEIGHT_SLACK + 0.01)
+                acc[j, i % 2] += term
     for j in range(NUM_TILES):
         for c in range(2):
             logits = [s[i].astype(np.float64) * scale[c] for s, _ in every for i in range(4) if i % 2 == c]
@@ -299,17 +302,17 @@ def test_references_follow_and_weights_stay_within_fp16(monkeypatch, slack):
                 highest = np.max(logits, axis=0).reshape(8, 4).max(0)
                 assert np.array_equal(np.asarray(state.maxima[c]), np.tile(highest, 8))
             wanted = sum(np.exp2(x - state.maxima[c]) * k for x, k in zip(logits, tile_scales, strict=True))
-            assert np.allclose(sums[j, c] * state.limits[j] * 2.0**-scoring.WEIGHT_SLACK, wanted, rtol=1e-5)
+            assert np.allclose(acc[j, c] * state.limits[j] * 2.0**-score_loop.WEIGHT_SLACK, wanted, rtol=1e-5)
             if j == 0:
                 assert np.allclose(state.totals[c], sum(np.exp2(x - state.maxima[c]) for x in logits), rtol=1e-5)
 
 
 def test_powers_of_2(monkeypatch):
     machine_with(monkeypatch, np.zeros(16, np.uint8))
-    for value in (scoring.MIN_LIMIT, 2.0**-7 - 2.0**-30, 1.0, 1.0000001, 1.5, 2.0, 3.0e5, scoring.MAX_LIMIT):
-        above = scoring.power_above(Float32(value))
+    for value in (score_loop.MIN_LIMIT, 2.0**-7 - 2.0**-30, 1.0, 1.0000001, 1.5, 2.0, 3.0e5, score_loop.MAX_LIMIT):
+        above = score_loop.power_above(Float32(value))
         assert (np.asarray(above) == 2.0 ** np.ceil(np.log2(np.float64(np.float32(value))))).all()
-        assert (np.float64(above) * np.float64(scoring.inverse_power(above)) == 1.0).all()
+        assert (np.float64(above) * np.float64(score_loop.inverse_power(above)) == 1.0).all()
 
 
 # -- parts of a cluster ------------------------------------------------------------------------------------------------
@@ -318,29 +321,29 @@ def test_powers_of_2(monkeypatch):
 @pytest.mark.parametrize("cluster", [2, 4, 8])
 @pytest.mark.parametrize("heads", HEADS)
 def test_sums_of_a_cluster_meet(monkeypatch, heads, cluster):
-    """Every CTA stores its sums where their columns are added up; all columns are, once."""
+    """Every CTA stores its acc where their columns are added up; all columns are, once."""
     config = FewHeadsConfig(heads=heads, stages=3, cluster=cluster)
     machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
     machine.shared_memory = np.full(cluster * CLUSTER_STRIDE, 0xFF, np.uint8)
-    adder = adding.Adder(config)
+    adder = value_loop.ValueLoop(config)
     values = np.random.default_rng(10).standard_normal((cluster, heads, 512)).astype(np.float32)
-    for part, warp in np.ndindex(cluster, ADDING_WARPS):
-        sums = Registers(adding.CHUNKS * config.head_blocks * 4, Float32)
-        for index in np.ndindex(config.head_blocks, adding.CHUNKS, 2, 2):
+    for part, warp in np.ndindex(cluster, VALUE_WARPS):
+        acc = Registers(value_loop.CHUNKS * config.head_blocks * 4, Float32)
+        for index in np.ndindex(config.head_blocks, value_loop.CHUNKS, 2, 2):
             block, chunk, i, c = index
             column = warp * WARP_COLUMNS + 16 * chunk + 2 * (LANES // 4) + i
-            sums[adder.place(block, chunk) + 2 * i + c] = Float32(values[part, 8 * block + 2 * (LANES % 4) + c, column])
+            acc[adder.place(block, chunk) + 2 * i + c] = Float32(values[part, 8 * block + 2 * (LANES % 4) + c, column])
         factors = [Float32(2.0)] * 2 * config.head_blocks
-        adder.send(sums, factors, MEMORY, Int32(part), *lanes_of(warp))
+        adder.send(acc, factors, MEMORY, Int32(part), *lanes_of(warp))
     for access in machine.accesses:
         assert banks.wavefronts(access.addresses, access.width, access.kind) == 2
         assert np.ptp(np.asarray(access.addresses) // CLUSTER_STRIDE) == 0
-    joiner = adder.joiner
+    combine = adder.cluster_combine
     for owner, head in np.ndindex(cluster, heads):
         place = SimpleNamespace(ring=owner * CLUSTER_STRIDE)
-        for first in range(0, joiner.columns, 64):
-            found = bf16_values(halves(joiner.total(place, head, first, Int32(LANES)))).reshape(-1)
-            column = owner * joiner.columns + first
+        for first in range(0, combine.columns, 64):
+            found = bf16_values(halves(combine.total(place, head, first, Int32(LANES)))).reshape(-1)
+            column = owner * combine.columns + first
             wanted = np.zeros(64, np.float32)
             for part in range(cluster):
                 wanted = wanted + 2 * values[part, head, column : column + 64]
@@ -350,13 +353,13 @@ def test_sums_of_a_cluster_meet(monkeypatch, heads, cluster):
 def test_a_cluster_knows_its_maximum_and_total(monkeypatch):
     machine = machine_with(monkeypatch, np.zeros(16, np.uint8))
     machine.shared_memory = np.zeros(4 * CLUSTER_STRIDE, np.uint8)
-    joiner = joining.Joiner(FewHeadsConfig(heads=32, stages=3, cluster=4))
-    maxima = np.array([3.0, scoring.LOWEST, -5.0, 4.5], np.float32)
+    combine = cluster_combine.ClusterCombine(FewHeadsConfig(heads=32, stages=3, cluster=4))
+    maxima = np.array([3.0, score_loop.LOWEST, -5.0, 4.5], np.float32)
     totals = np.array([10.0, 0.0, 1e3, 2.0], np.float32)
     for part in range(4):
         place = SimpleNamespace(statistics=Int32(part * CLUSTER_STRIDE))
-        joiner.store_statistics(place, Int32(LANES), Float32(maxima[part]), Float32(totals[part]))
-    maximum, total = joiner.whole(SimpleNamespace(statistics=Int32(0)), Int32(LANES))
+        combine.store_statistics(place, Int32(LANES), Float32(maxima[part]), Float32(totals[part]))
+    maximum, total = combine.whole(SimpleNamespace(statistics=Int32(0)), Int32(LANES))
     assert (np.asarray(maximum) == 4.5).all()
     assert np.allclose(total, (totals * np.exp2(maxima.astype(np.float64) - 4.5)).sum(), rtol=1e-6)
 

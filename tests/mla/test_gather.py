@@ -1,4 +1,4 @@
-"""The gathering warps, lane by lane in NumPy: addresses, decoding, tiles, and that nothing else is read."""
+"""The producer warps, lane by lane in NumPy: addresses, decoding, tiles, and that nothing else is read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import division
-from cute_kernels.mla import crossing, dequant, entries, gather, locate
 from cute_kernels.mla.config import (
     BLOCK_TOKENS,
     FLAG_BYTES,
-    GATHER_WARPS,
     GROUP_TOKENS,
+    PRODUCER_WARPS,
     MlaConfig,
 )
-from cute_kernels.mla.kernel import make_gatherer
+from cute_kernels.mla.kernel import make_load
+from cute_kernels.mla.loads import crossover, dequantize, entries, gather, locate
 from layouts import banks
 from layouts.kv.mla import MlaFp8, MlaModel1
 from tests.attention.warp import LANES, Int32, Registers, Uint32, bf16_values
@@ -93,32 +93,32 @@ def sparse_source(pages, num_tokens: int) -> locate.SparseSource:
 
 
 def fill_tile(monkeypatch, config: MlaConfig, machine: MlaWarp, pages, indices: np.ndarray) -> None:
-    """What all gathering warps do for one block whose indices are given; the last loads ask for nothing."""
-    machine.install(monkeypatch, gather, dequant, division, locate)
-    gatherer: Any = make_gatherer(config)
+    """What all producer warps do for one block whose indices are given; the last loads ask for nothing."""
+    machine.install(monkeypatch, gather, dequantize, division, locate)
+    load: Any = make_load(config)
     source = sparse_source(pages, NUM_PAGES * PAGE_SIZE)
     work, locator = SimpleNamespace(main_blocks=1), locate.SparseLocator()
-    for warp in range(config.gather_warps):
-        place = gather.GatherLane.of(warp * config.warp_groups * GROUP_TOKENS, LANES)
+    for warp in range(config.producer_warps):
+        place = gather.LanePlaces.of(warp * config.warp_groups * GROUP_TOKENS, LANES)
         for group in range(config.warp_groups):
             entry = Int32(indices[place.row + group * GROUP_TOKENS])
             token = locator.locate(work, source, entry, Int32(0), place.row)
             tile = Int32(group * GROUP_TOKENS * 128)
             if config.copies:
-                gatherer.copy_group(token, tile, place)
+                load.copy_group(token, tile, place)
             else:
-                write_all(gatherer, token, tile, place)
+                write_all(load, token, tile, place)
 
 
-def write_all(gatherer, token, tile, place) -> None:
+def write_all(load, token, tile, place) -> None:
     """One group of one block, whole tokens; what would be asked for next is nothing."""
-    words = Registers(4 * gatherer.num_loads, Uint32)
-    scales = Registers(gatherer.scale_words, Uint32)
-    for i in range(gatherer.num_loads):
-        gatherer.load_piece(words, token, place, i)
-    gatherer.load_scales(scales, token)
+    words = Registers(4 * load.num_loads, Uint32)
+    scales = Registers(load.scale_words, Uint32)
+    for i in range(load.num_loads):
+        load.load_piece(words, token, place, i)
+    load.load_scales(scales, token)
     nothing = locate.Token(token.address, Int32(0), token.behind)
-    type(gatherer).write_group.__wrapped__(gatherer, words, scales, nothing, tile, place)
+    type(load).write_group.__wrapped__(load, words, scales, nothing, tile, place)
 
 
 def some_indices(seed: int) -> np.ndarray:
@@ -129,16 +129,16 @@ def some_indices(seed: int) -> np.ndarray:
     return indices
 
 
-@pytest.mark.parametrize("gather_warps", GATHER_WARPS)
+@pytest.mark.parametrize("producer_warps", PRODUCER_WARPS)
 @pytest.mark.parametrize(
     ("scales", "exponents"), [("fp32", range(-14, 7)), ("fp32", range(-30, 100)), ("power_of_2", range(-14, 7))]
 )
-def test_fp8_tile(monkeypatch, scales, exponents, gather_warps):
+def test_fp8_tile(monkeypatch, scales, exponents, producer_warps):
     tokens = fp8_tokens(NUM_PAGES * PAGE_SIZE, any_scale=scales == "fp32", exponents=exponents)
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(TILE_BYTES, 0xFF, np.uint8), memory)
     indices = some_indices(1)
-    config = MlaConfig(scales=scales, gather_warps=gather_warps)
+    config = MlaConfig(scales=scales, producer_warps=producer_warps)
     fill_tile(monkeypatch, config, machine, pages_of(0, stride, 656, PAGE_SIZE), indices)
     exists = (indices >= 0) & (indices < len(tokens))
     exact = FORM.dequantize(tokens[np.where(exists, indices, 0)], torch.float64).numpy() * exists[:, None]
@@ -155,13 +155,13 @@ def test_fp8_tile(monkeypatch, scales, exponents, gather_warps):
     assert all(place % stride + size <= PAGE_SIZE * 656 for place, size in machine.reads)
 
 
-@pytest.mark.parametrize("gather_warps", GATHER_WARPS)
+@pytest.mark.parametrize("producer_warps", PRODUCER_WARPS)
 @pytest.mark.parametrize(("scales", "exponents"), [("ue8m0", range(-126, 119)), ("power_of_2", range(-14, 8))])
-def test_model1_tile(monkeypatch, scales, exponents, gather_warps):
+def test_model1_tile(monkeypatch, scales, exponents, producer_warps):
     """Latent columns, then RoPE columns, which are part of the value; scales from behind the data of a page."""
     tokens = model1_tokens(NUM_TOKENS, exponents)
     memory, stride = paged(tokens)
-    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales, gather_warps=gather_warps)
+    config = MlaConfig(form="mla_model1", head_dim=512, scales=scales, producer_warps=producer_warps)
     machine = MlaWarp(np.full(config.tile_bytes, 0xFF, np.uint8), memory)
     indices = some_indices(4)
     fill_tile(monkeypatch, config, machine, pages_of(0, stride, MODEL1.DATA_BYTES, PAGE_SIZE), indices)
@@ -180,10 +180,12 @@ def test_model1_tile(monkeypatch, scales, exponents, gather_warps):
 
 
 @pytest.mark.parametrize("form", ["mla_fp8", "mla_model1"])
-@pytest.mark.parametrize("order", ["stepped", "lagging"])
+@pytest.mark.parametrize("order", ["stepped", "delayed_pv"])
 def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     width, scales = {"mla_fp8": (576, "fp32"), "mla_model1": (512, "ue8m0")}[form]
-    config = MlaConfig(form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "lagging")
+    config = MlaConfig(
+        form=form, head_dim=width, scales=scales, crossover=True, order=order, eager=order == "delayed_pv"
+    )
     assert config.can_implement() is None
     split = form == "mla_model1"
     exponents = range(-5, 20)  # of scales that contain 2**120 and of such that do not
@@ -192,9 +194,9 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     )
     memory, stride = paged(tokens)
     machine = MlaWarp(np.full(2 * config.tile_bytes, 0xFF, np.uint8), memory)
-    machine.install(monkeypatch, gather, dequant, division, locate, crossing)
+    machine.install(monkeypatch, gather, dequantize, division, locate, crossover)
     monkeypatch.setattr(machine, "pinned", lambda value: value, raising=False)
-    gatherer: Any = make_gatherer(config)
+    load: Any = make_load(config)
     token_stride = MODEL1.DATA_BYTES if split else quantiser.row_bytes
     source = sparse_source(pages_of(0, stride, token_stride, PAGE_SIZE), NUM_PAGES * PAGE_SIZE)
     indices = some_indices(3)
@@ -203,21 +205,21 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
     monkeypatch.setattr(gather.cute.arch, "elect_one", nullcontext, raising=False)
     for rank in range(2):
         monkeypatch.setattr(gather.cute.arch, "block_idx_in_cluster", lambda rank=rank: rank, raising=False)
-        for warp in range(GATHER_WARPS[0]):
-            place = gather.GatherLane.of(gatherer.first_row(warp), LANES)
+        for warp in range(PRODUCER_WARPS[0]):
+            place = gather.LanePlaces.of(load.first_row(warp), LANES)
             token = locate.SparseLocator().locate(
                 SimpleNamespace(main_blocks=1), source, Int32(indices[place.row]), Int32(0), place.row
             )
-            start, rows = rank * config.tile_bytes, gatherer.first_row(warp) * 128
+            start, rows = rank * config.tile_bytes, load.first_row(warp) * 128
             distance = (1 - 2 * rank) * config.tile_bytes
             tiles = [
-                crossing.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
+                crossover.SharedTile(Int32(start), start + rows, distance, (1 - rank, part))
                 for part in range(config.tile_parts)
             ]
-            if order == "lagging":
-                write_in_parts(gatherer, token, tiles, place)
+            if order == "delayed_pv":
+                write_in_parts(load, token, tiles, place)
             else:
-                write_all(gatherer, token, tiles[0], place)
+                write_all(load, token, tiles[0], place)
     exists = (indices >= 0) & (indices < len(tokens))
     wanted = quantiser.dequantize(tokens[np.where(exists, indices, 0)], torch.float32).numpy() * exists[:, None]
     for rank in range(2):
@@ -228,16 +230,16 @@ def test_each_of_two_ctas_decodes_half_of_both_tiles(monkeypatch, form, order):
             assert machine.sent[rank, part] == config.sent_bytes(part) - flags
 
 
-def write_in_parts(gatherer, token, tiles, place) -> None:
+def write_in_parts(load, token, tiles, place) -> None:
     """As :func:`write_all`, a part at a time; between them a lane asks for its next token, which is nothing."""
-    words = Registers(4 * gatherer.num_loads, Uint32)
-    scales = Registers(gatherer.scale_words, Uint32)
-    gatherer.load_token(words, scales, token, place)
-    factors, codes = gatherer.factors(scales), gatherer.taken(words)
+    words = Registers(4 * load.num_loads, Uint32)
+    scales = Registers(load.scale_words, Uint32)
+    load.load_token(words, scales, token, place)
+    factors, codes = load.factors(scales), load.taken(words)
     for part, tile in enumerate(tiles):
-        gatherer.write_part(codes, factors, tile, place, part)
-        gatherer.send(tile, part)
-        gatherer.load_token(words, scales, locate.Token(token.address, Int32(0), token.behind), place)
+        load.write_part(codes, factors, tile, place, part)
+        load.send(tile, part)
+        load.load_token(words, scales, locate.Token(token.address, Int32(0), token.behind), place)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +267,10 @@ def test_tile_of_copies(monkeypatch, config):
 def test_every_code_times_every_scale(monkeypatch, scales, exponents):
     """All codes, subnormal ones included, with powers of 2; those from 2**7 on do not contain 2**120."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, dequant)
+    machine.install(monkeypatch, dequantize)
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], np.uint8)
     wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy().reshape(-1, 4)
-    dequantizer = dequant.Dequantizer(scales, 4)
+    dequantizer = dequantize.Dequantizer(scales, 4)
     for exponent in exponents:
         words = [Uint32(np.full(32, np.float32(scale).view(np.uint32))) for scale in (1, 2.0**exponent, 2, 2.0**119)]
         factors = dequantizer.factors(words, 4)
@@ -312,9 +314,9 @@ def bounded(limit: int):
 
 @pytest.mark.parametrize(("form", "head_dim"), [("mla_fp8", 576), ("mla_model1", 512)])
 @pytest.mark.parametrize("start", range(0, 128, 16))
-@pytest.mark.parametrize("gather_warps", GATHER_WARPS)
-def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start, gather_warps):
-    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4, gather_warps=gather_warps)
+@pytest.mark.parametrize("producer_warps", PRODUCER_WARPS)
+def test_every_line_of_a_token_is_prefetched(monkeypatch, form, head_dim, start, producer_warps):
+    config = MlaConfig(form=form, head_dim=head_dim, prefetch=4, producer_warps=producer_warps)
     prefetcher = entries.Entries.of(config)
     monkeypatch.setattr(entries, "cutlass", SimpleNamespace(min=min))
     offsets = [offset for sharer in range(32 // prefetcher.rows) for offset in prefetcher.lines(sharer)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.mla import launch
+from cute_kernels.mla import plan
 from cute_kernels.mla.checks import cache_shape
 from cute_kernels.mla.compile import shipped_specs
 from cute_kernels.mla.config import COMBINE_SLOTS, SCALES, SHIPPED, CombineConfig, served_config
@@ -86,5 +86,5 @@ def test_data_of_split_pages_are_launched_as_close_as_they_lie():
     cache = pages[:, : 64 * 584].unflatten(1, (64, 584))
     shape = cache_shape("cache", cache, form, 512)
     indices: Any = SimpleNamespace(data_ptr=lambda: 77)
-    found = launch._chosen(shape, cache, indices, 5, None)
+    found = plan._chosen(shape, cache, indices, 5, None)
     assert found == (cache.data_ptr(), 64 * 584 + 64, MlaModel1.DATA_BYTES, 64, 3 * 64, 77, 5, 0)

@@ -154,7 +154,7 @@ def test_compiled_calls_give_the_same():
 
 
 class Recorder:
-    """Stands for the kernels' launch module and remembers what it was given."""
+    """Stands for the kernels' plan module and remembers what it was given."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -169,8 +169,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     found = Recorder()
-    monkeypatch.setattr(cute_kernels.mla, "launch", found, raising=False)
-    monkeypatch.setitem(sys.modules, "cute_kernels.mla.launch", found)
+    monkeypatch.setattr(cute_kernels.mla, "plan", found, raising=False)
+    monkeypatch.setitem(sys.modules, "cute_kernels.mla.plan", found)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the multiplying warps store, lane by lane in NumPy: weights for the other warpgroup, rows of the output."""
+"""What the consumer warps store, lane by lane in NumPy: weights for the other warpgroup, rows of the output."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
-from cute_kernels.mla import multiply, output, softmax
+from cute_kernels.mla.combine import output
 from cute_kernels.mla.config import BLOCK_TOKENS, PARTIALS, WEIGHT_BYTES, MlaConfig
-from cute_kernels.mla.numbers16 import Numbers
+from cute_kernels.mla.elements import ElementType
+from cute_kernels.mla.mainloops import products, softmax
 from layouts import banks
 from tests.attention.warp import LANES, Float32, Int32, Uint32, bf16_bits, bf16_values
 from tests.mla.test_tiles import place_of
@@ -36,12 +37,12 @@ def assert_no_conflicts(machine: MlaWarp) -> None:
 
 def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
     machine = MlaWarp(np.zeros(WEIGHT_BYTES, np.uint8), np.zeros(16, np.uint8))
-    machine.install(monkeypatch, multiply, softmax)
+    machine.install(monkeypatch, products, softmax)
     weights = np.random.default_rng(0).random((64, BLOCK_TOKENS)).astype(np.float32)
     for warp in range(4):
         scores = accumulators(weights, warp)
         packed = [machine.pack_bf16x2(scores[i], scores[i + 1]) for i in range(0, len(scores), 2)]
-        multiply.Multiplying(MlaConfig()).publish_weights(packed, Int32(0), Int32(warp), Int32(LANES))
+        products.Products(MlaConfig()).publish_weights(packed, Int32(0), Int32(warp), Int32(LANES))
     words = machine.shared_memory.view(np.uint16)
     for row, column in np.ndindex(weights.shape):
         assert words[place_of(row, column) // 2] == bf16_bits(weights[row, column])
@@ -52,12 +53,12 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
     """Four lanes of a row trade words until each has 16 bytes side by side: nothing is staged."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, output)
-    writer = output.Writer(Numbers(None, machine.pack_bf16x2), PARTIALS["fp16"])
-    sums = np.random.default_rng(1).standard_normal((64, 2 * output.HALF)).astype(np.float32)
+    writer = output.Writer(ElementType(None, machine.pack_bf16x2), PARTIALS["fp16"])
+    acc = np.random.default_rng(1).standard_normal((64, 2 * output.HALF)).astype(np.float32)
     factors = [Float32(2.0), Float32(0.5)]
     memory = np.zeros((64, 2 * output.HALF), np.uint16)
     for warp, half, below in itertools.product(range(4), range(2), range(2)):
-        own = accumulators(sums[:, half * output.HALF :][:, : output.HALF], warp)
+        own = accumulators(acc[:, half * output.HALF :][:, : output.HALF], warp)
         row = Int32(16 * warp + LANES // 4 + 8 * below)
         first = writer.place(SimpleNamespace(out=0), row, LANES, half)
         for i, piece in enumerate(writer.pieces(own, factors[below], below, LANES, machine.pack_bf16x2)):
@@ -66,7 +67,7 @@ def test_output_is_written_by_whole_sectors(monkeypatch):
             assert len(sectors) == 16 and (counts == 2).all() and (places % 16 == 0).all()
             words = np.stack([np.asarray(word) for word in piece], axis=1)
             memory.reshape(-1, 8)[places // 16] = np.ascontiguousarray(words).view(np.uint16)
-    scaled = sums * np.where(np.arange(64) % 16 < 8, 2.0, 0.5).astype(np.float32)[:, None]
+    scaled = acc * np.where(np.arange(64) % 16 < 8, 2.0, 0.5).astype(np.float32)[:, None]
     assert np.array_equal(bf16_values(memory), bf16_values(bf16_bits(scaled)))
 
 
@@ -85,11 +86,11 @@ def test_partial_results_are_fp16_of_any_size(monkeypatch, size):
     """A power of 2 brings the greatest of a row's half below 2**15; what is far smaller than all fp16 becomes 0."""
     machine = Bits(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
     machine.install(monkeypatch, output)
-    writer = output.Writer(Numbers(None, machine.pack_bf16x2), PARTIALS["fp16"])
-    sums = np.random.default_rng(3).uniform(-size, size, (64, output.HALF)).astype(np.float32)
+    writer = output.Writer(ElementType(None, machine.pack_bf16x2), PARTIALS["fp16"])
+    acc = np.random.default_rng(3).uniform(-size, size, (64, output.HALF)).astype(np.float32)
     found = np.full((64, output.HALF), np.nan)
     for warp, below in itertools.product(range(4), range(2)):
-        own = accumulators(sums, warp)
+        own = accumulators(acc, warp)
         scale, unit = output.scale_of(own, below)
         assert np.array_equal(np.float64(scale) * np.float64(unit), np.ones(32))
         row = 16 * warp + LANES // 4 + 8 * below
@@ -99,14 +100,14 @@ def test_partial_results_are_fp16_of_any_size(monkeypatch, size):
             assert size < 1e-30 or np.abs(halves).max() >= 2.0**13
             for j in range(8):
                 found[row, places // 2 + j] = halves[:, j] * np.float64(unit)
-    top = np.abs(sums).max(1, keepdims=True)
-    assert (np.abs(found - sums) <= np.maximum(2.0**-11 * np.abs(sums), 2.0**-26 * top) + 2.0**-126).all()
+    top = np.abs(acc).max(1, keepdims=True)
+    assert (np.abs(found - acc) <= np.maximum(2.0**-11 * np.abs(acc), 2.0**-26 * top) + 2.0**-126).all()
 
 
 SCORE_SCALE = np.float32(0.3)  # of the softmax tests
 
 
-def assert_softmax_of(blocks, maxima, totals, sums, exact: bool) -> None:
+def assert_softmax_of(blocks, maxima, totals, acc, exact: bool) -> None:
     """That a warp's maxima and totals are those of its 16 rows over all blocks of raw scores, and totals those of the
     weights that were summed; ``exact``: the maxima are the greatest scores."""
     scale = np.float64(SCORE_SCALE)
@@ -116,13 +117,13 @@ def assert_softmax_of(blocks, maxima, totals, sums, exact: bool) -> None:
         own, top = slice(8 * row, 8 * row + 8), maxima[row].reshape(8, 4)[:, 0] * scale
         found = top + np.log2(totals[row].reshape(8, 4).sum(1))
         assert np.allclose(found, wanted[own], rtol=1e-5, atol=1e-4)
-        assert np.allclose(totals[row], sums[row], rtol=1e-5)
+        assert np.allclose(totals[row], acc[row], rtol=1e-5)
         assert not exact or np.array_equal(top, every.max(1)[own])
 
 
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(monkeypatch, slack):
-    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does.
+    """Weights, accumulators and factors of several blocks add up to the softmax, whatever the lazy maximum does.
 
     A maximum that may not fall behind is the greatest score."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
@@ -133,7 +134,7 @@ def test_softmax_over_blocks(monkeypatch, slack):
     blocks[0][5], blocks[1][5] = -np.inf, -np.inf
     scale = Float32(SCORE_SCALE)
     maxima, totals = [Float32(softmax.LOWEST)] * 2, [Float32(0.0)] * 2
-    sums = np.zeros(32), np.zeros(32)
+    acc = np.zeros(32), np.zeros(32)
     for block in blocks:
         scores = accumulators(block.astype(np.float32), 0)
         factors = softmax.raise_maxima(scores, maxima, scale, slack)
@@ -141,9 +142,9 @@ def test_softmax_over_blocks(monkeypatch, slack):
         softmax.exponentiate(scores, maxima, totals, factors, scale, packed, machine.pack_bf16x2)
         for row in range(2):
             own = sum(scores[i] for i in range(softmax.NUM_SCORES) if softmax.row_of(i) == row)
-            sums[row][:] = sums[row] * factors[row] + own
+            acc[row][:] = acc[row] * factors[row] + own
             assert max(scores[i].max() for i in range(softmax.NUM_SCORES)) <= 2.0**slack * 1.01
-    assert_softmax_of(blocks, maxima, totals, sums, exact=not slack)
+    assert_softmax_of(blocks, maxima, totals, acc, exact=not slack)
 
 
 def row_max(value):

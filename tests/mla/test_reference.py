@@ -14,7 +14,7 @@ from cute_kernels.mla.reference import apply_sinks, mla_decode_reference, sparse
 from tests.mla.cases import FORMATS, assert_near, make_dense, make_sparse
 
 every_format = pytest.mark.parametrize("kv_format", FORMATS)
-SHARP, SINGLE = 1e-12, 2e-5  # float64, and float32 after sums of 576 products
+SHARP, SINGLE = 1e-12, 2e-5  # float64, and float32 after accumulators of 576 products
 
 
 @settings(max_examples=40, deadline=None)

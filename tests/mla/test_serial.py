@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import multiply, serial
 from cute_kernels.mla.config import WARPGROUP_WARPS, MlaConfig
+from cute_kernels.mla.mainloops import products, serial
 from tests.mla import orders
 
 
@@ -22,7 +22,7 @@ class Model(orders.Played, serial.Serial):
     """The order with products and memory of a machine."""
 
     def no_rows(self) -> SimpleNamespace:
-        return SimpleNamespace(sums=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
+        return SimpleNamespace(acc=None, scores=None, packed=None, maxima=[0.0, 0.0], totals=[0.0, 0.0])
 
     def weigh(self, rows: Any, work, memory, stage, block, scale, warp, lane):
         assert not self.under_way("scores"), "scores are not there"
@@ -36,17 +36,17 @@ class Model(orders.Played, serial.Serial):
         block, warps = self.machine.holds.get("weights", (None, set()))
         self.machine.holds["weights"] = packed, {warp} | (warps if block == packed else set())
 
-    def add_values(self, sums, weights, memory, stage, half: int) -> None:
+    def add_values(self, acc, weights, memory, stage, half: int) -> None:
         machine = self.machine
         assert machine.holds[stage] == self.block
-        assert not self.under_way("sums"), "sums are added to twice at a time"
+        assert not self.under_way("accumulators"), "accumulators are added to twice at a time"
         if half:
             assert machine.holds["weights"] == (self.block, set(range(WARPGROUP_WARPS)))
-            machine.issue({stage, "sums", "weights"})
+            machine.issue({stage, "accumulators", "weights"})
         else:
             assert weights == self.block
-            machine.issue({stage, "sums"})
-        self.sums[machine.warp].append(self.block)
+            machine.issue({stage, "accumulators"})
+        self.acc[machine.warp].append(self.block)
 
 
 orders.run_body(Model, orders.METHODS)
@@ -59,7 +59,7 @@ def play(monkeypatch, seed: int, shares: list[int], left_out: int | None = None)
     model = Model(machine)
     monkeypatch.setattr(serial.softmax, "rescale", lambda *_: None)
     orders.play(monkeypatch, serial, model, left_out)
-    assert all(blocks == list(range(sum(shares))) for blocks in model.sums.values())
+    assert all(blocks == list(range(sum(shares))) for blocks in model.acc.values())
     assert not machine.named.get(serial.WEIGHTS_READY)
 
 
@@ -82,4 +82,4 @@ def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
     """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, shares, multiply.QUERIES_READ)
+            play(monkeypatch, seed, shares, products.QUERIES_READ)

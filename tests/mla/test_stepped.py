@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import multiply, stepped
 from cute_kernels.mla.config import WARPGROUP_WARPS, MlaConfig
+from cute_kernels.mla.mainloops import products, stepped
 from tests.mla import orders
 
 
@@ -24,7 +24,7 @@ class Model(orders.Played, stepped.Stepped):
 
     def no_rows(self) -> SimpleNamespace:
         numbers = {name: [0.0, 0.0] for name in ("maxima", "totals")}
-        return SimpleNamespace(sums=None, scores=None, packed=[None] * stepped.STEPS, **numbers)
+        return SimpleNamespace(acc=None, scores=None, packed=[None] * stepped.STEPS, **numbers)
 
     def common_flags(self, memory, stage) -> int:
         assert self.machine.holds[stage] == self.block
@@ -35,7 +35,7 @@ class Model(orders.Played, stepped.Stepped):
         assert self.machine.holds[stage] == work.before + block == self.block
 
     def rescale(self, *_) -> None:
-        assert not self.under_way("sums"), "sums are multiplied while they are added to"
+        assert not self.under_way("accumulators"), "accumulators are multiplied while they are added to"
 
     def pack_step(self, rows: Any, step: int) -> None:
         assert not self.under_way(("packed", step)), "weights replace those that are read"
@@ -52,7 +52,7 @@ class Model(orders.Played, stepped.Stepped):
             self.machine.holds[stored] = packed[step], set()
         self.machine.holds[stored][1].add(warp)
 
-    def add_values(self, sums, weights, memory, stage, half: int, steps: range | None = None) -> None:
+    def add_values(self, acc, weights, memory, stage, half: int, steps: range | None = None) -> None:
         assert steps is not None
         machine, block = self.machine, self.block
         assert machine.holds[stage] == block
@@ -61,11 +61,11 @@ class Model(orders.Played, stepped.Stepped):
                 assert machine.visible[machine.warp].get(("weights", step)) == (block, set(range(WARPGROUP_WARPS))), (
                     "weights are not there"
                 )
-                machine.issue({stage, "sums", ("weights", step)})
+                machine.issue({stage, "accumulators", ("weights", step)})
             else:
                 assert weights[step] == block
-                machine.issue({stage, "sums", ("packed", step)})
-            self.sums[machine.warp].append((block, step))
+                machine.issue({stage, "accumulators", ("packed", step)})
+            self.acc[machine.warp].append((block, step))
 
 
 orders.run_body(Model, (*orders.METHODS, "first_block", "second_block", "weigh_and_add"))
@@ -94,7 +94,7 @@ def play(
         monkeypatch.setattr(stepped.softmax_steps, name, lambda *_: None)
     orders.play(monkeypatch, modules, model, left_out, fenced)
     wanted = [(block, step) for block in range(sum(shares)) for step in range(stepped.STEPS)]
-    assert all(steps == wanted for steps in model.sums.values())
+    assert all(steps == wanted for steps in model.acc.values())
     assert not any(machine.named.get(barrier_id) for barrier_id in stepped.WEIGHTS_READY)
 
 
@@ -122,4 +122,4 @@ def test_queries_cannot_be_asked_for_by_one_warp_alone(monkeypatch, shares):
     """The model finds it if a warp asks when it has its own last scores, or, without any, its own queries."""
     with pytest.raises(AssertionError):
         for seed in range(15):
-            play(monkeypatch, seed, shares, multiply.QUERIES_READ)
+            play(monkeypatch, seed, shares, products.QUERIES_READ)

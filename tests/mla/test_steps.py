@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cute_kernels.mla import softmax, softmax_steps, stepped
 from cute_kernels.mla.config import BLOCK_TOKENS, WEIGHT_BYTES, MlaConfig
+from cute_kernels.mla.mainloops import softmax, softmax_steps, stepped
 from tests.attention.warp import LANES, Float32, Int32, Registers, bf16_bits
 from tests.mla.test_output import SCORE_SCALE, accumulators, assert_no_conflicts, assert_softmax_of, row_max
 from tests.mla.test_tiles import place_of
@@ -39,8 +39,8 @@ def test_weights_lie_as_the_second_warpgroup_reads_them(monkeypatch):
 
 @pytest.mark.parametrize("slack", [softmax.RESCALE_SLACK, 0.0])
 def test_softmax_over_blocks(monkeypatch, slack):
-    """Weights, sums and factors of several blocks add up to the softmax, whatever the lazy maximum does, which the warp
-    raises where one of its lanes has to.
+    """Weights, accumulators and factors of several blocks add up to the softmax, whatever the lazy maximum does, which
+    the warp raises where one of its lanes has to.
 
     A maximum that may not fall behind is the greatest score."""
     machine = MlaWarp(np.zeros(16, np.uint8), np.zeros(16, np.uint8))
@@ -60,18 +60,18 @@ def test_softmax_over_blocks(monkeypatch, slack):
     scale = Float32(SCORE_SCALE)
     maxima, totals, factors = [Registers(2, Float32) for _ in range(3)]
     maxima.fill(softmax.LOWEST)
-    sums = Registers(4, Float32)  # of weights, as accumulators that both rows have two of
+    acc = Registers(4, Float32)  # of weights, as accumulators that both rows have two of
     for block in blocks:
         scores = accumulators(block.astype(np.float32), 0)
-        rows = SimpleNamespace(scores=scores, maxima=maxima, totals=totals, sums=sums)
+        rows = SimpleNamespace(scores=scores, maxima=maxima, totals=totals, acc=acc)
         with np.errstate(over="ignore"):  # of weights by maxima that do not stay
-            begin(rows, factors, scale, slack, len(sums))
+            begin(rows, factors, scale, slack, len(acc))
         for step in range(1, BLOCK_TOKENS // softmax_steps.STEP_TOKENS):
             softmax_steps.weigh_step(scores, maxima, scale, step)
         softmax_steps.add_totals(rows, factors)
         for i in range(softmax.NUM_SCORES):
-            sums[i % 4] = sums[i % 4] + scores[i]
+            acc[i % 4] = acc[i % 4] + scores[i]
             assert scores[i].max() <= 2.0**slack * 1.01
     assert votes[0] and not votes[-1]
-    of_rows = [sums[2 * row] + sums[2 * row + 1] for row in range(2)]
+    of_rows = [acc[2 * row] + acc[2 * row + 1] for row in range(2)]
     assert_softmax_of(blocks, maxima, totals, of_rows, exact=not slack)

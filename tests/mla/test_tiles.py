@@ -8,7 +8,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels.device import wgmma_tiles
 from cute_kernels.mla.config import BLOCK_TOKENS, HEAD_DIM, V_HEAD_DIM
-from cute_kernels.mla.gather import SLAB_BYTES
+from cute_kernels.mla.loads.gather import SLAB_BYTES
 from layouts import algebra
 from tests.layouts.dsl_oracle import dsl_offsets, traced
 
@@ -19,7 +19,7 @@ def swizzled(byte: int) -> int:
 
 
 def place_of(row: int, column: int) -> int:
-    """Byte offset in a tile as the gathering warps compute it."""
+    """Byte offset in a tile as the producer warps compute it."""
     slab, within = divmod(column, wgmma_tiles.SLAB_COLUMNS)
     return slab * SLAB_BYTES + wgmma_tiles.piece_offset(row, within // 8) + within % 8 * 2
 

@@ -1,4 +1,4 @@
-"""The warp in NumPy of the attention tests, with the packed bf16 arithmetic and the copies of MLA's gathering warps."""
+"""The warp in NumPy of the attention tests, with the packed bf16 arithmetic and the copies of MLA's producer warps."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class MlaWarp(warp.Warp):
                 monkeypatch.setattr(module.cutlass, "range_constexpr", range, raising=False)
             if hasattr(module, "cute"):
                 monkeypatch.setattr(module.cute.arch, "vote_any_sync", np.any, raising=False)
-            if hasattr(module, "Dequantizing"):
-                unwrapped = inspect.unwrap(module.Dequantizing.raise_large)
-                monkeypatch.setattr(module.Dequantizing, "raise_large", unwrapped)
+            if hasattr(module, "DequantizeLoad"):
+                unwrapped = inspect.unwrap(module.DequantizeLoad.raise_large)
+                monkeypatch.setattr(module.DequantizeLoad, "raise_large", unwrapped)
 
     def multiply(self, a: Any, b: Any) -> Lanes:
         return Float32(np.float64(a) * np.float64(b))

@@ -21,23 +21,23 @@ SCALES_OFFSET = LAYOUT.scales_offset or 0  # in a row's bytes
 ROPE_OFFSET = LAYOUT.rope_offset
 STAGE_BYTES = BLOCK_TOKENS * ROW_BYTES
 
-SCORING_WARPS, ADDING_WARPS, COPYING_WARPS = 4, 8, 4  # in this order
-COMPUTING_WARPS = SCORING_WARPS + ADDING_WARPS
-NUM_THREADS = (COMPUTING_WARPS + COPYING_WARPS) * WARP_THREADS
-SCORING_THREADS = SCORING_WARPS * WARP_THREADS
-COMPUTING_THREADS = COMPUTING_WARPS * WARP_THREADS
-WARP_TOKENS = BLOCK_TOKENS // SCORING_WARPS  # of a block, that a scoring warp scores and a copying warp copies
-WARP_COLUMNS = V_HEAD_DIM // ADDING_WARPS  # of the output, that an adding warp has
+SCORE_WARPS, VALUE_WARPS, PRODUCER_WARPS = 4, 8, 4  # in this order
+CONSUMER_WARPS = SCORE_WARPS + VALUE_WARPS
+NUM_THREADS = (CONSUMER_WARPS + PRODUCER_WARPS) * WARP_THREADS
+SCORE_THREADS = SCORE_WARPS * WARP_THREADS
+CONSUMER_THREADS = CONSUMER_WARPS * WARP_THREADS
+WARP_TOKENS = BLOCK_TOKENS // SCORE_WARPS  # of a block, that a score warp scores and a producer warp copies
+WARP_COLUMNS = V_HEAD_DIM // VALUE_WARPS  # of the output, that an value warp has
 
 LATENT_STEPS = V_HEAD_DIM // 16  # MMAs that contract the codes of a row
 ROPE_STEPS = (HEAD_DIM - V_HEAD_DIM) // 16
 NUM_STEPS = LATENT_STEPS + ROPE_STEPS
 LAUNCH_REGISTERS = 128  # a thread
-# What they have in the end: copying warps leave theirs to the others.
-SCORING_REGISTERS, ADDING_REGISTERS, COPYING_REGISTERS = 160, 136, 80
+# What they have in the end: producer warps leave theirs to the others.
+SCORE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS = 160, 136, 80
 WEIGHT_BUFFERS = 2
 MATRIX_BYTES = 16 * BLOCK_TOKENS  # weights of 8 heads for a tile: 16 bytes a token
-FLAG_BYTES = 4 * COPYING_WARPS  # of a block: a word of 16 bits for every 16 tokens
+FLAG_BYTES = 4 * PRODUCER_WARPS  # of a block: a word of 16 bits for every 16 tokens
 MAX_STAGES = 5
 CLUSTERS = (1, 2, 4, 8)
 SERVED_STAGES = {8: 4, 16: 4, 32: 3}
@@ -61,7 +61,7 @@ class FewHeadsConfig:
     head_dim: ClassVar[int] = HEAD_DIM
     layout: ClassVar[TokenLayout] = LAYOUT
     partials: ClassVar[str] = PARTIAL_NAME
-    boxes: ClassVar[bool] = False  # which bring tokens of 16 bits
+    tma_tiles: ClassVar[bool] = False  # which bring tokens of 16 bits
     tokens: str = "sparse"
     heads: int = 16
     stages: int = 4
@@ -121,8 +121,8 @@ class FewHeadsConfig:
 
     @property
     def exchange_bytes(self) -> int:
-        """Shared memory through which scoring warps tell each other a number a head, and one a tile."""
-        return SCORING_WARPS * (self.head_bytes + 4 * NUM_TILES)
+        """Shared memory through which score warps tell each other a number a head, and one a tile."""
+        return SCORE_WARPS * (self.head_bytes + 4 * NUM_TILES)
 
     @property
     def smem_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """MLA decode for up to 32 heads a CTA: raw FP8 tokens in a ring, decoded on their way into mma.sync.
 
-Shape of the work: 4 copying warps keep the ring full (:mod:`.copying`); 4 scoring warps make weights of scores
-(:mod:`.scoring`); 8 adding warps have 64 columns of the output each (:mod:`.adding`). They go on at their own pace,
-from stage to stage and from one buffer of weights to the other.
+Shape of the work: 4 producer warps keep the ring full (:mod:`.few_heads.producer`); 4 score warps make weights of
+scores (:mod:`.few_heads.score_loop`); 8 value warps have 64 columns of the output each (:mod:`.few_heads.value_loop`).
+They go on at their own pace, from stage to stage and from one buffer of weights to the other.
 
 docs/design/mla_few_heads.md has the balance of clocks and bytes behind it.
 """
@@ -13,23 +13,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.device import ptx
-from cute_kernels.mla.few_heads.adding import Adder
+from cute_kernels.mla.few_heads.cluster_combine import cluster_sync
 from cute_kernels.mla.few_heads.config import (
-    ADDING_REGISTERS,
-    COMPUTING_WARPS,
-    COPYING_REGISTERS,
+    CONSUMER_WARPS,
     NUM_THREADS,
-    SCORING_REGISTERS,
-    SCORING_WARPS,
+    PRODUCER_REGISTERS,
+    SCORE_REGISTERS,
+    SCORE_WARPS,
+    VALUE_REGISTERS,
     FewHeadsConfig,
 )
-from cute_kernels.mla.few_heads.copying import Copier
-from cute_kernels.mla.few_heads.joining import meet
-from cute_kernels.mla.few_heads.memory import allocate, init_barriers
-from cute_kernels.mla.few_heads.scoring import Scorer
+from cute_kernels.mla.few_heads.producer import Producer
+from cute_kernels.mla.few_heads.score_loop import ScoreLoop
+from cute_kernels.mla.few_heads.shared_memory import allocate, init_barriers
+from cute_kernels.mla.few_heads.value_loop import ValueLoop
 from cute_kernels.mla.kernel import MlaKernel
-from cute_kernels.mla.locate import count_blocks, make_locator
-from cute_kernels.mla.work import Work
+from cute_kernels.mla.loads.locate import count_blocks, make_locator
+from cute_kernels.mla.work import WorkTile
 
 
 class FewHeadsKernel(MlaKernel):
@@ -38,9 +38,9 @@ class FewHeadsKernel(MlaKernel):
     def __init__(self, config: FewHeadsConfig):
         self.config = config
         self.locator = make_locator(config.tokens)
-        self.copier = Copier(config)
-        self.scorer = Scorer(config)
-        self.adder = Adder(config)
+        self.producer = Producer(config)
+        self.scores = ScoreLoop(config)
+        self.values = ValueLoop(config)
 
     @cute.jit
     def launch(self, q, source, results, flags, shape, num_ctas, softmax_scale, stream):
@@ -68,19 +68,19 @@ class FewHeadsKernel(MlaKernel):
         row = index // head_blocks
         length, extra_length = self.locator.lengths(source, row // shape.request_rows)
         main_blocks, num_blocks = count_blocks(length, extra_length)
-        begin, end = Work.share(num_blocks, shape.num_parts, part)
+        begin, end = WorkTile.share(num_blocks, shape.num_parts, part)
         first_head = (index - row * head_blocks) * self.config.heads
-        work = Work(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
+        work = WorkTile(shape, row, first_head, part, begin, end, length, main_blocks, extra_length)
         cute.arch.sync_threads()
-        if warp >= COMPUTING_WARPS:
-            cute.arch.setmaxregister_decrease(COPYING_REGISTERS)
-            self.copier.run(work, source, memory, warp - COMPUTING_WARPS, lane)
+        if warp >= CONSUMER_WARPS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            self.producer.run(work, source, memory, warp - CONSUMER_WARPS, lane)
             if const_expr(self.config.cluster > 1):
-                meet()
-                meet()
-        elif warp >= SCORING_WARPS:
-            cute.arch.setmaxregister_increase(ADDING_REGISTERS)
-            self.adder.run(q, work, results, memory, warp - SCORING_WARPS, lane)
+                cluster_sync()
+                cluster_sync()
+        elif warp >= SCORE_WARPS:
+            cute.arch.setmaxregister_increase(VALUE_REGISTERS)
+            self.values.run(q, work, results, memory, warp - SCORE_WARPS, lane)
         else:
-            cute.arch.setmaxregister_increase(SCORING_REGISTERS)
-            self.scorer.run(work, results, memory, softmax_scale, warp, lane)
+            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
+            self.scores.run(work, results, memory, softmax_scale, warp, lane)

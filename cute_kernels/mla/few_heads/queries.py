@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cute_kernels.device import numbers, ptx
 from cute_kernels.device.lanes import lane_max
 from cute_kernels.mla.config import HEAD_DIM, V_HEAD_DIM
-from cute_kernels.mla.few_heads.config import ADDING_WARPS, LATENT_STEPS, FewHeadsConfig
+from cute_kernels.mla.few_heads.config import LATENT_STEPS, VALUE_WARPS, FewHeadsConfig
 from cute_kernels.sm90 import WARP_THREADS
 
 VECTOR_COLUMNS = 8  # of 16 bytes
@@ -29,11 +29,11 @@ ROPE_LANES = (HEAD_DIM - V_HEAD_DIM) // VECTOR_COLUMNS
 EXPONENT = 14  # of the largest query
 MIN_EXPONENT = -30  # smaller queries are scaled by no more: RoPE queries must stay finite
 
-assert ADDING_WARPS == 8  # warp w has heads w, w + 8, ...: column g = w of every MMA
+assert VALUE_WARPS == 8  # warp w has heads w, w + 8, ...: column g = w of every MMA
 
 
 class Queries:
-    """Written by the adding warps, read by the scoring warps."""
+    """Written by the value warps, read by the score warps."""
 
     def __init__(self, config: FewHeadsConfig):
         self.config = config

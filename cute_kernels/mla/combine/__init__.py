@@ -1,0 +1,1 @@
+"""From accumulators to results: stores, partial results, and who adds them up."""

@@ -1,0 +1,227 @@
+"""Parts of a row that the CTAs of one launch leave for each other and add up: where they lie, who reads what.
+
+The CTAs with the same heads of a row deal these heads among themselves. Each leaves its part for all of them and says
+so by a flag each; then it fetches all parts of its own heads and adds them up in their order, so results do not depend
+on who was first. What is left is made in shared memory as it lies in global memory, so it takes one bulk copy for a
+warp and reader on its way out, and one for all parts on their way in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.combine.output import WARP_ROWS, exists_sink, scale_of_some
+from cute_kernels.mla.combine.second_launch import outcome_of
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    CONSUMER_THREADS,
+    PART_ROW_BYTES,
+    PIECE_COLUMNS,
+    V_HEAD_DIM,
+    WARPGROUP_WARPS,
+    MlaConfig,
+)
+from cute_kernels.mla.elements import of_name
+from cute_kernels.mla.mainloops.softmax import LOWEST, row_of
+from cute_kernels.mla.stream_k import ALL_LANES
+from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
+
+PART_WRITTEN, TILES_FREE = 6, 7  # named barriers: of the consumer warpgroups, of the producer warps
+WRITTEN = 0  # a flag's value when a part is there; EMPTY_WORD otherwise
+ROW_LANES = 4  # that have a row's accumulators
+LANE_BYTES = 16
+# A row's piece of a part: fp16 values, then fp32 numbers: maximum and total (first piece alone), and what the values
+# are to be multiplied with. 8 rows side by side lie in different banks.
+STATS_OFFSET = PIECE_COLUMNS * 2
+PIECES = V_HEAD_DIM // PIECE_COLUMNS
+OWN_PIECES = PIECES // 2  # of a warpgroup
+LANE_COLUMNS = PIECE_COLUMNS // WARP_THREADS
+COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
+
+
+@dataclass(frozen=True)
+class PartPlaces:
+    """Where the parts of a CTA's row and block of heads lie; run-time values.
+
+    ``each`` heads side by side are a reader's. For each reader, memory has of every part the pieces of its heads, one
+    after the other, and a flag.
+    """
+
+    words: Any  # addresses: of all parts
+    flags: Any  # ... and their flags
+    part: Any  # the CTA's own
+    count: Any
+    each: Any  # heads of a reader, a power of 2 from 4 to 16
+    readers: Any
+
+    @staticmethod
+    def of(work_tiles) -> PartPlaces:
+        """Those of a CTA. The more parts, the fewer heads are a reader's: never more readers than CTAs."""
+        count = work_tiles.shape.num_parts
+        each = cutlass.select_(count >= 16, Int32(4), cutlass.select_(count >= 8, Int32(8), Int32(16)))
+        readers = cutlass.select_(count >= 16, Int32(16), cutlass.select_(count >= 8, Int32(8), Int32(4)))
+        group = work_tiles.row * work_tiles.counts.head_blocks.value + work_tiles.head_block
+        words = work_tiles.exchange.words + Int64(group * count) * (BLOCK_HEADS * PIECES * PART_ROW_BYTES)
+        flags = work_tiles.exchange.flags + Int64(group * count * readers) * 4
+        return PartPlaces(words, flags, work_tiles.start, count, each, readers)
+
+    @property
+    def piece_bytes(self):
+        """Of a piece of a part of a reader's heads."""
+        return self.each * PART_ROW_BYTES
+
+    def place(self, reader, part, piece):
+        """Address of a piece of a part of a reader's heads."""
+        return self.words + Int64((reader * self.count + part) * PIECES + piece) * self.piece_bytes
+
+    def flag(self, reader, part):
+        """Address of the flag that says that all of them are there."""
+        return self.flags + Int64(reader * self.count + part) * 4
+
+
+@cute.jit
+def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
+    """Leaves a warp's half of its rows for those that add them up, by way of shared memory where the queries were: in
+    two pieces, of which one is on its way while the other is made.
+
+    accumulators: unnormalised, fp32 [128]. stats: (maximum in powers of 2, total) of a thread's two rows, () in the
+    right half."""
+    parts = PartPlaces.of(work_tiles)
+    readers = parts.readers // WARPGROUP_WARPS  # of a warp's rows
+    for own_piece in cutlass.range_constexpr(OWN_PIECES):
+        piece = half * OWN_PIECES + own_piece
+        rows = memory.queries + (piece * WARPGROUP_WARPS + warp) * (WARP_ROWS * PART_ROW_BYTES)
+        count = PIECE_COLUMNS // 2
+        own = [acc[i] for i in range(own_piece * count, (own_piece + 1) * count)]
+        scales = [scale_of_some([own[i] for i in range(count) if row_of(i) == below]) for below in range(2)]
+        stage_values(own, [scale for scale, _ in scales], rows + row_place(lane))
+        if lane % ROW_LANES == 0:
+            for below in cutlass.range_constexpr(2):
+                behind = rows + (lane // ROW_LANES + 8 * below) * PART_ROW_BYTES
+                unit = scales[below][1]
+                ptx.store_shared(
+                    behind, STATS_OFFSET, [*stats[below], unit, unit] if const_expr(piece == 0) else [unit]
+                )
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane < readers:
+            source = rows + lane * parts.piece_bytes
+            numbers.copy_to_global(parts.place(warp * readers + lane, parts.part, piece), source, parts.piece_bytes)
+            cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0)
+    if const_expr(half == 0):
+        # One warp for all: each that says so by itself waits for all stores of its SM to be seen by the GPU.
+        cute.arch.barrier(barrier_id=PART_WRITTEN, number_of_threads=CONSUMER_THREADS)
+        if (warp == 0) & (lane < parts.readers):
+            numbers.store_released(parts.flag(lane, parts.part), Uint32(WRITTEN))
+    else:
+        cute.arch.barrier_arrive(barrier_id=PART_WRITTEN, number_of_threads=CONSUMER_THREADS)
+
+
+def row_place(lane):
+    """Bytes from a warp's rows to where a lane's matrix of :func:`stage_values` begins."""
+    return lane % WARP_ROWS * PART_ROW_BYTES + lane // WARP_ROWS * LANE_BYTES
+
+
+def stage_values(acc, scales, place) -> None:
+    """Stores a warp's 16 rows as scaled fp16, a row every `PART_ROW_BYTES`. place: an address and `row_place`."""
+    for i in range(0, PIECE_COLUMNS // 2, 8):
+        # Twice 8 columns of 16 rows.
+        order = [(i + 4 * further + 2 * below, scales[below]) for further in range(2) for below in range(2)]
+        words = [ptx.pack_f16x2(acc[j] * scale, acc[j + 1] * scale) for j, scale in order]
+        ptx.store_matrix_x4(place, sum_place(i)[1] * 2, words, transpose=False)
+
+
+class CooperativeCombine:
+    """Adding up parts, by four warps that have nothing else to do: those that gather, behind their last tile."""
+
+    def __init__(self, config: MlaConfig):
+        self.numbers = of_name(config.layout.dtype)
+
+    @cute.jit
+    def fetch(self, parts, memory, warp, lane):
+        """Waits for all parts of the CTA's heads and brings them into shared memory, where tiles were. `queries_full`
+        counts them. Puts their flags back."""
+        # Nobody reads tiles any more, nor waits for queries.
+        cute.arch.barrier(barrier_id=TILES_FREE, number_of_threads=WARPGROUP_WARPS * WARP_THREADS)
+        if warp == 0:
+            flag = parts.flag(parts.part, cutlass.min(lane, parts.count - 1))
+            missing = Int32(1)
+            while missing != 0:
+                word = numbers.load_acquired(flag)
+                missing = Int32(cute.arch.vote_any_sync(word == Uint32(EMPTY_WORD)))
+            if lane < parts.count:
+                ptx.store_global(flag, [Uint32(EMPTY_WORD)])
+            # What comes by a bulk copy was announced by an ordinary store.
+            cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
+            if lane == 0:
+                size = parts.count * PIECES * parts.piece_bytes
+                cute.arch.mbarrier_arrive_and_expect_tx(memory.queries_full, size)
+                source, barrier = parts.place(parts.part, 0, 0), memory.queries_full.toint()
+                ptx.bulk_copy_to_shared(memory.tiles, source, size, barrier)
+        cute.arch.mbarrier_wait(memory.queries_full, 1)
+
+    @cute.jit
+    def add(self, work_tiles, parts, results, memory, head, wanted, lane):
+        """Adds up the ``head``-th head of the CTA and writes it if wanted is not 0."""
+        acc, maximum, total = self.add_parts(parts, memory.tiles + head * PART_ROW_BYTES, lane)
+        self.write(work_tiles, results, parts.part * parts.each + head, acc, maximum, total, wanted, lane)
+
+    @cute.jit
+    def add_parts(self, parts, left, lane):
+        """(fp32 [16] unnormalised columns, 4 lane onwards of every piece; maximum, total) of the head whose first part
+        has its first piece at ``left`` in shared memory."""
+        stride = PIECES * parts.piece_bytes
+        own = cutlass.min(lane, parts.count - 1) * stride
+        known = [word.bitcast(Float32) for word in ptx.load_shared_vector(left + own, STATS_OFFSET, 4)]
+        pieces = [left + piece * parts.piece_bytes for piece in range(PIECES)]
+        units = [known[2], *(ptx.load_shared(piece + own, STATS_OFFSET).bitcast(Float32) for piece in pieces[1:])]
+        exists = lane < parts.count
+        own_maximum = cutlass.select_(exists, known[0], Float32(LOWEST))
+        own_total = cutlass.select_(exists, known[1], Float32(0.0))
+        maximum = lane_max(own_maximum, ALL_LANES)
+        weight = ptx.exp2(own_maximum - maximum)
+        # A part without keys has zeros.
+        weights = [cutlass.select_(own_total > 0.0, weight * unit, Float32(0.0)) for unit in units]
+        acc = cute.make_rmem_tensor(COLUMNS, Float32)
+        acc.fill(0.0)
+        for part in cutlass.range(parts.count, unroll=4):
+            for piece in cutlass.range_constexpr(PIECES):
+                worth = cute.arch.shuffle_sync(weights[piece], part)
+                place = pieces[piece] + part * stride + lane * (LANE_COLUMNS * 2)
+                words = ptx.load_shared_vector(place, 0, LANE_COLUMNS // 2)
+                for i in cutlass.range_constexpr(LANE_COLUMNS // 2):
+                    j = LANE_COLUMNS * piece + 2 * i
+                    acc[j] = ptx.fma(ptx.half2_low_to_float(words[i]), worth, acc[j])
+                    acc[j + 1] = ptx.fma(ptx.half2_high_to_float(words[i]), worth, acc[j + 1])
+        return acc, maximum, lane_sum(weight * own_total, ALL_LANES)
+
+    @cute.jit
+    def write(self, work_tiles, results, own_head, acc, maximum, total, wanted, lane):
+        """A head's results, its log-sum-exp, and the greatest score if it is asked for. own_head: of the block's 64."""
+        head = work_tiles.head_block * BLOCK_HEADS + own_head
+        denominator = total
+        if exists_sink(results):
+            if wanted != 0:
+                sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
+        words, lse, top = outcome_of(acc, COLUMNS, maximum, total, denominator, self.numbers)
+        query_row = work_tiles.row * work_tiles.shape.num_heads + head
+        place = results.out + Int64(query_row) * (V_HEAD_DIM * 2) + lane * (LANE_COLUMNS * 2)
+        if wanted != 0:
+            for piece in cutlass.range_constexpr(PIECES):
+                own = words[LANE_COLUMNS // 2 * piece : LANE_COLUMNS // 2 * (piece + 1)]
+                ptx.store_global(place, own, offset=piece * PIECE_COLUMNS * 2)
+            if lane == 0:
+                ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+                if results.max_logits != 0:
+                    ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])

@@ -1,0 +1,206 @@
+"""Adding up the parts of split rows: a thread per four columns of some parts of a head of a row of queries.
+
+The launch begins before the one that writes the parts has ended (programmatic dependent launch), and waits for its end.
+Where few rows are cut into many parts, what counts is that all parts are asked for at once, and by all SMs: a CTA then
+is so large that an SM holds one, since CTAs that come early would crowd on the few SMs that are idle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import lane_max, lane_sum
+from cute_kernels.mla.combine.output import exists_sink
+from cute_kernels.mla.config import MAX_PARTS, PARTIALS, V_HEAD_DIM, CombineConfig
+from cute_kernels.mla.elements import of_name
+from cute_kernels.mla.mainloops.softmax import LOWEST
+from cute_kernels.mla.work import LaunchShape, Results, partial_stats, partial_values
+from cute_kernels.sm90 import WARP_THREADS
+
+ROW_THREADS = V_HEAD_DIM // 4
+LANES = (1, 2, 4, 8, 16)  # bits of a lane's number
+LANE_PARTS = MAX_PARTS // WARP_THREADS  # whose statistics a lane has
+
+
+class CombineKernel:
+    """Parts in an order that does not depend on which was done first, so neither does the result."""
+
+    def __init__(self, config: CombineConfig):
+        self.config = config
+        self.form = PARTIALS[config.partials]
+        self.numbers = of_name(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        lse: Int64,
+        max_logits: Int64,
+        sinks: Int64,
+        partials: Int64,
+        num_parts: Int32,
+        row_bits: Int32,
+        stream,
+    ):
+        """out: bf16 or fp16 [batch, q_len, num_heads, 512]. Addresses: lse fp32 [batch, q_len, num_heads], max_logits
+        likewise or 0, sinks fp32 [num_heads] or 0, partials: see `Results`. row_bits: a CTA has 2**row_bits rows, of
+        each as many groups of 128 threads as its slots allow."""
+        sizes: Any = out.shape
+        batch, q_len, num_heads = sizes[0], sizes[1], sizes[2]
+        shape = LaunchShape(batch * q_len, q_len, num_heads, num_heads, num_parts, Int32(0), Float32(0.0))
+        results = Results(ptx.address(out), lse, max_logits, sinks, partials)
+        rows = Int32(1) << row_bits
+        self.kernel(results, shape, row_bits).launch(
+            grid=((shape.rows * num_heads + rows - 1) >> row_bits, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, results, shape, row_bits: Int32):
+        tid = cute.arch.thread_idx()[0]
+        slot = cute.arch.make_warp_uniform(tid // ROW_THREADS)
+        # Slots of a group of parts lie side by side: the first ones, a row each, write what all have added up.
+        group = slot >> row_bits
+        rows = Int32(1) << row_bits
+        groups = Int32(self.config.slots) >> row_bits
+        query_row = (cute.arch.block_idx()[0] << row_bits) + (slot & (rows - 1))
+        exists = cutlass.select_(query_row < shape.rows * shape.num_heads, Int32(1), Int32(0))
+        column = tid % ROW_THREADS
+        acc = self.add_parts(results, shape, query_row, exists, group, groups, column)
+        if const_expr(self.config.slots > 1):
+            self.add_groups(acc[0], groups, rows, slot, column)
+        if (group == 0) & (exists != 0):
+            self.write(results, shape, query_row, column, *acc)
+
+    @cute.jit
+    def add_parts(self, results, shape, query_row, exists, group, groups, column):
+        """(fp32 [4] accumulators of every ``groups``-th part from the ``group``-th on, the row's maximum, its
+        total)."""
+        stats = partial_stats(results, shape, query_row, 0, self.form)
+        values = partial_values(results, shape, query_row, 0, self.form) + column * (4 * self.form.value_bytes)
+        acc = cute.make_rmem_tensor(4, Float32)
+        acc.fill(0.0)
+        # A thread's four values of a part are as many words as a value has bytes.
+        words = cute.make_rmem_tensor(self.form.value_bytes * self.config.batch, cutlass.Uint32)
+        cute.arch.griddepcontrol_wait()
+        self.load_values(words, values, group, groups, shape.num_parts * exists)
+        # The compiler would have the values wait until it is known what they are worth.
+        cute.arch.sync_warp()
+        known = self.load_stats(stats, shape.num_parts * exists, column)
+        weights, maximum, total = weigh(known)
+        first = group
+        while first < shape.num_parts:
+            for i in cutlass.range_constexpr(self.config.batch):
+                part = first + i * groups
+                weight = weight_of(weights, part)
+                found = self.values(words, i)
+                for j in cutlass.range_constexpr(4):
+                    # A part without keys has written no values.
+                    value = cutlass.select_(weight > 0.0, found[j], Float32(0.0))
+                    acc[j] = ptx.fma(value, weight, acc[j])
+            first = first + self.config.batch * groups
+            self.load_values(words, values, first, groups, shape.num_parts * exists)
+        return acc, maximum, total
+
+    def load_stats(self, stats, num_parts, column) -> list[tuple[Any, Any, Any]]:
+        """(maximum, total, what values of the thread's half are to be multiplied with) of a lane's parts, of which the
+        second is a warp's size behind the first; of those that do not exist no weight."""
+        found = []
+        for i in range(LANE_PARTS):
+            part = cute.arch.lane_idx() + i * WARP_THREADS
+            exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
+            size = self.form.stats_bytes
+            words = numbers.load_global_if(exists, stats + part * size, 0, size // 4, constant=False)
+            maximum, total, *units = (word.bitcast(Float32) for word in words)
+            unit = cutlass.select_(column < ROW_THREADS // 2, *units) if units else Float32(1.0)
+            found.append((cutlass.select_(exists != 0, maximum, Float32(LOWEST)), total, unit))
+        return found
+
+    def load_values(self, words, values, first, groups, num_parts) -> None:
+        """Asks for a thread's columns of a batch of parts, every ``groups``-th from ``first`` on."""
+        for i in range(self.config.batch):
+            part = first + i * groups
+            exists = cutlass.select_(part < num_parts, Int32(1), Int32(0))
+            place, count = values + Int64(part) * self.form.row_bytes, self.form.value_bytes
+            for j, word in enumerate(numbers.load_global_if(exists, place, 0, count, constant=False)):
+                words[count * i + j] = word
+
+    def values(self, words, i: int) -> list[Any]:
+        """A thread's four values of the ``i``-th part of a batch, as they were stored."""
+        if self.form.value_bytes == 4:
+            return [words[4 * i + j].bitcast(Float32) for j in range(4)]
+        pairs = [words[2 * i + j] for j in range(2)]
+        return [half(pair) for pair in pairs for half in (ptx.half2_low_to_float, ptx.half2_high_to_float)]
+
+    @cute.jit
+    def add_groups(self, acc, groups, rows, slot, column):
+        """Adds the accumulators of all groups of a row in those of the first one."""
+        smem = cutlass.utils.SmemAllocator()
+        memory = smem.allocate(self.config.slots * (V_HEAD_DIM * 4), byte_alignment=16).toint()
+        place = memory + slot * (V_HEAD_DIM * 4) + column * 16
+        ptx.store_shared(place, 0, [acc[i] for i in range(4)])
+        cute.arch.sync_threads()
+        if slot < rows:
+            for group in cutlass.range(1, groups, 1, unroll=1):
+                others = ptx.load_shared_vector(place + group * rows * (V_HEAD_DIM * 4), 0, 4)
+                for i in cutlass.range_constexpr(4):
+                    acc[i] = acc[i] + others[i].bitcast(Float32)
+
+    @cute.jit
+    def write(self, results, shape, query_row, column, acc, maximum, total):
+        """A thread's four columns; the first one's log-sum-exp, and the greatest score if it is asked for."""
+        denominator = total
+        if exists_sink(results):
+            head = query_row % shape.num_heads
+            sink = ptx.load_global_words(results.sinks + Int64(head) * 4, 0, 1)[0].bitcast(Float32)
+            denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -maximum))
+        words, lse, top = self.outcome(acc, maximum, total, denominator)
+        ptx.store_global(results.out + Int64(query_row) * (V_HEAD_DIM * 2) + column * 8, words)
+        if column == 0:
+            ptx.store_global(results.lse + Int64(query_row) * 4, [lse])
+            if results.max_logits != 0:
+                ptx.store_global(results.max_logits + Int64(query_row) * 4, [top])
+
+    def outcome(self, acc, maximum, total, denominator) -> tuple[list[Any], Any, Any]:
+        """As :func:`outcome_of`, of four columns."""
+        return outcome_of(acc, 4, maximum, total, denominator, self.numbers)
+
+
+def outcome_of(acc, count: int, maximum, total, denominator, elements) -> tuple[list[Any], Any, Any]:
+    """(``count`` columns as words, log-sum-exp, greatest score). denominator: the total and the sink's weight."""
+    exists = total != 0.0
+    lse = cutlass.select_(exists, (maximum + ptx.log2(total)) * ptx.LN_2, Float32(math.inf))
+    top = cutlass.select_(exists, maximum * ptx.LN_2, Float32(-math.inf))
+    factor = cutlass.select_(exists, ptx.reciprocal(denominator), Float32(0.0))
+    return [elements.pack(acc[i] * factor, acc[i + 1] * factor) for i in range(0, count, 2)], lse, top
+
+
+def weigh(known) -> tuple[list[Any], Any, Any]:
+    """(what values of a lane's parts are worth in the whole, the row's maximum, its total) of
+    `CombineKernel.load_stats`."""
+    maximum = known[0][0]
+    for other, _, _ in known[1:]:
+        maximum = ptx.fmax(maximum, other)
+    maximum = lane_max(maximum, LANES)
+    weights, total = [], Float32(0.0)
+    for part_maximum, part_total, unit in known:
+        weight = ptx.exp2(part_maximum - maximum)
+        weights.append(cutlass.select_(part_total > 0.0, weight * unit, Float32(0.0)))
+        total = ptx.fma(weight, part_total, total)
+    return weights, maximum, lane_sum(total, LANES)
+
+
+def weight_of(weights, part):
+    """A part's weight, from the lane that has it; ``part`` is the same in all lanes."""
+    own = weights[0]
+    for i, weight in enumerate(weights[1:], 1):
+        own = cutlass.select_(part >= i * WARP_THREADS, weight, own)
+    return cute.arch.shuffle_sync(own, part % WARP_THREADS)

@@ -1,0 +1,94 @@
+"""The parts of a row as one cluster: their accumulators meet in shared memory, and no second launch has to add them up.
+
+Every CTA of the cluster has a part of the row's tokens and, in the end, 512 / cluster columns of the row's output. Each
+tells the others its heads' maxima and totals, multiplies its accumulators by what they are worth in the whole, and
+stores them where their columns are added up, in the order of the parts: results do not depend on which part ends first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.mla.config import V_HEAD_DIM
+from cute_kernels.mla.few_heads.config import VALUE_WARPS, WARP_COLUMNS, FewHeadsConfig
+from cute_kernels.sm90 import WARP_THREADS
+
+# Bytes between rows of accumulators: 16 lanes' 8 bytes of four heads 2t apart then lie in different banks.
+ROW_PADDING = 16
+
+
+def cluster_sync() -> None:
+    """Waits for all threads of the cluster: what they have stored is there for everybody."""
+    cute.arch.sync_warp()
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+class ClusterCombine:
+    """See the module."""
+
+    def __init__(self, config: FewHeadsConfig):
+        self.config = config
+        self.columns = V_HEAD_DIM // config.cluster  # of the output, that a CTA adds up
+        self.pitch = 4 * self.columns + ROW_PADDING
+        self.part_bytes = config.heads * self.pitch
+        assert config.cluster * self.part_bytes <= config.ring_bytes
+
+    # -- maxima and totals --------------------------------------------------------------------------------------------
+
+    def store_statistics(self, memory, head, maximum, total) -> None:
+        """Makes a head's maximum (in powers of 2) and total known to the cluster, for after :func:`meet`."""
+        ptx.store_shared(memory.statistics + head * 8, 0, [maximum, total])
+
+    def whole(self, memory, head) -> tuple[Any, Any]:
+        """(maximum, total) of a head over all parts."""
+        parts = []
+        for part in range(self.config.cluster):
+            place = numbers.address_in(memory.statistics + head * 8, Int32(part))
+            parts.append([word.bitcast(Float32) for word in numbers.load_in_cluster(place, 2)])
+        maximum = parts[0][0]
+        for other, _ in parts[1:]:
+            maximum = ptx.fmax(maximum, other)
+        total = Float32(0.0)
+        for other, part_total in parts:
+            total = ptx.fma(ptx.exp2(other - maximum), part_total, total)
+        return maximum, total
+
+    # -- accumulators --------------------------------------------------------------------------------------------------
+
+    def destination(self, memory, warp, lane, part) -> Any:
+        """Where a lane's columns 2g and 2g + 1 of its warp's first chunk, of head 2t, are to be stored: a place in the
+        CTA of the cluster that adds up the warp's columns, in the rows of this CTA's part."""
+        owner = warp * self.config.cluster // VALUE_WARPS
+        column = warp * WARP_COLUMNS - owner * self.columns + lane // 4 * 2
+        place = memory.ring + part * self.part_bytes + lane % 4 * (2 * self.pitch) + column * 4
+        return numbers.address_in(place, owner)
+
+    def send(self, place, block: int, chunk: int, c: int, pair: list[Any]) -> None:
+        """Stores the two columns of a head; ``place`` from :meth:`destination`."""
+        numbers.store_in_cluster(place, (8 * block + c) * self.pitch + 64 * chunk, pair)
+
+    @cute.jit
+    def write(self, work, results, memory, rank, warp, lane):
+        """After :func:`meet`: adds up a CTA's columns, a head of a warp at a time, and writes them."""
+        for block in cutlass.range_constexpr(self.config.head_blocks):
+            head = 8 * block + warp
+            if work.first_head + head < work.shape.num_heads:
+                place = results.out + Int64(work.query_row(head)) * (V_HEAD_DIM * 2)
+                place = place + (rank * self.columns + 2 * lane) * 2
+                for first in cutlass.range_constexpr(0, self.columns, 2 * WARP_THREADS):
+                    ptx.store_global(place, [self.total(memory, head, first, lane)], offset=2 * first)
+
+    def total(self, memory, head, first: int, lane):
+        """A lane's two columns, from ``first`` on, of all parts, as a pair of bf16."""
+        acc: list[Any] = [Float32(0.0)] * 2
+        for part in range(self.config.cluster):
+            place = memory.ring + head * self.pitch + lane * 8
+            words = ptx.load_shared_vector(place, part * self.part_bytes + 4 * first, 2)
+            acc = [total + word.bitcast(Float32) for total, word in zip(acc, words, strict=True)]
+        return ptx.pack_bf16x2(*acc)

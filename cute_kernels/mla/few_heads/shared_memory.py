@@ -1,0 +1,85 @@
+"""Shared memory of the kernel for few heads, and the named barriers of its warps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from cute_kernels.mla.few_heads.config import (
+    CONSUMER_WARPS,
+    FLAG_BYTES,
+    PRODUCER_WARPS,
+    ROW_BYTES,
+    SCORE_WARPS,
+    VALUE_WARPS,
+    WEIGHT_BUFFERS,
+    FewHeadsConfig,
+)
+from cute_kernels.sm90 import WARP_THREADS
+
+QUERIES_READY, RESULTS_READY = 1, 2  # named barriers of scoring and value warps
+RAISING, EXCHANGING = 3, 4  # ... of score warps
+
+
+@dataclass(frozen=True)
+class FewHeadsMemory:
+    """Where everything lies: addresses as Int32, barriers as pointers."""
+
+    ring: Any  # raw tokens, stages of 64
+    queries: Any  # as operands: see `Queries`
+    query_scales: Any  # fp32 [heads]: what a head's scores are multiplied by to undo its queries' scaling
+    weights: Any  # fp16 [buffer, tile, block of 8 heads, token, head]
+    factors: Any  # fp32 [buffer, tile, head]: what accumulators shrink by before a block is added
+    raised: Any  # word [buffer], 16 bytes apart: whether there are such factors
+    exchange: Any  # fp32 [score warp, head], then [score warp, tile]
+    results: Any  # fp32 [tile, head]: what accumulators are multiplied by in the end
+    statistics: Any  # fp32 [head, (maximum, total)] of a part of a cluster
+    flags: Any  # word [stage, score warp]: which of its 16 tokens exist
+    full: Any  # a stage holds tokens
+    empty: Any  # nobody needs them any more
+    weighed: Any  # a buffer holds weights
+    added: Any  # nobody needs them any more
+
+
+def allocate(config: FewHeadsConfig) -> FewHeadsMemory:
+    smem = cutlass.utils.SmemAllocator()
+
+    def take(size: int) -> Any:
+        return smem.allocate(size, byte_alignment=16).toint()
+
+    stages, buffers = config.stages, WEIGHT_BUFFERS
+    ring = smem.allocate(config.ring_bytes, byte_alignment=128).toint()
+    queries, query_scales = take(config.query_bytes), take(config.head_bytes)
+    weights, factors = take(buffers * config.weight_bytes), take(buffers * config.factor_bytes)
+    raised, exchange = take(buffers * 16), take(config.exchange_bytes)
+    results, flags = take(config.factor_bytes), take(stages * FLAG_BYTES)
+    statistics = take(config.statistic_bytes) if config.cluster > 1 else None
+    barriers = smem.allocate_array(cutlass.Int64, 2 * (stages + buffers))
+    return FewHeadsMemory(
+        ring, queries, query_scales, weights, factors, raised, exchange, results, statistics, flags,
+        full=barriers,
+        empty=barriers + stages,
+        weighed=barriers + 2 * stages,
+        added=barriers + (2 * stages + buffers),
+    )  # fmt: skip
+
+
+def init_barriers(config: FewHeadsConfig, memory: FewHeadsMemory) -> None:
+    """By one thread, before anybody else goes on."""
+    for i in range(config.stages):
+        # Every copying thread arrives when its copies have, and a lane of each of their warps for the flags.
+        cute.arch.mbarrier_init(memory.full + i, PRODUCER_WARPS * (WARP_THREADS + 1))
+        cute.arch.mbarrier_init(memory.empty + i, CONSUMER_WARPS)
+    for i in range(WEIGHT_BUFFERS):
+        cute.arch.mbarrier_init(memory.weighed + i, SCORE_WARPS)
+        cute.arch.mbarrier_init(memory.added + i, VALUE_WARPS)
+    cute.arch.mbarrier_init_fence()
+
+
+def matrix_lane(lane: Any) -> Any:
+    """A lane's address for ldmatrix in 16 tokens and 32 bytes of each: matrices of tokens 0 to 7 and 8 to 15 of the
+    first 16 bytes, then of the other 16. Rows are an odd number of 16 bytes apart: no bank conflicts."""
+    return lane % 16 * ROW_BYTES + lane // 16 * 16

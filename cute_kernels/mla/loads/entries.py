@@ -1,0 +1,117 @@
+"""What a producer warp knows of blocks to come: entries in shared memory, their tokens on the way into L2.
+
+The compiler waits for what a loop carries in registers with one counter: to use an entry that was loaded a block ago
+would be to wait for the tokens that were asked for just now, 1000 clocks. So entries are copied to a ring in shared
+memory, past the registers. All of it is a warp's own: its rows of every block, written and read by its lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.mla.config import BLOCK_TOKENS, ENTRY_BLOCK_BYTES, GROUP_TOKENS, MlaConfig
+from cute_kernels.mla.loads.locate import Token, make_locator
+from cute_kernels.sm90 import WARP_THREADS
+
+LINE_BYTES = 128  # of L2
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A producer warp's entries, a ring of some blocks of them.
+
+    Entries of a block are asked for ``lead + 1`` blocks ahead, a block before anyone reads them; its tokens are asked
+    into L2 ``prefetch`` blocks ahead, lanes sharing the lines of 128 bytes. The first two blocks are asked
+    for at once, those up to ``prefetch`` behind the first tile: at the beginning of a launch all SMs ask together, and
+    the queries come the same way.
+    """
+
+    locator: Any
+    rows: int  # of a block, that a warp fetches
+    ring: int  # blocks, a power of 2
+    lead: int
+    prefetch: int  # blocks, 0 for not at all
+    token_bytes: int
+    split: bool  # scales lie behind the data of all tokens of a page
+
+    @staticmethod
+    def of(config: MlaConfig) -> Entries:
+        layout, rows = config.layout, config.warp_groups * GROUP_TOKENS
+        ring = config.entry_blocks, config.entry_lead
+        return Entries(make_locator(config.tokens), rows, *ring, config.prefetch, layout.data_bytes, layout.is_split)
+
+    @cute.jit
+    def start(self, cursor, source, memory, first_row, lane):
+        """Has the entries of the first blocks, which are waited for."""
+        for i in cutlass.range(self.lead + 1, unroll=1):
+            self.request(cursor, source, memory, i, first_row, lane)
+        self.wait()
+
+    @cute.jit
+    def prefetch_first(self, source, memory, first_row, lane):
+        """Asks for the tokens of the first two blocks."""
+        if const_expr(self.prefetch > 0):
+            for i in cutlass.range_constexpr(2):
+                self.ask(source, memory, Int32(i), first_row, lane)
+
+    @cute.jit
+    def step(self, cursor, source, memory, number, first_row, lane):
+        """Behind the tile of a block: asks for tokens, and for more entries."""
+        self.wait()  # for what the last step asked for
+        self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
+        if const_expr(self.prefetch > 0):
+            if number == 0:
+                for i in cutlass.range_constexpr(2, self.prefetch):
+                    self.ask(source, memory, Int32(i), first_row, lane)
+            self.ask(source, memory, number + self.prefetch, first_row, lane)
+
+    def token(self, source, memory, number, first_row, row) -> Token:
+        """Where the token of a row of a block lies, whose entry is there."""
+        entry = ptx.load_shared(self.place(memory, number, row), 0).to(Int32)
+        mark = ptx.load_shared(self.mark_place(memory, number, first_row), 0).to(Int32)
+        return self.locator.token(source, entry, self.locator.marked(mark), row)
+
+    def place(self, memory, number, row):
+        return memory.entries + (number & (self.ring - 1)) * ENTRY_BLOCK_BYTES + row * 4
+
+    def mark_place(self, memory, number, first_row):
+        """The mark of a block, each warp's own."""
+        return self.place(memory, number, BLOCK_TOKENS + first_row // GROUP_TOKENS)
+
+    @cute.jit
+    def request(self, cursor, source, memory, number, first_row, lane):
+        """Asks for the entries of the next block, the ``number``-th of the CTA."""
+        cursor.advance()
+        work, block = cursor.work, cursor.block
+        if lane < self.rows:
+            row = first_row + lane
+            self.locator.copy_entry(self.place(memory, number, row), work, source, block, row)
+        if lane == 0:
+            ptx.store_shared(self.mark_place(memory, number, first_row), 0, [self.locator.mark(work, block)])
+        cute.arch.cp_async_commit_group()
+
+    def wait(self) -> None:
+        """Waits for all entries that were asked for: then all lanes may read them."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+
+    def ask(self, source, memory, number, first_row, lane) -> None:
+        """Asks for the tokens of a block in L2."""
+        token = self.token(source, memory, number, first_row, first_row + lane % self.rows)
+        for offset in self.lines(lane // self.rows):
+            numbers.prefetch_line_if(token.valid, token.address + offset)
+        if self.split:
+            numbers.prefetch_line_if(cutlass.select_(lane < self.rows, token.valid, Int32(0)), token.behind)
+
+    def lines(self, sharer) -> list[Any]:
+        """Offsets in a token, one in each line that its ``sharer``-th lane asks for; tokens begin at any 16 bytes."""
+        count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
+        share = -(-count // (WARP_THREADS // self.rows))
+        last = self.token_bytes - wgmma_tiles.PIECE_BYTES
+        return [cutlass.min((sharer * share + i) * LINE_BYTES, last) for i in range(share)]

@@ -1,0 +1,215 @@
+"""The order in steps with the right half of the values a block behind, for tiles that come in two parts.
+
+Between a block's scores and its first weights the tensor cores would rest. Here the second warpgroup adds the right
+half of the block before then: it has loaded that block's weights as its A operand, in registers, so that their room is
+free for the next ones. The first warpgroup queues the next scores behind its own half. So the left part of a tile is
+given back a block before the right one, whose products come last.
+
+    tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
+    first          waits    | softmax b            | waits        | softmax b + 1
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+
+from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device.ring import advance
+from cute_kernels.mla.config import BLOCK_HEADS, BLOCK_TOKENS, CONSUMER_THREADS, NUM_STAGES
+from cute_kernels.mla.loads.gather import SLAB_BYTES
+from cute_kernels.mla.mainloops import softmax, softmax_steps
+from cute_kernels.mla.mainloops.products import HALF_ACC, Rows
+from cute_kernels.mla.mainloops.stepped import PART_STEPS, WEIGHTS_FREE, WEIGHTS_READY, Stepped
+
+START_RIGHT = 6  # named barrier of both warpgroups: the right half of the block before may be added
+LEFT, RIGHT = 0, 1  # parts of a tile
+HEAD_SLABS = 1  # of the next scores, queued behind the left half's products
+TAIL_STEPS = 4  # of the last slab of scores: the right half's products are let loose before them
+SLAB_STEPS = wgmma_tiles.SLAB_COLUMNS // 16
+
+
+class DelayedPV(Stepped):
+    """See the module."""
+
+    @cute.jit
+    def score_tile(self, work, work_tiles, results, memory, softmax_scale, warp, lane, stage, phase):
+        scale = ptx.pinned(softmax_scale * ptx.LOG2_E)
+        places = ptx.pinned(self.weight_place(memory, warp, lane))
+        rows = Rows.make()
+        factors = cute.make_rmem_tensor(2, Float32)  # by which a block shrinks earlier accumulators
+        held = self.hold_queries(memory, warp, lane)
+        if work.resumes:
+            work_tiles.exchange.resume(work, rows.acc, (rows.maxima, rows.totals), warp, lane, 0)
+        self.ask_next_queries(work.begin >= work.end, work, work_tiles, memory, warp)
+        if work.begin < work.end:
+            self.score_first(rows, held, memory, stage, phase)
+            self.ask_next_queries(work.begin + 1 == work.end, work, work_tiles, memory, warp)
+        # The last block is apart: scores behind a branch would be waited for before it ends.
+        for block in cutlass.range(work.begin, work.end - 1, 1, unroll=1):
+            self.weigh_block(rows, factors, work, memory, places, stage, block, scale, warp, lane)
+            following = advance(stage, phase, NUM_STAGES)
+            self.score_next(rows, held, memory, stage, *following, lane)
+            self.ask_next_queries(block + 2 == work.end, work, work_tiles, memory, warp)
+            stage, phase = following
+        if work.begin < work.end:
+            self.weigh_block(rows, factors, work, memory, places, stage, work.end - 1, scale, warp, lane)
+            self.start_right_half()
+            wgmma_tiles.wait()
+            self.release(memory, self.place(stage, LEFT), lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+        cute.arch.barrier(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
+        self.end_first(rows, work, work_tiles, results, memory, scale, warp, lane)
+        return stage, phase
+
+    @cute.jit
+    def weigh_block(self, rows, factors, work, memory, places, stage, block, scale, warp, lane):
+        """From a block's scores to its left half's products, which are under way then."""
+        flags = self.common_flags(memory, stage)
+        self.mask(rows.scores, flags, work, memory, stage, block, warp, lane)
+        softmax_steps.begin(rows, factors, scale, work.shape.slack, HALF_ACC)
+        # Places of steps are an xor from the first: made anew for every block, they take no registers of the loop.
+        self.weigh_and_add(rows, factors, work, memory, ptx.pinned(places), stage, scale, warp, lane)
+        softmax_steps.add_totals(rows, factors)
+
+    @cute.jit
+    def value_tile(self, work, work_tiles, results, memory, warp, lane, stage, phase):
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
+        acc = Rows.make().acc
+        if work.resumes:
+            work_tiles.exchange.resume(work, acc, (), warp, lane, 1)
+        packed = cute.make_rmem_tensor(BLOCK_TOKENS // 4, Uint32)
+        places = ptx.pinned(self.weight_place(memory, warp, lane))
+        for _ in cutlass.range(work.begin, work.end, 1, unroll=1):
+            for part in cutlass.range_constexpr(len(WEIGHTS_READY)):
+                self.await_weights(part)
+                if const_expr(part == 0):
+                    factors = self.load_rows(memory, warp, lane)
+                self.load_fragment(packed, places, range(part * PART_STEPS, (part + 1) * PART_STEPS))
+            softmax.rescale(acc, factors, HALF_ACC)
+            self.await_tile(memory, self.place(stage, RIGHT), phase)
+            cute.arch.barrier(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
+            self.add_values(acc, self.weight_fragment(packed), memory, stage, 1)
+            wgmma_tiles.commit()
+            # Behind the barrier, so that the first warpgroup does not come to it twice before this one.
+            cute.arch.barrier_arrive(barrier_id=WEIGHTS_FREE, number_of_threads=CONSUMER_THREADS)
+            wgmma_tiles.wait()
+            self.release(memory, self.place(stage, RIGHT), lane)
+            stage, phase = advance(stage, phase, NUM_STAGES)
+        self.end_second(acc, work, work_tiles, results, memory, warp, lane)
+        return stage, phase
+
+    # -- scores -------------------------------------------------------------------------------------------------------
+
+    def score_first(self, rows, held, memory, stage, phase) -> None:
+        """A share's first scores."""
+        scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
+        self.begin_scores(scores, held, memory, stage, phase)
+        self.score_rest(scores, held, memory, stage, phase)
+        self.finish_scores(rows, scores)
+
+    def score_next(self, rows, held, memory, stage, next_stage, next_phase, lane) -> None:
+        """The next block's scores; the left part of this one's tile is given back meanwhile, and the second warpgroup
+        let loose.
+
+        They have registers of their own until they are there: ptxas waits after every product if others than products
+        write what a product adds to, or read it.
+        """
+        scores = wgmma_tiles.make_sums(BLOCK_TOKENS)
+        eager = self.config.eager
+        if const_expr(not eager):
+            self.begin_scores(scores, held, memory, next_stage, next_phase)
+            wgmma_tiles.commit()
+        wgmma_tiles.wait(0 if eager else 1)
+        self.release(memory, self.place(stage, LEFT), lane)
+        if const_expr(eager):
+            self.start_right_half()
+            self.begin_scores(scores, held, memory, next_stage, next_phase)
+        self.score_rest(scores, held, memory, next_stage, next_phase)
+        wgmma_tiles.wait(1)
+        if const_expr(not eager):
+            self.start_right_half()
+        self.finish_scores(rows, scores)
+
+    def begin_scores(self, scores, held, memory, stage, phase) -> None:
+        """Issues the first products of a block's scores, to be committed."""
+        self.await_tile(memory, self.place(stage, LEFT), phase)
+        wgmma_tiles.begin()
+        for slab in self.config.layout.parts[LEFT][:HEAD_SLABS]:
+            self.score_slab(scores, held, memory, stage, slab)
+
+    def score_rest(self, scores, held, memory, stage, phase) -> None:
+        """Issues the other products of a block's scores, of which the last ones are a group of their own."""
+        left, right = self.config.layout.parts
+        wgmma_tiles.begin()
+        for slab in left[HEAD_SLABS:]:
+            self.score_slab(scores, held, memory, stage, slab)
+        self.await_tile(memory, self.place(stage, RIGHT), phase)
+        for slab in right[:-1]:
+            self.score_slab(scores, held, memory, stage, slab)
+        if TAIL_STEPS < SLAB_STEPS:
+            self.score_slab(scores, held, memory, stage, right[-1], range(SLAB_STEPS - TAIL_STEPS))
+        wgmma_tiles.commit()
+        self.score_slab(scores, held, memory, stage, right[-1], range(SLAB_STEPS - TAIL_STEPS, SLAB_STEPS))
+        wgmma_tiles.commit()
+
+    def finish_scores(self, rows, scores) -> None:
+        """Waits for scores, which go through a wait: else LLVM puts copies of them before it."""
+        wgmma_tiles.wait()
+        values = wgmma.wait_all([scores[i] for i in range(softmax.NUM_SCORES)])
+        for i in range(softmax.NUM_SCORES):
+            rows.scores[i] = values[i]
+
+    def score_slab(self, scores, held, memory, stage, slab: int, steps: range | None = None) -> None:
+        """Issues scores += queries times keys, of 64 columns."""
+        steps = steps or range(SLAB_STEPS)
+        place = memory.tile_pointer + (stage * self.config.tile_bytes + slab * SLAB_BYTES)
+        keys = wgmma_tiles.tile(place, BLOCK_TOKENS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
+        place = memory.query_pointer + slab * SLAB_BYTES
+        queries = wgmma_tiles.tile(place, BLOCK_HEADS, wgmma_tiles.SLAB_COLUMNS, self.numbers.type)
+        number = len(self.held_steps(slab))
+        first = slab == self.config.layout.parts[LEFT][0]
+        for a, part in ((held.get(slab), steps[:number]), (queries, steps[number:])):
+            if part:
+                wgmma_tiles.multiply(scores, a, keys, BLOCK_TOKENS, zero=first, steps=part)
+
+    def held_steps(self, slab: int) -> range:
+        """Which 16 columns of a slab of the queries are in registers: the first ones that scores are made of."""
+        left = self.config.layout.parts[LEFT]
+        count = self.config.held_steps
+        before = left.index(slab) * SLAB_STEPS if slab in left else count
+        return range(min(max(count - before, 0), SLAB_STEPS))
+
+    def hold_queries(self, memory, warp, lane) -> dict:
+        """`held_steps` of the slabs that have any, as A operands."""
+        held, place = {}, wgmma_tiles.piece_offset(warp * 16 + lane % 16, lane // 16)
+        for slab in self.config.layout.parts[LEFT]:
+            steps = self.held_steps(slab)
+            if steps:
+                words = cute.make_rmem_tensor(4 * SLAB_STEPS, Uint32)
+                self.load_fragment(words, memory.queries + slab * SLAB_BYTES + place, steps)
+                held[slab] = self.weight_fragment(words)
+        return held
+
+    def load_fragment(self, words, place, steps: range) -> None:
+        """A lane's words of an A operand [64, 64], 16 columns a step; place: of its first piece, see `weight_place`."""
+        for step in steps:
+            loaded = ptx.load_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, transpose=False)
+            for i in range(4):
+                words[4 * step + i] = loaded[i]
+
+    # -- what a warpgroup tells others --------------------------------------------------------------------------------
+
+    def start_right_half(self) -> None:
+        """Lets the second warpgroup add the right half of the block before."""
+        cute.arch.barrier_arrive(barrier_id=START_RIGHT, number_of_threads=CONSUMER_THREADS)
+
+    def await_weights(self, part: int) -> None:
+        """Waits for a part of a block's weights, or for the factors of the end. No product reads them from shared
+        memory, so there is no fence."""
+        cute.arch.barrier(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
+
+    def place(self, stage, part: int):
+        """The number of a part of a tile among all barriers of them, for `await_tile` and `release`."""
+        return self.config.part_number(stage, part)

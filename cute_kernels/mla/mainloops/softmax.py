@@ -1,0 +1,106 @@
+"""Online softmax over the accumulators of a 64 x 64 product: two rows a thread, four threads a row.
+
+The maximum is allowed to fall behind by a factor of 2**8 before accumulators are rescaled (FlashAttention-4, Zadouri et
+al. 2026), so most blocks rescale nothing."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.mla.config import BLOCK_TOKENS
+
+LOWEST = -1.0e30  # stands for -inf in running maxima: scaled to powers of 2 it is still finite
+RESCALE_SLACK = 8.0  # powers of 2
+ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
+NUM_SCORES = BLOCK_TOKENS // 2  # of a thread
+ALL_FLAGS = 0xFF
+
+
+def row_of(index: int) -> int:
+    """Which of a thread's two rows its ``index``-th accumulator belongs to."""
+    return sum_place(index)[0] // 8
+
+
+def scores_of(scores, row: int) -> list[Float32]:
+    """Those of a thread's scores that one of its two rows has."""
+    return [scores[i] for i in range(NUM_SCORES) if row_of(i) == row]
+
+
+@cute.jit
+def mask(scores, flags, lane):
+    """Scores of tokens that do not exist become -inf. flags: a word of 8 bits for every 8 tokens."""
+    everything = flags[0]
+    for i in cutlass.range_constexpr(1, len(flags)):
+        everything = everything & flags[i]
+    if everything != ALL_FLAGS:
+        hide(scores, flags, lane)
+
+
+def hide(scores, flags, lane) -> None:
+    """As :func:`mask`, whatever the flags."""
+    for i in range(NUM_SCORES):
+        column = sum_place(i)[1]
+        bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))
+        exists = (flags[column // 8] & bit) != 0
+        scores[i] = cutlass.select_(exists, scores[i], -Float32.inf)
+
+
+@cute.jit
+def mask_end(scores, work, block, warp, lane):
+    """Scores of tokens beyond what a row sees become -inf: its request's length, less where later queries see more."""
+    shape = work.shape
+    later = (shape.num_heads - 1 - work.first_head) // shape.query_heads  # queries after that of the first row
+    first = block * BLOCK_TOKENS
+    if first + BLOCK_TOKENS > work.length - shape.causal * later:
+        for row in cutlass.range_constexpr(2):
+            head = work.first_head + warp * 16 + lane // 4 + 8 * row
+            behind = shape.causal * ((shape.num_heads - 1 - head) // shape.query_heads)
+            end = work.length - cutlass.max(behind, Int32(0)) - first - 2 * (lane % 4)
+            for i in cutlass.range_constexpr(NUM_SCORES):
+                if const_expr(row_of(i) == row):
+                    scores[i] = cutlass.select_(sum_place(i)[1] < end, scores[i], -Float32.inf)
+
+
+def raise_maxima(scores, maxima, scale, slack) -> list[Float32]:
+    """Lets the running maxima follow; the factors by which earlier accumulators shrink.
+
+    maxima: rmem fp32 [2], of unscaled scores. scale: powers of 2 per unit of score. slack: by how many powers of 2 they
+    may fall behind, 0 where the maxima themselves are asked for.
+    """
+    factors = []
+    for row in range(2):
+        highest = lane_max(in_pairs(ptx.fmax, scores_of(scores, row)), ROW_LANES)
+        before = maxima[row]
+        maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
+        factors.append(ptx.exp2((before - maximum) * scale))
+        maxima[row] = maximum
+    return factors
+
+
+def exponentiate(scores, maxima, totals, factors, scale, weights, pack) -> None:
+    """weights = 2**((scores - maximum) * scale), the A operand of the next product, as ``pack`` packs two of them; adds
+    totals."""
+    for row in range(2):
+        shift = -maxima[row] * scale
+        total = totals[row] * factors[row]
+        for i in range(NUM_SCORES):
+            if row_of(i) == row:
+                scores[i] = ptx.exp2(ptx.fma(scores[i], scale, shift))
+                total = total + scores[i]
+        totals[row] = total
+    for i in range(0, NUM_SCORES, 2):
+        weights[i // 2] = pack(scores[i], scores[i + 1])
+
+
+@cute.jit
+def rescale(acc, factors, count: cutlass.Constexpr):
+    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
+    needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
+    if needed:
+        for i in cutlass.range_constexpr(count):
+            acc[i] = acc[i] * factors[row_of(i)]

@@ -1,0 +1,74 @@
+"""The online softmax of :mod:`.mainloops.softmax` in steps of 16 tokens, for :mod:`.mainloops.stepped`."""
+
+from __future__ import annotations
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.mla.mainloops.softmax import ROW_LANES, row_of, scores_of
+
+STEP_TOKENS = 16  # k of a product
+STEP_SCORES = STEP_TOKENS // 2
+
+
+def step_scores(step: int) -> range:
+    """Which of a thread's scores are those of the ``step``-th 16 tokens."""
+    return range(STEP_SCORES * step, STEP_SCORES * (step + 1))
+
+
+@cute.jit
+def begin(rows, factors, scale, slack, count: cutlass.Constexpr):
+    """Lets the running maxima of a thread's two rows follow its scores, rescales its ``count`` accumulators, and makes
+    the weights of the first step.
+
+    rows: registers, see :class:`.multiply.Rows`; maxima are of unscaled scores. factors: rmem fp32 [2], by which
+    earlier accumulators shrink. scale: powers of 2 per unit of score. slack: by how many powers of 2 the maxima may
+    fall behind, 0 where they themselves are asked for.
+
+    Lanes compare their own scores with their rows' maxima: only if one of the warp is beyond the slack do the lanes of
+    a row tell each other. The first weights are made meanwhile, by maxima that most likely stay.
+    """
+    factors.fill(1.0)
+    first = cute.make_rmem_tensor(STEP_SCORES, Float32)
+    exponentiate(first, rows.scores, rows.maxima, scale, 0)
+    own = [in_pairs(ptx.fmax, scores_of(rows.scores, row)) for row in range(2)]
+    beyond = [(own[row] - rows.maxima[row]) * scale > slack for row in range(2)]
+    if cute.arch.vote_any_sync(beyond[0] | beyond[1]):
+        for row in cutlass.range_constexpr(2):
+            highest = lane_max(own[row], ROW_LANES)
+            before = rows.maxima[row]
+            maximum = cutlass.select_((highest - before) * scale > slack, highest, before)
+            factors[row] = ptx.exp2((before - maximum) * scale)
+            rows.maxima[row] = maximum
+        for i in cutlass.range_constexpr(count):
+            rows.acc[i] = rows.acc[i] * factors[row_of(i)]
+        exponentiate(first, rows.scores, rows.maxima, scale, 0)
+    for i in cutlass.range_constexpr(STEP_SCORES):
+        rows.scores[i] = first[i]
+
+
+def weigh_step(scores, maxima, scale, step: int) -> None:
+    """Scores of the ``step``-th 16 tokens become weights."""
+    weights = [None] * STEP_SCORES
+    exponentiate(weights, scores, maxima, scale, step)
+    for i, weight in zip(step_scores(step), weights, strict=True):
+        scores[i] = weight
+
+
+def exponentiate(weights, scores, maxima, scale, step: int) -> None:
+    """weights = 2**((score - maximum) * scale), of the ``step``-th 16 tokens."""
+    shifts = [-maxima[row] * scale for row in range(2)]
+    for place, i in enumerate(step_scores(step)):
+        weights[place] = ptx.exp2(ptx.fma(scores[i], scale, shifts[row_of(i)]))
+
+
+def add_totals(rows, factors) -> None:
+    """Adds a block's weights, which all scores have become, to the totals, of which the earlier ones shrink."""
+    for row in range(2):
+        total = in_pairs(operator.add, scores_of(rows.scores, row))
+        rows.totals[row] = ptx.fma(rows.totals[row], factors[row], total)

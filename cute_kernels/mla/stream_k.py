@@ -1,0 +1,162 @@
+"""All rows one after the other as a line of blocks, of which every team of CTAs has an equal stretch.
+
+A team has a CTA for each block of 64 heads: they go along the same tokens together. Its stretch is the end of a row,
+whole rows, and the beginning of another one, whatever the lengths of rows (the idea is that of stream-K, Osama et al.
+2023). What is cut is not added up in the end: the team with the end of a row has it first, puts its accumulators,
+maxima and totals down in memory, and the one with the beginning has it last, and takes them up in place of zeros. So it
+takes one launch, no partial result is scaled, and the order of additions depends on lengths alone. Rows of equal length
+stay whole where teams that have one more of them than others cost less than cuts.
+
+Nobody waits for ever: stretches are dealt from the end of stream-K, so that a CTA waits for one of a lower number,
+which the hardware starts before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx
+from cute_kernels.device.lanes import lane_prefix, lane_sum, over_lanes
+from cute_kernels.mla.config import (
+    BLOCK_HEADS,
+    CONSUMER_WARPS,
+    STATE_BYTES,
+    V_HEAD_DIM,
+    WARPGROUP_WARPS,
+)
+from cute_kernels.mla.loads.locate import count_blocks
+from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
+
+CUT_UNITS, CUT_SHARE = 2, 80  # what cuts cost a team: so many units, and a share of all
+ALL_LANES = (1, 2, 4, 8, 16)
+PUBLISHED = 0  # a flag's value when there is something to take up; EMPTY_WORD otherwise
+LANE_BYTES = 16
+VECTOR_BYTES = WARP_THREADS * LANE_BYTES
+ACC = V_HEAD_DIM // 4  # of a thread
+WARP_HEADS = BLOCK_HEADS // WARPGROUP_WARPS
+
+
+def units_of(blocks):
+    """What a row of so many blocks takes of stream-K: one without any has to be written, too."""
+    return cutlass.max(blocks, Int32(1))
+
+
+@dataclass(frozen=True)
+class StreamK:
+    """The line of a launch; run-time values.
+
+    request_rows: rows of a request, which are equally long. teams: a `Divisor`.
+    """
+
+    locator: Any
+    source: Any
+    requests: Any
+    request_rows: Any
+    teams: Any
+
+    @cute.jit
+    def work_range(self, team, lane):
+        """(row, unit of it, units in all) where a team's stretch begins; all lanes of a warp ask for the same.
+
+        A lane adds up the units of its share of the requests, then looks among them for the one with the beginning.
+        Nothing is unrolled: with a cold cache, instructions that run once take longer to come than to run.
+        """
+        per_lane = (self.requests + (WARP_THREADS - 1)) // WARP_THREADS
+        own, longest = Int32(0), Int32(0)
+        for i in cutlass.range(per_lane, unroll=1):
+            of_row, of_request = self.request_units(lane * per_lane + i)
+            own = own + of_request
+            longest = cutlass.max(longest, of_row)
+        before, total = lane_prefix(own, lane, Int32(0))
+        longest = over_lanes(cutlass.max, longest, ALL_LANES)
+        piece, pieces = self.pieces(total, longest)
+        size, rest = (Int32(value) for value in self.teams.divide(Uint32(pieces)))
+        slot = self.teams.value - 1 - team
+        begin = (slot * size + cutlass.min(slot, rest)) * piece
+        found, offset, each = Int32(0), Int32(0), Int32(0)  # other than 0 in the lane that finds the request
+        for i in cutlass.range(per_lane, unroll=1):
+            request = lane * per_lane + i
+            of_row, of_request = self.request_units(request)
+            inside = (begin >= before) & (begin < before + of_request)
+            found = cutlass.select_(inside, request, found)
+            offset = cutlass.select_(inside, begin - before, offset)
+            each = cutlass.select_(inside, of_row, each)
+            before = before + of_request
+        found, offset, each = (lane_sum(value, ALL_LANES) for value in (found, offset, each))
+        row = Int32(Uint32(offset) // Uint32(cutlass.max(each, Int32(1))))
+        left = (size + cutlass.select_(slot < rest, Int32(1), Int32(0))) * piece
+        return found * self.request_rows + row, offset - row * each, left
+
+    def pieces(self, total, longest):
+        """(units of what is not cut, how many such pieces there are): a row where all rows are equal and teams would
+        gain less by cutting some than that costs, else a unit."""
+        rows = self.requests * self.request_rows
+        turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))
+        evenly, _ = self.teams.divide(Uint32(total))
+        gain = Int32(turns) * longest - Int32(evenly)
+        whole = (total == rows * longest) & (gain <= CUT_UNITS + Int32(evenly // CUT_SHARE))
+        return cutlass.select_(whole, longest, Int32(1)), cutlass.select_(whole, rows, total)
+
+    @cute.jit
+    def request_units(self, request):
+        """(units of a row of a request, of all its rows; 0 if there is no such request)."""
+        existing = cutlass.min(request, self.requests - 1)
+        _, blocks = count_blocks(*self.locator.lengths(self.source, existing))
+        each = units_of(blocks)
+        return each, cutlass.select_(request < self.requests, each * self.request_rows, Int32(0))
+
+
+@dataclass(frozen=True)
+class PartialExchange:
+    """Where rows are put down and taken up; addresses of a launch, and numbers of CTAs.
+
+    Every warp for itself: a lane's registers come back to the same lane of the same warp of another CTA, 16 bytes at a
+    time. A flag is `EMPTY_WORD` between launches: who has taken up puts it back.
+    """
+
+    words: Any  # fp32 [CTAs, STATE_WORDS]
+    flags: Any  # int32 [CTAs, FLAG_WORDS]
+    own: Any
+    following: Any  # the CTA with the next stretch and the same heads
+
+    @cute.jit
+    def publish(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
+        """Leaves a thread's accumulators, and its maxima and totals if it has them (stats: else ()), to be taken up."""
+        if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
+            number = self.own * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
+            place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES
+            for i in cutlass.range_constexpr(ACC // 4):
+                ptx.store_global(place, [acc[4 * i + j] for j in range(4)], offset=i * VECTOR_BYTES)
+            if const_expr(len(stats) > 0):
+                values = [numbers_of[i] for numbers_of in stats for i in range(2)]
+                ptx.store_global(place, values, offset=ACC // 4 * VECTOR_BYTES)
+            cute.arch.sync_warp()
+            if lane == 0:
+                numbers.store_released(self.flags + Int64(number) * 4, Uint32(PUBLISHED))
+
+    @cute.jit
+    def resume(self, work, acc, stats, warp, lane, half: cutlass.Constexpr):
+        """Waits for what the same warp of the following CTA has put down; goes on with it."""
+        if work.first_head + warp * WARP_HEADS < work.shape.num_heads:
+            number = self.following * CONSUMER_WARPS + (half * WARPGROUP_WARPS + warp)
+            flag = self.flags + Int64(number) * 4
+            missing = Int32(1)
+            while missing != 0:
+                word = numbers.load_acquired(flag)
+                missing = Int32(cute.arch.vote_any_sync(word == Uint32(EMPTY_WORD)))
+            if lane == 0:
+                ptx.store_global(flag, [Uint32(EMPTY_WORD)])
+            place = self.words + Int64(number) * STATE_BYTES + lane * LANE_BYTES
+            for i in cutlass.range_constexpr(ACC // 4):
+                loaded = ptx.load_global_words(place, i * VECTOR_BYTES, 4, constant=False)
+                for j in cutlass.range_constexpr(4):
+                    acc[4 * i + j] = loaded[j].bitcast(Float32)
+            if const_expr(len(stats) > 0):
+                loaded = ptx.load_global_words(place, ACC // 4 * VECTOR_BYTES, 4, constant=False)
+                for j in cutlass.range_constexpr(4):
+                    stats[j // 2][j % 2] = loaded[j].bitcast(Float32)

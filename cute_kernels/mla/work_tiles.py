@@ -1,0 +1,198 @@
+"""What a CTA takes one after the other: shares of the launch, and of each its blocks of tokens.
+
+A CTA stays for several shares, so that its ring of tiles never runs dry: what gathers goes on with the blocks of the
+next share right behind those of this one, and finds them by a cursor of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from cute_kernels.device.division import Divisor
+from cute_kernels.mla.config import BLOCK_HEADS
+from cute_kernels.mla.loads.locate import count_blocks
+from cute_kernels.mla.stream_k import PartialExchange, StreamK, units_of
+from cute_kernels.mla.work import LaunchShape, WorkTile
+
+# What a cursor keeps in registers.
+LEFT, BLOCK, FOUND, ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH = range(8)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of a launch in a form that others are divided by; found on the host."""
+
+    of_part: Divisor  # shares of the first parts of all rows
+    head_blocks: Divisor  # of a row
+    request_rows: Divisor
+    cuts: Divisor  # parts of a row, or teams on stream-K
+
+    @staticmethod
+    def of(shape: LaunchShape, head_blocks, num_ctas) -> Counts:
+        cuts = cutlass.select_(shape.num_parts == 0, num_ctas // head_blocks, shape.num_parts)
+        numbers = shape.rows * head_blocks, head_blocks, shape.request_rows, cutlass.max(cuts, 1)
+        return Counts(*(Divisor.of(Int32(number)) for number in numbers))
+
+
+@dataclass(frozen=True)
+class WorkTiles:
+    """The shares of a CTA; run-time values.
+
+    A share is a part of a row for 64 of its heads. If rows are cut into parts (one is the row), a CTA has one share.
+    Blocks of heads come first, so that the CTAs of a cluster, whose numbers follow each other, have shares of the same
+    row and part; then rows, then parts. On stream-K a CTA has a stretch of it, ``left`` units from the ``start``-th of
+    ``row`` on, over rows that follow each other.
+    """
+
+    shape: LaunchShape
+    source: Any
+    queries: Any
+    locator: Any
+    counts: Counts
+    exchange: PartialExchange
+    head_block: Any
+    row: Any  # of the first share
+    start: Any  # its part, or its first unit
+    left: Any  # more than 0
+
+    has_stream_k: ClassVar[bool] = True  # whether rows may be one
+
+    @staticmethod
+    def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> WorkTiles:
+        """The shares of the ``cta``-th CTA. words, flags: addresses of what `States` describes."""
+        team, head_block = (Int32(number) for number in counts.head_blocks.divide(Uint32(cta)))
+        exchange = PartialExchange(words, flags, cta, cta - counts.head_blocks.value)
+        first = _first(shape, source, locator, counts, cta, team, lane)
+        row, start, left = (cute.arch.make_warp_uniform(value) for value in first)
+        return WorkTiles(shape, source, queries, locator, counts, exchange, head_block, row, start, left)
+
+    def work(self, row, start, left) -> WorkTile:
+        """The share of a row that begins with ``start``, ``left`` units before the end of what the CTA has."""
+        shape = self.shape
+        length, main_blocks, num_blocks, extra_length = self.measure(row)
+        is_stream_k = shape.num_parts == 0
+        part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + shape.num_parts - 1))
+        first = cutlass.select_(is_stream_k, start, start * Int32(part_size))
+        last = first + cutlass.select_(is_stream_k, left, Int32(part_size))
+        begin, end = cutlass.min(first, num_blocks), cutlass.min(last, num_blocks)
+        taken = cutlass.min(left, units_of(num_blocks) - start)
+        return WorkTile(
+            shape, row, self.head_block * BLOCK_HEADS, start, begin, end, length, main_blocks, extra_length,
+            left=cutlass.select_(is_stream_k, left - taken, Int32(0)),
+            publishes=is_stream_k & (start > 0),
+            resumes=is_stream_k & (last < num_blocks),
+        )  # fmt: skip
+
+    def next_tile(self, row, left) -> WorkTile:
+        """The share of a row behind another share, as far as a cursor wants to know it: on stream-K."""
+        length, main_blocks, num_blocks, extra_length = self.measure(row)
+        first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
+        left = left - cutlass.min(left, units_of(num_blocks))
+        return WorkTile(self.shape, row, first_head, None, Int32(0), end, length, main_blocks, extra_length, left=left)
+
+    def measure(self, row) -> tuple[Any, ...]:
+        """(tokens, blocks of them, blocks in all, tokens of the extra cache) of a row."""
+        request, _ = self.counts.request_rows.divide(Uint32(row))
+        length, extra_length = self.locator.lengths(self.source, Int32(request))
+        return length, *count_blocks(length, extra_length), extra_length
+
+
+class PartTiles(WorkTiles):
+    """As `WorkTiles`, where every row is cut into parts and a CTA has one: ``states`` are those of
+    :mod:`.combine.cooperative` then."""
+
+    has_stream_k: ClassVar[bool] = False
+
+    @staticmethod
+    def of(shape: LaunchShape, source, queries, locator, counts: Counts, words, flags, cta, lane) -> PartTiles:
+        part, rest = counts.of_part.divide(Uint32(cta))
+        row, head_block = (Int32(number) for number in counts.head_blocks.divide(rest))
+        exchange = PartialExchange(words, flags, cta, cta)
+        return PartTiles(shape, source, queries, locator, counts, exchange, head_block, row, Int32(part), Int32(1))
+
+    def work(self, row, start, left) -> WorkTile:
+        """The share."""
+        length, main_blocks, num_blocks, extra_length = self.measure(row)
+        part_size, _ = self.counts.cuts.divide(Uint32(num_blocks + self.shape.num_parts - 1))
+        begin, end = WorkTile.cut(num_blocks, Int32(part_size), start)
+        first_head = self.head_block * BLOCK_HEADS
+        return WorkTile(
+            self.shape, row, first_head, start, begin, end, length, main_blocks, extra_length, left=Int32(0)
+        )
+
+
+@cute.jit
+def _first(shape, source, locator, counts, cta, team, lane):
+    """(row, start, left) of a CTA's first share."""
+    row, start, left = Int32(0), Int32(0), Int32(1)
+    if shape.num_parts == 0:
+        requests, _ = counts.request_rows.divide(Uint32(shape.rows))
+        stream_k = StreamK(locator, source, Int32(requests), shape.request_rows, counts.cuts)
+        row, start, left = stream_k.work_range(team, lane)
+    else:
+        part, rest = counts.of_part.divide(Uint32(cta))
+        number, _ = counts.head_blocks.divide(rest)
+        row, start = Int32(number), Int32(part)
+    return row, start, left
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A block among those of all of a CTA's shares, in order; the same in all lanes of a warp."""
+
+    work_tiles: WorkTiles
+    loader: Any
+    leads: Any  # 1 in the thread that has the queries of later shares brought into L2, else 0
+    state: Any  # rmem int32 [8]
+
+    @staticmethod
+    def before(work_tiles: WorkTiles, loader, leads) -> Cursor:
+        """Before the first block."""
+        state = cute.make_rmem_tensor(8, Int32)
+        state.fill(0)
+        cursor = Cursor(work_tiles, loader, leads, state)
+        cursor.begin(work_tiles.work(work_tiles.row, work_tiles.start, work_tiles.left))
+        state[BLOCK] = state[BLOCK] - 1
+        return cursor
+
+    @property
+    def block(self):
+        """Its number in its row."""
+        return Int32(self.state[BLOCK])
+
+    @property
+    def found(self):
+        """How many blocks there were so far, this one included."""
+        return Int32(self.state[FOUND])
+
+    @property
+    def work(self) -> WorkTile:
+        """The share, as far as locators want to know it."""
+        row, end, length, main_blocks, extra = (
+            Int32(self.state[i]) for i in (ROW, END, LENGTH, MAIN_BLOCKS, EXTRA_LENGTH)
+        )
+        return WorkTile(self.work_tiles.shape, row, None, None, None, end, length, main_blocks, extra)
+
+    @cute.jit
+    def advance(self):
+        """Goes on to the next block. Behind the last one there is none: its number is not below the share's end."""
+        state = self.state
+        state[BLOCK] = state[BLOCK] + 1
+        if const_expr(self.work_tiles.has_stream_k):
+            while (state[BLOCK] >= state[END]) & (state[LEFT] > 0):
+                work = self.work_tiles.next_tile(state[ROW] + 1, state[LEFT])
+                self.loader.prefetch(self.work_tiles.queries, work, self.leads)
+                self.begin(work)
+        if state[BLOCK] < state[END]:
+            state[FOUND] = state[FOUND] + 1
+
+    def begin(self, work: WorkTile) -> None:
+        """Goes to the first block of a share."""
+        kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
+        for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):
+            self.state[i] = value
