@@ -126,10 +126,19 @@ def make_call(
     if base.v.head_dim != q.shape[2]:
         raise ValueError(f"v_cache: got rows of head_dim {base.v.head_dim}, want {q.shape[2]}, that of q")
     if out is not None:
-        checks.check_out(out, q, q.shape[2])
+        check_out(out, q)
         checks.check_place("out", out, q.device)
         checks.check_contiguous("out", out)
     return ExtendCall(q, cu_seqlens_q, base, out)
+
+
+def check_out(out: Any, q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
+    check_tensors(out=out)
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
+    if out.shape != q.shape:
+        raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
 
 
 def _check_query(q: torch.Tensor) -> None:

@@ -185,7 +185,6 @@ class RowProducer:
 
     def make_maps(self, k_cache, v_cache):
         """No tensor maps."""
-        return None
 
     @cute.jit
     def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):

@@ -1,8 +1,9 @@
 """Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
 
-Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come (:mod:`.work`).
-Producer warps fill tiles of 128 keys and of 128 values in shared memory, by tensor maps (:mod:`.boxes`) or by decoding
-rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply (:mod:`.multiply`).
+Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
+(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by tensor maps (:mod:`.boxes`)
+or by decoding rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply
+(:mod:`.multiply`).
 Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
 
 docs/design/extend_attention.md has the balance of clocks, bytes and registers behind it.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 

@@ -23,7 +23,8 @@ class Memory:
     Attributes:
         tile_pointer, tiles: of K's stages, then V's.
         query_pointer, queries: of the warpgroups' queries.
-        scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each producer warp.
+        scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each producer
+            warp.
         query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
         slots: work tiles that the CTA knows of.
         full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.

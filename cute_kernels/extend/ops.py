@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import DEBUG, needs_dispatch
-from cute_kernels.attention.checks import check_out, check_positive
-from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, make_call
+from cute_kernels.attention.checks import check_positive
+from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
 from cute_kernels.extend.config import ExtendConfig
 from cute_kernels.extend.plan import Plan, check_alignment, make_plan
 from cute_kernels.extend.reference import attention_of
@@ -174,7 +174,7 @@ def dispatch(
     )
     if out is None:
         return result, lse
-    check_out(out, q, q.shape[2])
+    check_out(out, q)
     return out.copy_(result), lse
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +144,7 @@ def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None)
     assert not out[empty].any(), "the output of a query without keys is 0"
     ends = call.cu_seqlens_q.tolist()
     worst = 0.0
-    for request, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+    for request, (start, stop) in enumerate(itertools.pairwise(ends)):
         size = float(want[start:stop].norm())
         difference = float((out[start:stop].double() - want[start:stop]).norm())
         if difference == 0:
