@@ -23,8 +23,9 @@ WORK_BYTES = 32  # of a slot: 8 words
 INT4_UNIT = 2.0  # INT4 tiles hold half of the values: fp16 has room for all that quantising makes
 HEAD_DIMS = (64, 128, 256)
 GRANULARITIES = ("tensor", "head", "token_head")  # of scales of bytes; E5M2 has none
-# Registers of a thread after setmaxnreg: producers, consumers; by the number of producer warps.
-REGISTERS = {"dense": (40, 232), 4: (96, 208), 8: (56, 200)}
+# Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
+REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (96, 208), ("int4", 4): (104, 200)}
+REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
 
 
 def is_coded(form: KvFormat) -> bool:
@@ -112,7 +113,10 @@ class ExtendConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread."""
-        return REGISTERS[self.producer_warps if self.coded else "dense"]
+        kind = "dense"
+        if self.coded:
+            kind = "int4" if any(isinstance(form, Int4Format) for form in self.formats) else "bytes"
+        return REGISTERS[kind, self.producer_warps if self.coded else 4]
 
     @property
     def tile_bytes(self) -> int:
