@@ -1,0 +1,102 @@
+"""Extend attention: many new queries a request over BF16, FP16, INT8, FP8 and INT4 KV caches, contiguous or paged.
+
+Chunked prefill over a cached prefix, hits of a prefix cache, verification of long drafts, and batches that mix them
+with decoding. Read on in `reference` (what it means), `call` (what a checked call is), `config`, `schedule`, `kernel`,
+`compile`, `ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_kernels.extend import ops
+from cute_kernels.kv_formats import format_pair
+
+__all__ = ["extend_attention"]
+
+
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    block_table: torch.Tensor | None = None,
+    cache_layout: str = "NHD",
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q K^T * softmax_scale) V for any number of new tokens of each request, over its cached tokens.
+
+    Query i of request b's q_len stands at position p = seq_lens[b] - q_len + i: the queries are the request's last
+    tokens, and their K and V are in the cache already. Its score for the key at position j is softmax_scale * (q . k),
+    then capped, then biased by position, then masked, in this order.
+
+    Args:
+        q: bf16 or fp16 [total_q, num_q_heads, head_dim], the queries of all requests one after the other; head_dim 64,
+            128 or 256.
+        k_cache, v_cache: rows in ``kv_format``, contiguous. Without a block table [batch, max_seq_len, num_kv_heads,
+            row], with one [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256.
+            num_kv_heads divides num_q_heads, and query head h reads KV head h // (num_q_heads // num_kv_heads).
+        seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them.
+        cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1], and
+            may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing lengths.
+            Queries from cu_seqlens_q[batch] on belong to no request: their rows of out and lse are not written.
+        kv_format: name of a format (:mod:`cute_kernels.kv_formats`) or a pair, K's and V's, both of 16 bits or both of
+            codes. A "bf16" or "fp16" cache wants q in its dtype. Formats with scales per channel, and INT8 or FP8 with
+            several groups a row, are not read.
+        block_table: int32 [batch, max_pages], columns side by side: token t of request b is row t % page_size of page
+            block_table[b, t // page_size]. Entries of pages without a token that some query sees may hold anything.
+        cache_layout: "NHD" as above, or "HND": [batch, num_kv_heads, max_seq_len, row], [num_pages, num_kv_heads,
+            page_size, row].
+        softmax_scale: a positive number, default head_dim ** -0.5.
+        causal: whether a query sees no key after its own position.
+        window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
+        alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
+        k_scale, v_scale: fp32, for formats whose scale lies beside the cache: [] or [1] ("..._tensor"), [num_kv_heads]
+            or [num_kv_heads, 1] ("..._head").
+        return_lse: also return the log-sum-exp of the scores, without the sinks.
+        out: where to write the result, contiguous.
+
+    Returns:
+        out [total_q, num_q_heads, head_dim] in q's dtype; with ``return_lse`` also fp32 [total_q, num_q_heads], natural
+        log. A query that sees no key gives out 0 and lse -inf. Softmax and accumulation are fp32. Equal inputs give
+        bitwise equal outputs, and a request's result does not depend on the rest of the batch.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted. Lengths and
+            pages are not looked at on a GPU (that would wait for it): longer requests are taken as max_seq_len. With
+            CUTE_KERNELS_DEBUG=1 in the environment at import they are checked on every call, on the CPU always; the
+            message names the request and the position.
+        UnsupportedGPUError: the GPU is none that the kernels are compiled for.
+
+    CPU tensors are served by the reference implementation.
+    """
+    if type(kv_format) is not str:
+        kv_format = format_pair(kv_format)
+    options = {
+        "block_table": block_table,
+        "cache_layout": cache_layout,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    path = ops.path_of(q, k_cache, v_cache, seq_lens, cu_seqlens_q, options)
+    result, lse = path(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, softmax_scale, return_lse, out, options)
+    return (result, lse) if return_lse else result

@@ -1,0 +1,132 @@
+"""The producer of 16-bit caches: boxes of a tensor map, rows of 128 bytes in the 128-byte swizzle; nothing to decode.
+
+Where a block reaches beyond the tokens that a request has (and some query sees), its rows are copied one by one and the
+others are zeros: what lies there may be anything, and NaN times a probability of 0 is NaN.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.device import numbers, wgmma_tiles
+from cute_kernels.device.ring import advance
+from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig
+from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.mla.numbers16 import of_name
+from cute_kernels.sm90 import WARP_THREADS
+
+
+class BoxProducer:
+    """The one producer warp of a 16-bit cache."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.type = of_name(config.q_dtype).type
+        self.box_rows = min(config.page_tokens or config.tile_tokens, config.tile_tokens)
+        self.num_boxes = config.tile_tokens // self.box_rows
+        self.box = (self.box_rows, SLAB_COLUMNS)
+        self.num_slabs = config.head_dim // SLAB_COLUMNS
+        self.row_pieces = config.head_dim // 8
+        self.step_rows = WARP_THREADS // self.row_pieces  # of a row-by-row copy
+
+    def make_maps(self, k_cache: cute.Tensor, v_cache: cute.Tensor):
+        """On the host: tensor maps with coordinates [token of a block, column, head, block]."""
+        return tuple(self._make_map(cache) for cache in (k_cache, v_cache))
+
+    def _make_map(self, cache: cute.Tensor):
+        modes = [2, 3, 1, 0] if self.config.features.head_major else [1, 3, 2, 0]
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=modes))
+        place = wgmma_tiles.tile_layout(*self.box, self.type)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, place, self.box)
+
+    @cute.jit
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+        config = self.config
+        found, place = self.locate(source, work, cutlass.max(span.end - 1, 0), lane)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            first = block * config.tile_tokens
+            whole = (first >= first_valid) & (first + config.tile_tokens <= work.kv_len)
+            next_found, next_place = self.locate(source, work, cutlass.max(block - 1, span.begin), lane)
+            for operand in cutlass.range_constexpr(2):
+                number = memory.barrier(operand, stage)
+                cute.arch.mbarrier_wait(memory.empty + number, phase)
+                if whole:
+                    self.copy_boxes(source, work, memory, operand, stage, found, place)
+                else:
+                    self.copy_rows(source, work, memory, operand, stage, first, first_valid, found, place, lane)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(memory.full + number)
+            stage, phase = advance(stage, phase, config.num_stages)
+            found, place = next_found, next_place
+        return stage, phase
+
+    def locate(self, source, work, block, lane):
+        """(block of the cache, place in it) of a lane's box of a block of tokens."""
+        token = block * self.config.tile_tokens + lane % self.num_boxes * self.box_rows
+        token = cutlass.select_(token < work.kv_len, token, Int32(0))
+        return source.pages.locate(self.config.page_tokens > 0, work.request, token)
+
+    @cute.jit
+    def copy_boxes(self, source, work, memory, operand: cutlass.Constexpr, stage: Int32, found: Int32, place: Int32):
+        """Asks for a whole tile."""
+        barrier = memory.full + memory.barrier(operand, stage)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.config.tile_bytes)
+        atom, view = source.maps[operand]
+        boxes = cute.local_tile(view, self.box, (None, None, None, None))
+        tile = memory.tile_pointer + memory.tile(operand, stage)
+        for box in cutlass.range_constexpr(self.num_boxes):
+            where = cute.arch.shuffle_sync(found, box)
+            row = cute.arch.shuffle_sync(place, box) // self.box_rows
+            for slab in cutlass.range_constexpr(self.num_slabs):
+                offset = slab * self.config.slab_bytes + box * self.box_rows * wgmma_tiles.ROW_BYTES
+                target, origin = cpasync.tma_partition(
+                    atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(wgmma_tiles.tile(tile + offset, *self.box, self.type), 0, 2),
+                    cute.group_modes(boxes, 0, 2),
+                )
+                cute.copy(atom, origin[None, row, slab, work.head, where], target, tma_bar_ptr=barrier)
+
+    @cute.jit
+    def copy_rows(
+        self,
+        source,
+        work,
+        memory,
+        operand: cutlass.Constexpr,
+        stage: Int32,
+        first: Int32,
+        first_valid: Int32,
+        found: Int32,
+        place: Int32,
+        lane: Int32,
+    ):
+        """Copies the rows of a tile that some query sees; the others become zeros."""
+        rows = source.rows(operand)
+        below, piece = lane // self.row_pieces, lane % self.row_pieces
+        slab = piece // 8
+        tile = memory.tiles + memory.tile(operand, stage) + slab * self.config.slab_bytes
+        for step in cutlass.range(0, self.config.tile_tokens, self.step_rows, unroll=4):
+            row = step + below
+            box = row // self.box_rows
+            where = cute.arch.shuffle_sync(found, box)
+            start = cute.arch.shuffle_sync(place, box)
+            exists = (first + row >= first_valid) & (first + row < work.kv_len)
+            token = cutlass.select_(exists, start + row % self.box_rows, Int32(0))
+            size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
+            address = rows.address(where, token, work.head) + Int64(piece * wgmma_tiles.PIECE_BYTES)
+            numbers.copy_async(tile + wgmma_tiles.piece_offset(row, piece % 8), address, size)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+
+assert (KEYS, VALUES) == (0, 1) and const_expr is not None

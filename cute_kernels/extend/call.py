@@ -1,0 +1,176 @@
+"""A call of extend attention as one object: checked, and every option in the form that kernel and reference take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.attention import call as attention_call
+from cute_kernels.attention import checks
+from cute_kernels.attention.call import AttentionCall, CacheOperand
+from cute_kernels.attention.features import Features
+from cute_kernels.extend.config import HEAD_DIMS, cannot_read, is_coded
+
+MAX_ROWS = 2**31 - 2**16  # queries times heads: rounded up to whole work tiles, they fit 32 bits
+
+
+@dataclass(frozen=True, eq=False)
+class ExtendCall:
+    """One checked call.
+
+    Attributes:
+        q: [total_q, num_q_heads, head_dim], contiguous.
+        cu_seqlens_q: int32 [batch + 1]: request b has the queries from the b-th to the one before the (b + 1)-th.
+        base: everything else, as a call of decode attention has it; its q is there for its shape alone.
+        out: where the result goes, contiguous, as q; None for a new one.
+    """
+
+    q: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    base: AttentionCall
+    out: torch.Tensor | None
+
+    @property
+    def batch(self) -> int:
+        return self.base.batch
+
+    @property
+    def features(self) -> Features:
+        """What decides the compiled variant besides shapes and formats."""
+        return replace(self.base.features, queries=False, causal=self.base.causal)
+
+    def requests(self) -> Iterator[tuple[slice, AttentionCall]]:
+        """(queries, the call of one request alone) of every request that has queries; waits for the device."""
+        ends = self.cu_seqlens_q.tolist()
+        for request in range(self.batch):
+            own = slice(ends[request], ends[request + 1])
+            if own.start < own.stop:
+                yield own, self._request(request, own)
+
+    def _request(self, request: int, own: slice) -> AttentionCall:
+        base, part = self.base, slice(request, request + 1)
+        if base.block_table is not None:
+            table, k, v = base.block_table[part], base.k, base.v
+        else:
+            table, k, v = None, _part(base.k, part), _part(base.v, part)
+        return replace(
+            base, q=self.q[own].unsqueeze(0), k=k, v=v, seq_lens=base.seq_lens[part], block_table=table, out=None
+        )
+
+
+def _part(operand: CacheOperand, part: slice) -> CacheOperand:
+    return replace(operand, cache=operand.cache[part])
+
+
+def make_call(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: Any,
+    block_table: torch.Tensor | None = None,
+    cache_layout: str = "NHD",
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> ExtendCall:
+    """Checks everything that can be said without waiting for a device; arguments as `extend_attention` has them.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.
+    """
+    forms = checks.check_formats(kv_format)
+    for form in forms:
+        if (reason := cannot_read(form)) is not None:
+            raise ValueError(f"kv_format: got {kv_format!r}, want formats that extend attention reads: {reason}")
+    if is_coded(forms[0]) != is_coded(forms[1]):
+        raise ValueError(f"kv_format: got {kv_format!r}, want K and V both of 16 bits or both of codes")
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
+    checks.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
+    _check_query(q)
+    if seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens: got shape {shape_of(seq_lens)}, want [batch]")
+    batch = seq_lens.shape[0]
+    checks.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
+    checks.check_count("window_size", window_size)
+    checks.check_positive("softcap", softcap)
+    base = attention_call.make_call(
+        q.new_empty((batch, 1, *q.shape[1:])),
+        k_cache,
+        v_cache,
+        seq_lens,
+        kv_format=kv_format,
+        softmax_scale=softmax_scale,
+        block_table=block_table,
+        cache_layout=cache_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        causal=causal,
+        window=window_size,
+        soft_cap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
+    if base.v.head_dim != q.shape[2]:
+        raise ValueError(f"v_cache: got rows of head_dim {base.v.head_dim}, want {q.shape[2]}, that of q")
+    if out is not None:
+        check_out(out, q)
+        checks.check_place("out", out, q.device)
+        checks.check_contiguous("out", out)
+    return ExtendCall(q, cu_seqlens_q, base, out)
+
+
+def check_out(out: Any, q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless ``out`` can take the result for ``q``, but for its place and strides."""
+    check_tensors(out=out)
+    if out.dtype != q.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, want {q.dtype}, that of q")
+    if out.shape != q.shape:
+        raise ValueError(f"out: got shape {shape_of(out)}, want {shape_of(q)}, that of q")
+
+
+def _check_query(q: torch.Tensor) -> None:
+    checks.check_contiguous("q", q)
+    if q.dim() != 3:
+        raise ValueError(f"q: got {q.dim()} dimensions, want 3: [total_q, num_q_heads, head_dim]")
+    if q.dtype not in checks.Q_DTYPES:
+        raise TypeError(f"q: got dtype {q.dtype}, want torch.bfloat16 or torch.float16")
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"q: got head_dim {q.shape[2]}, want one of {', '.join(map(str, HEAD_DIMS))}")
+    if q.shape[0] * q.shape[1] > MAX_ROWS:
+        raise ValueError(f"q: got {q.shape[0]} queries of {q.shape[1]} heads, want at most {MAX_ROWS} together")
+
+
+def check_device_values(call: ExtendCall) -> None:
+    """Raises ValueError naming the request (and the position) of the first number that cannot be right.
+
+    Looks at where requests begin, at lengths, and at the pages that hold a token which some query sees, so it waits for
+    the device.
+    """
+    ends, total = call.cu_seqlens_q.tolist(), call.q.shape[0]
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens_q: got {ends[0]} first, want 0")
+    for request in range(call.batch):
+        if not ends[request] <= ends[request + 1] <= total:
+            raise ValueError(
+                f"cu_seqlens_q: got {ends[request]} to {ends[request + 1]} for request {request}, want numbers that "
+                f"do not fall, at most {total}, the queries of q"
+            )
+    for request in range(call.batch):
+        own = slice(ends[request], ends[request + 1])
+        try:
+            attention_call.check_device_values(call._request(request, own))
+        except ValueError as error:
+            raise ValueError(str(error).replace("request 0", f"request {request}")) from None

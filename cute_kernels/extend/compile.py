@@ -1,0 +1,83 @@
+"""From a configuration to a compiled function; the only module of this room that starts the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cute_kernels import attention, kv_formats, mla
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.runtime.spec import KernelSpec, check_config, compile_options
+
+
+@dataclass(frozen=True, eq=False)
+class ExtendSpec(KernelSpec):
+    """One extend attention kernel: the function takes what :meth:`ExtendKernel.__call__` describes, on torch's current
+    stream."""
+
+    config: ExtendConfig
+    family: ClassVar[str] = "extend"
+
+    @property
+    def symbol(self) -> str:  # type: ignore[override]
+        return self.config.name
+
+    def source_roots(self) -> tuple[Path, ...]:
+        attention_room = Path(attention.__file__).resolve().parent
+        numbers16 = Path(mla.__file__).resolve().parent / "numbers16.py"
+        files = [attention_room / "config.py", attention_room / "features.py", attention_room / "tiles.py", numbers16]
+        return *super().source_roots(), Path(kv_formats.__file__).resolve(), *files
+
+    def compile(self, arch: str) -> Any:
+        return compile_extend(self.config, arch)
+
+
+def shipped_specs() -> list[KernelSpec]:
+    """What bundles hold and the gates compile. Others compile on demand."""
+    return []
+
+
+def compile_extend(config: ExtendConfig, arch: str, *options: str) -> Any:
+    """Compiles one configuration for ``arch`` ("sm_90a") with fake tensors; needs no GPU.
+
+    Raises ValueError if the configuration cannot be implemented.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Int64
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from cute_kernels.extend.kernel import ExtendKernel
+
+    check_config(config)
+    float_type = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+    def tensor(dtype, shape, align):
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+    total_q, q_heads, blocks, outer, inner, batch, ends = (cute.sym_int() for _ in range(7))
+    queries = [tensor(float_type[config.q_dtype], (total_q, q_heads, config.head_dim), 16) for _ in range(2)]
+    caches = [
+        tensor(
+            float_type.get(form.name, cutlass.Uint8),
+            (blocks, outer, inner, form.row_elements(config.head_dim)),
+            4 if config.coded else 16,
+        )
+        for form in config.formats
+    ]
+    lengths = [tensor(cutlass.Int32, (count,), 4) for count in (ends, batch)]
+    scales = [*[Int64(0)] * 4, Int32(0), Int32(0), Float32(1.0)]
+    features = [Int64(0), Int32(0), Int32(0), Float32(1.0), Int64(0), Int64(0), Int32(1)]
+    return cute.compile(
+        ExtendKernel(config),
+        queries[0],
+        *caches,
+        *lengths,
+        queries[1],
+        *scales,
+        *features,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=compile_options(arch, *options),
+    )

@@ -1,0 +1,181 @@
+"""Every compile-time choice of the extend attention kernel, as data. No GPU types here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.attention.config import PAGE_TOKENS
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.tiles import kernel_format
+from cute_kernels.kv_formats import ByteFormat, DenseFormat, Int4Format, KvFormat, format_of
+from cute_kernels.sm90 import MAX_SHARED_BYTES, WARP_THREADS
+
+MMA_WARPGROUPS = 2  # consumers: 64 rows of queries each
+WARPGROUP_WARPS = 4
+WARPGROUP_ROWS = 64
+TILE_ROWS = MMA_WARPGROUPS * WARPGROUP_ROWS  # packed queries of a work tile: positions x heads of a KV head's group
+MMA_WARPS = MMA_WARPGROUPS * WARPGROUP_WARPS
+MMA_THREADS = MMA_WARPS * WARP_THREADS
+SLAB_COLUMNS = 64  # of an operand in the 128-byte swizzle
+ELEMENT_BYTES = 2  # of operands
+WORK_SLOTS = 2
+WORK_BYTES = 32  # of a slot: 8 words
+INT4_UNIT = 2.0  # INT4 tiles hold half of the values: fp16 has room for all that quantising makes
+HEAD_DIMS = (64, 128, 256)
+GRANULARITIES = ("tensor", "head", "token_head")  # of scales of bytes; E5M2 has none
+# Registers of a thread after setmaxnreg: producers, consumers. By what producers do, and how many warps they are.
+REGISTERS = {("dense", 4): (40, 232), ("bytes", 4): (96, 208), ("int4", 4): (104, 200)}
+REGISTERS |= {("bytes", 8): (56, 200), ("int4", 8): (64, 192)}
+
+
+def is_coded(form: KvFormat) -> bool:
+    """Whether rows are codes that producers decode."""
+    return not isinstance(form, DenseFormat)
+
+
+def has_token_scale(form: KvFormat) -> bool:
+    """Whether every row has an fp32 scale that stays out of the tile and meets scores or probabilities instead."""
+    return isinstance(form, ByteFormat) and form.granularity == "token_head"
+
+
+def cannot_read(form: KvFormat) -> str | None:
+    """Why the kernel cannot read rows of a format, or None."""
+    if isinstance(form, ByteFormat) and form.granularity not in (None, *GRANULARITIES):
+        return f"{form.name} caches are not among those that extend attention reads"
+    return None
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """One compiled variant.
+
+    A CTA has two consumer warpgroups, which multiply 64 rows of queries each, and ``producer_warps`` that fill tiles of
+    ``tile_tokens`` keys and values: one of them by tensor maps where the cache is 16 bits wide, all of them by decoding
+    rows where it is codes.
+
+    Attributes:
+        k_format, v_format: names of the cache formats, see :mod:`cute_kernels.kv_formats`; both 16 bits, or both codes.
+        q_dtype: "bf16" or "fp16", of q and out; that of a 16-bit cache.
+        head_dim: of q, K, V and out.
+        tile_tokens: keys and values of a tile.
+        num_stages: tiles of K, and of V, in shared memory.
+        producer_warps: 4 or 8.
+        page_tokens: tokens that certainly lie together in a paged cache, a power of two; 0 for contiguous caches.
+        features: what of attention it computes beyond softmax(q K^T) V.
+        ping_pong: whether the consumers take turns issuing their products.
+    """
+
+    k_format: str
+    v_format: str
+    q_dtype: str
+    head_dim: int
+    tile_tokens: int = 128
+    num_stages: int = 2
+    producer_warps: int = 4
+    page_tokens: int = 0
+    features: Features = PLAIN
+    ping_pong: bool = True
+
+    @property
+    def formats(self) -> tuple[KvFormat, KvFormat]:
+        """Of K and of V."""
+        return format_of(self.k_format), format_of(self.v_format)
+
+    @property
+    def coded(self) -> bool:
+        return is_coded(self.formats[0])
+
+    @property
+    def operand_type(self) -> str:
+        """ "bf16" or "fp16": of all operands. Codes, as the numbers that they stand for, are exact in fp16."""
+        return "fp16" if self.coded else self.q_dtype
+
+    @property
+    def converts_queries(self) -> bool:
+        """Whether queries are brought into fp16, each row with a power of 2 of its own."""
+        return self.coded and self.q_dtype == "bf16"
+
+    @property
+    def token_scales(self) -> tuple[bool, bool]:
+        """Whether rows of K and of V have scales that meet scores and probabilities."""
+        return has_token_scale(self.formats[0]), has_token_scale(self.formats[1])
+
+    @property
+    def units(self) -> tuple[float, float]:
+        """What K's and V's tiles are to be multiplied with to be numbers."""
+        k_unit, v_unit = (INT4_UNIT if isinstance(form, Int4Format) else 1.0 for form in self.formats)
+        return k_unit, v_unit
+
+    @property
+    def num_threads(self) -> int:
+        return MMA_THREADS + self.producer_warps * WARP_THREADS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread."""
+        kind = "dense"
+        if self.coded:
+            kind = "int4" if any(isinstance(form, Int4Format) for form in self.formats) else "bytes"
+        return REGISTERS[kind, self.producer_warps if self.coded else 4]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of K or V."""
+        return self.tile_tokens * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of 64 columns of a tile."""
+        return self.tile_tokens * SLAB_COLUMNS * ELEMENT_BYTES
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a warpgroup."""
+        return WARPGROUP_ROWS * self.head_dim * ELEMENT_BYTES
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales of a tile's rows, and of the greatest that each producer warp has seen."""
+        return 4 * (self.tile_tokens + self.producer_warps) if self.coded else 0
+
+    @property
+    def smem_bytes(self) -> int:
+        tiles = MMA_WARPGROUPS * self.query_bytes + 2 * self.num_stages * (self.tile_bytes + self.scale_bytes)
+        return tiles + 4 * TILE_ROWS + WORK_SLOTS * WORK_BYTES + 8 * (4 * self.num_stages + 2 * WORK_SLOTS) + 1024
+
+    @property
+    def name(self) -> str:
+        """A C identifier that tells configurations apart."""
+        formats = self.k_format if self.k_format == self.v_format else f"{self.k_format}_{self.v_format}"
+        shape = f"d{self.head_dim}_t{self.tile_tokens}r{self.num_stages}p{self.producer_warps}"
+        layout = f"_p{self.page_tokens}" if self.page_tokens else ""
+        layout += f"_{self.features.name}" if self.features.name else ""
+        layout += "" if self.ping_pong else "_free"
+        return f"extend_{formats}_{self.q_dtype}_{shape}{layout}"
+
+    def can_implement(self) -> str | None:
+        """Why this configuration cannot be compiled, or None."""
+        if self.q_dtype not in ("bf16", "fp16"):
+            return f"q_dtype {self.q_dtype!r} is not 'bf16' or 'fp16'"
+        for name, form in zip((self.k_format, self.v_format), self.formats, strict=True):
+            if (reason := cannot_read(form)) is not None:
+                return reason
+            if kernel_format(name) != name:
+                return f"{name} caches are read by the kernel for {kernel_format(name)}"
+            if isinstance(form, DenseFormat) and name != self.q_dtype:
+                return f"q_dtype {self.q_dtype!r} is not that of a {name} cache"
+            if isinstance(form, Int4Format) and self.head_dim // form.num_groups % 8:
+                return f"groups of {self.head_dim // form.num_groups} columns are no multiple of 8"
+        if is_coded(self.formats[0]) != is_coded(self.formats[1]):
+            return f"K in {self.k_format} and V in {self.v_format}: one of 16 bits, the other of codes"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim {self.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if self.producer_warps not in (4, 8):
+            return f"producer_warps {self.producer_warps} is not 4 or 8"
+        if self.page_tokens and self.page_tokens not in PAGE_TOKENS:
+            return f"page_tokens {self.page_tokens} is not 0 or one of {', '.join(map(str, PAGE_TOKENS))}"
+        if self.features.bias is not None:
+            return "there is no additive bias"
+        if self.smem_bytes > MAX_SHARED_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory exceed {MAX_SHARED_BYTES}"
+        return None

@@ -1,0 +1,213 @@
+"""Producers of caches of codes: rows of pages become fp16 tiles in the 128-byte swizzle, once for all 128 queries.
+
+A warp loads 32 words side by side, of a row or of some rows that follow each other: a lane's word is 4 or 8 codes, and
+half of a 16-byte piece, or one. So neither loads nor stores have bank conflicts, and a store's address is one of few
+per lane plus a constant. Words of the next tile are asked for before this one is decoded.
+
+Codes of bytes are fp16 numbers without their scale: a row's scale meets scores (K) and probabilities (V), in fp32. INT4
+rows are multiplied out in fp16, rounded once: half of code * scale + shift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.lanes import lane_max
+from cute_kernels.device.ring import advance
+from cute_kernels.extend.config import SLAB_COLUMNS, ExtendConfig, has_token_scale
+from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.kv_formats import ByteFormat, Int4Format
+from cute_kernels.sm90 import WARP_THREADS
+
+SIGN_BITS = 0x80808080
+MAGIC_BYTES = 0x64646464  # upper bytes of fp16 1024 + n, n in the lower byte
+MINUS_1024, MINUS_1152 = 0xE400E400, 0xE480E480
+NIBBLES = 0xFFF0FF0F  # the lower nibble of the lower byte, the upper one of the upper half's
+HALVES_OF_SCALE = 0x28003800  # 2**-1 and 2**-5: of n and of 16 n
+HALVES = 0x38003800
+
+
+class Int8Words:
+    """4 codes a word."""
+
+    def numbers(self, word, header) -> list[Uint32]:
+        positive = word ^ Uint32(SIGN_BITS)
+        placed = [ptx.prmt(positive, Uint32(MAGIC_BYTES), Uint32(select)) for select in (0x4140, 0x4342)]
+        return [ptx.add_f16x2(pair, Uint32(MINUS_1152)) for pair in placed]
+
+
+class E4m3Words:
+    def numbers(self, word, header) -> list[Uint32]:
+        return [ptx.e4m3x2_low_to_f16x2(word), ptx.e4m3x2_high_to_f16x2(word)]
+
+
+class E5m2Words:
+    def numbers(self, word, header) -> list[Uint32]:
+        return [ptx.prmt(word, Uint32(0), Uint32(select)) for select in (0x1404, 0x3424)]
+
+
+class Int4Words:
+    """8 codes a word; header: the fp16 scale and shift of their group."""
+
+    def numbers(self, word, header) -> list[Uint32]:
+        scales = ptx.mul_f16x2(ptx.prmt(header, Uint32(0), Uint32(0x1010)), Uint32(HALVES_OF_SCALE))
+        shifts = ptx.mul_f16x2(ptx.prmt(header, Uint32(0), Uint32(0x3232)), Uint32(HALVES))
+        pairs = []
+        for byte in range(4):
+            # The byte twice: n of its lower nibble below, 16 n of its upper one above.
+            twice = ptx.prmt(word, Uint32(MAGIC_BYTES), Uint32(0x4040 + 0x0101 * byte)) & Uint32(NIBBLES)
+            codes = ptx.add_f16x2(twice, Uint32(MINUS_1024))
+            pairs.append(ptx.fma_f16x2(codes, scales, shifts))
+        return pairs
+
+
+def words_of(form: Any) -> Any:
+    """What makes numbers of a format's words."""
+    if isinstance(form, Int4Format):
+        return Int4Words()
+    assert isinstance(form, ByteFormat)
+    return {"int8": Int8Words, "e4m3": E4m3Words, "e5m2": E5m2Words}[form.codes]()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a warp holds of a tile: registers. words: a lane's, by load. headers: of INT4, by load. scale: of a row of
+    bytes, by lane."""
+
+    words: Any
+    headers: Any
+    scale: Any
+
+
+class CodedRows:
+    """K or V: which words are whose, and how a warp's rows of a tile come and go."""
+
+    def __init__(self, config: ExtendConfig, operand: int):
+        self.config, self.operand = config, operand
+        form = config.formats[operand]
+        assert isinstance(form, (ByteFormat, Int4Format))
+        self.decoder = words_of(form)
+        self.word_codes = 8 if isinstance(form, Int4Format) else 4
+        self.has_headers = isinstance(form, Int4Format)
+        self.token_scale = has_token_scale(form)
+        self.row_bytes = form.row_bytes(config.head_dim)
+        self.header_bytes = self.row_bytes - config.head_dim * 4 // self.word_codes
+        self.row_words = config.head_dim // self.word_codes
+        self.group_words = self.row_words // form.num_groups
+        self.warp_rows = config.tile_tokens // config.producer_warps
+        self.load_rows = max(WARP_THREADS // self.row_words, 1)
+        self.num_loads = self.warp_rows * self.row_words // WARP_THREADS
+        self.run_rows = min(self.warp_rows, config.page_tokens or self.warp_rows)
+
+    def make(self) -> Held:
+        return Held(
+            cute.make_rmem_tensor(self.num_loads, Uint32),
+            cute.make_rmem_tensor(self.num_loads if self.has_headers else 1, Uint32),
+            cute.make_rmem_tensor(1, Uint32),
+        )
+
+    @cute.jit
+    def load(self, held: Held, source, work, first_valid, block: Int32, warp: Int32, lane: Int32):
+        """Asks for a warp's rows of a block; those that no query of the request sees become zeros."""
+        rows, paged = source.rows(self.operand), self.config.page_tokens > 0
+        first = block * self.config.tile_tokens + warp * self.warp_rows
+        below = lane // self.row_words if const_expr(self.row_words < WARP_THREADS) else Int32(0)
+        word = lane % self.row_words if const_expr(self.row_words < WARP_THREADS) else lane
+        low = cutlass.max(first_valid - first, 0)
+        count = cutlass.max(work.kv_len - first - low, 0)
+        last = cutlass.max(work.kv_len - 1, 0)
+        bases = []
+        for run in cutlass.range_constexpr(self.warp_rows // self.run_rows):
+            token = first + run * self.run_rows
+            # The table may end, or its entries may be anything, where no token is.
+            token = cutlass.select_(token > last, Int32(0), token)
+            found, place = source.pages.locate(paged, work.request, token)
+            bases.append(rows.address(found, place, work.head))
+        for k in cutlass.range_constexpr(self.num_loads):
+            row = k * WARP_THREADS // self.row_words
+            run, part = row // self.run_rows, k * WARP_THREADS % self.row_words
+            row_address = bases[run] + ((row % self.run_rows) + below) * rows.token_bytes
+            index = (below - low) + row
+            held.words[k] = numbers.load_word_below(index, count, row_address + 4 * word, self.header_bytes + 4 * part)
+            if const_expr(self.has_headers):
+                group = (word + part) // self.group_words
+                held.headers[k] = numbers.load_word_below(index, count, row_address + 4 * group)
+        if const_expr(self.token_scale):
+            row = lane % self.warp_rows
+            base = bases[0]
+            for run in cutlass.range_constexpr(1, len(bases)):
+                base = cutlass.select_(row >= run * self.run_rows, bases[run], base)
+            held.scale[0] = numbers.load_word_below(row - low, count, base + (row % self.run_rows) * rows.token_bytes)
+
+    @cute.jit
+    def store(self, held: Held, memory, stage: Int32, warp: Int32, lane: Int32):
+        """Decodes what a warp holds into its rows of a tile, which is free."""
+        below = lane // self.row_words if const_expr(self.row_words < WARP_THREADS) else Int32(0)
+        word = lane % self.row_words if const_expr(self.row_words < WARP_THREADS) else lane
+        column = word * self.word_codes
+        slab, piece = column // SLAB_COLUMNS, column % SLAB_COLUMNS // 8
+        place = memory.tiles + memory.tile(self.operand, stage) + slab * self.config.slab_bytes
+        place = place + (warp * self.warp_rows + below) * wgmma_tiles.ROW_BYTES
+        place = place + (piece ^ below) * wgmma_tiles.PIECE_BYTES + column % 8 * 2
+        for k in cutlass.range_constexpr(self.num_loads):
+            row, part = k * WARP_THREADS // self.row_words, k * WARP_THREADS % self.row_words
+            offset = row * wgmma_tiles.ROW_BYTES + part * self.word_codes // SLAB_COLUMNS * self.config.slab_bytes
+            header = held.headers[k] if const_expr(self.has_headers) else None
+            pairs = self.decoder.numbers(held.words[k], header)
+            ptx.store_shared(place ^ (row % 8 * wgmma_tiles.PIECE_BYTES), offset, pairs)
+        if const_expr(self.token_scale):
+            self.store_scales(held, memory, stage, warp, lane)
+
+    @cute.jit
+    def store_scales(self, held: Held, memory, stage: Int32, warp: Int32, lane: Int32):
+        """The rows' scales, and the greatest of the warp's."""
+        address = memory.scales_of(self.operand, stage)
+        if lane < self.warp_rows:
+            ptx.store_shared(address + (warp * self.warp_rows + lane) * 4, 0, [held.scale[0]])
+        if const_expr(self.operand == VALUES):
+            top = lane_max(held.scale[0].bitcast(Float32), (1, 2, 4, 8, 16))
+            if lane == 0:
+                ptx.store_shared(address + (self.config.tile_tokens + warp) * 4, 0, [top])
+
+
+class RowProducer:
+    """The producer warps of a cache of codes."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.keys, self.values = CodedRows(config, KEYS), CodedRows(config, VALUES)
+
+    def make_maps(self, k_cache, v_cache):
+        """No tensor maps."""
+
+    @cute.jit
+    def fill(self, source, work, span, first_valid, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+        """Fills the tiles of a work tile, the last block first; the ring's next stage and phase."""
+        keys, values = self.keys.make(), self.values.make()
+        if span.begin < span.end:
+            self.keys.load(keys, source, work, first_valid, span.end - 1, warp, lane)
+        for i in cutlass.range(span.begin, span.end, 1, unroll=1):
+            block = span.end - 1 - (i - span.begin)
+            self.values.load(values, source, work, first_valid, block, warp, lane)
+            self.publish(self.keys, keys, memory, warp, lane, stage, phase)
+            self.keys.load(keys, source, work, first_valid, cutlass.max(block - 1, span.begin), warp, lane)
+            self.publish(self.values, values, memory, warp, lane, stage, phase)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        return stage, phase
+
+    @cute.jit
+    def publish(self, operand: cutlass.Constexpr, held, memory, warp: Int32, lane: Int32, stage: Int32, phase: Int32):
+        """Writes a warp's rows of a tile when it is free, and says so."""
+        number = memory.barrier(operand.operand, stage)
+        cute.arch.mbarrier_wait(memory.empty + number, phase)
+        operand.store(held, memory, stage, warp, lane)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.full + number)

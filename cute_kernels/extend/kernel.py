@@ -1,0 +1,168 @@
+"""Extend attention: many new queries over paged caches, one launch; warp-specialised, persistent.
+
+Shape of the work: a CTA takes work tiles of 128 rows (positions x heads of a KV head's group) as they come
+(:mod:`.work`). Producer warps fill tiles of 128 keys and of 128 values in shared memory, by tensor maps (:mod:`.boxes`)
+or by decoding rows of codes once for all 128 rows of queries (:mod:`.decode`). Two consumer warpgroups multiply
+(:mod:`.multiply`).
+Every work tile is one CTA's, in a fixed order of blocks: equal inputs give bitwise equal outputs.
+
+docs/design/extend_attention.md has the balance of clocks, bytes and registers behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
+from cute_kernels.device.ring import advance
+from cute_kernels.extend.boxes import BoxProducer
+from cute_kernels.extend.config import MMA_WARPS, TILE_ROWS, WARPGROUP_WARPS, WORK_SLOTS, ExtendConfig
+from cute_kernels.extend.decode import RowProducer
+from cute_kernels.extend.memory import Memory, Pages, Rows, Source
+from cute_kernels.extend.multiply import Consumer, Features, Operands
+from cute_kernels.extend.work import END, Shape, Work, Worker
+
+
+class ExtendKernel:
+    """One compiled variant; :class:`ExtendConfig` says which."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.producer: Any = RowProducer(config) if config.coded else BoxProducer(config)
+        self.consumer, self.worker = Consumer(config), Worker(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        cu_seqlens: cute.Tensor,
+        seq_lens: cute.Tensor,
+        out: cute.Tensor,
+        lse: Int64,
+        counter: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_stride: Int32,
+        v_scale_stride: Int32,
+        softmax_scale: Float32,
+        block_table: Int64,
+        max_pages: Int32,
+        window: Int32,
+        soft_cap: Float32,
+        sinks: Int64,
+        alibi_slopes: Int64,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launches ``num_ctas`` CTAs, at most as many as there are work tiles.
+
+        q, out: [total_q, num_q_heads, head_dim]; caches: [blocks, tokens, num_kv_heads, row], or [blocks, num_kv_heads,
+        tokens, row] if they are head-major; a block is a page with ``block_table`` (address of int32 [batch,
+        max_pages]), else a request. cu_seqlens int32 [batch + 1], seq_lens int32 [batch]. Addresses: lse fp32 [total_q,
+        num_q_heads] or 0; counter: a word, EMPTY before and after; k_scale, v_scale, sinks, alibi_slopes fp32.
+        """
+        config = self.config
+        shapes: Any = (q.shape, k_cache.shape)
+        (total_q, num_q_heads, _), cache = shapes
+        batch = seq_lens.shape[0]
+        tokens, kv_heads = (cache[2], cache[1]) if config.features.head_major else (cache[1], cache[2])
+        group = num_q_heads // kv_heads
+        num_slots = total_q * group // TILE_ROWS + batch
+        shape = Shape(
+            total_q=total_q,
+            batch=batch,
+            num_q_heads=num_q_heads,
+            max_seq_len=max_pages * tokens if config.page_tokens else tokens,
+            group=Divisor.of(group),
+            kv_heads=Divisor.of(kv_heads),
+            num_slots=num_slots,
+            num_tiles=num_slots * kv_heads,
+            window=window,
+        )
+        rows = [
+            Rows.of(tensor, form.row_bytes(config.head_dim), config.features.head_major)
+            for tensor, form in zip((k_cache, v_cache), config.formats, strict=True)
+        ]
+        pages = Pages(block_table, max_pages, cache[0], Divisor.of(tokens))
+        source = Source(*rows, pages, self.producer.make_maps(k_cache, v_cache))
+        addresses = ptx.address(q), ptx.address(out), lse
+        operands = Operands(*addresses, k_scale, v_scale, k_scale_stride, v_scale_stride, softmax_scale)
+        features = Features(window, soft_cap, sinks, alibi_slopes)
+        lengths = ptx.address(cu_seqlens), ptx.address(seq_lens), counter
+        self.kernel(shape, source, operands, features, lengths).launch(
+            grid=(num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, shape, source, operands, features, lengths):
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        memory = Memory.allocate(config)
+        if warp == 0:
+            if lane == 0:
+                memory.init_barriers()
+        cute.arch.sync_threads()
+        producing, consuming = config.registers
+        if warp >= MMA_WARPS:
+            cute.arch.setmaxregister_decrease(producing)
+            active = config.producer_warps if const_expr(config.coded) else 1
+            if warp < MMA_WARPS + active:
+                self.produce(shape, source, lengths, memory, warp - MMA_WARPS, lane)
+        else:
+            cute.arch.setmaxregister_increase(consuming)
+            group = warp // WARPGROUP_WARPS
+            self.consumer.run(shape, operands, features, memory, group, warp % WARPGROUP_WARPS, lane)
+
+    @cute.jit
+    def produce(self, shape, source, lengths, memory, warp: Int32, lane: Int32):
+        """All work tiles of the CTA; the first producer warp finds them and tells the others."""
+        stage, phase, slot, slot_phase = Int32(0), Int32(1), Int32(0), Int32(0)
+        tile, running = Int32(cute.arch.block_idx()[0]), Int32(1)
+        while running != 0:
+            if warp == 0:
+                tile = self.publish(shape, lengths, memory, tile, slot, slot_phase ^ 1, lane)
+            work = self.consumer.receive(memory, slot, slot_phase, lane)
+            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            if work.request == END:
+                running = Int32(0)
+            else:
+                if warp == 0:
+                    tile = self.worker.draw(shape, lengths[2], lane)
+                span = self.worker.span(shape, work)
+                first_valid = self.worker.first_valid(shape, work)
+                stage, phase = self.producer.fill(source, work, span, first_valid, memory, warp, lane, stage, phase)
+
+    @cute.jit
+    def publish(self, shape, lengths, memory, tile: Int32, slot: Int32, phase: Int32, lane: Int32):
+        """Tells the CTA of the work tile ``tile``, or of the next drawn one that exists; its number."""
+        cu_seqlens, seq_lens, counter = lengths
+        found = Int32(0)
+        request, head, first_row, num_rows = Int32(END), Int32(0), Int32(0), Int32(0)
+        q_start, q_len, kv_len = Int32(0), Int32(0), Int32(0)
+        while found == 0:
+            if tile >= shape.num_tiles:
+                request, found = Int32(END), Int32(1)
+            else:
+                request, head, first_row, num_rows, q_start, q_len, kv_len = self.worker.find(
+                    shape, cu_seqlens, seq_lens, tile, lane
+                )
+                if (first_row >= 0) & (first_row < num_rows):
+                    found = Int32(1)
+                else:
+                    tile = self.worker.draw(shape, counter, lane)
+        cute.arch.mbarrier_wait(memory.work_empty + slot, phase)
+        if lane == 0:
+            words = Work(request, head, first_row, num_rows, q_start, q_len, kv_len).words()
+            address = memory.slots + slot * 32
+            ptx.store_shared(address, 0, words[:4])
+            ptx.store_shared(address, 16, words[4:])
+            cute.arch.mbarrier_arrive(memory.work_full + slot)
+        cute.arch.sync_warp()
+        return tile

@@ -1,0 +1,161 @@
+"""Shared memory of a CTA, and where rows of a cache lie in global memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
+from cute_kernels.extend.config import MMA_WARPGROUPS, MMA_WARPS, TILE_ROWS, WORK_BYTES, WORK_SLOTS, ExtendConfig
+
+KEYS, VALUES = 0, 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Pointers and addresses of shared memory; a tile is found by its operand (KEYS or VALUES) and stage.
+
+    Attributes:
+        tile_pointer, tiles: of K's stages, then V's.
+        query_pointer, queries: of the warpgroups' queries.
+        scales: fp32 [2, stages, tile_tokens + producer_warps]: of a tile's rows, and the greatest of each producer
+            warp.
+        query_scales: fp32 [128]: powers of 2 that queries in fp16 are to be multiplied with.
+        slots: work tiles that the CTA knows of.
+        full, empty: barriers of the tiles, K's and then V's. work_full, work_empty: of the slots.
+    """
+
+    config: ExtendConfig
+    tile_pointer: Any
+    tiles: Any
+    query_pointer: Any
+    queries: Any
+    scales: Any
+    query_scales: Any
+    slots: Any
+    full: Any
+    empty: Any
+    work_full: Any
+    work_empty: Any
+
+    @staticmethod
+    def allocate(config: ExtendConfig) -> Memory:
+        smem = cutlass.utils.SmemAllocator()
+        tiles = smem.allocate(2 * config.num_stages * config.tile_bytes, byte_alignment=1024)
+        queries = smem.allocate(MMA_WARPGROUPS * config.query_bytes, byte_alignment=1024)
+        scales = smem.allocate(max(2 * config.num_stages * config.scale_bytes, 16), byte_alignment=16)
+        query_scales = smem.allocate(4 * TILE_ROWS, byte_alignment=16)
+        slots = smem.allocate(WORK_SLOTS * WORK_BYTES, byte_alignment=16)
+        barriers = smem.allocate_array(cutlass.Int64, 4 * config.num_stages + 2 * WORK_SLOTS)
+        count = 2 * config.num_stages
+        return Memory(
+            config=config,
+            tile_pointer=tiles,
+            tiles=tiles.toint(),
+            query_pointer=queries,
+            queries=queries.toint(),
+            scales=scales.toint(),
+            query_scales=query_scales.toint(),
+            slots=slots.toint(),
+            full=barriers,
+            empty=barriers + count,
+            work_full=barriers + 2 * count,
+            work_empty=barriers + (2 * count + WORK_SLOTS),
+        )
+
+    def init_barriers(self) -> None:
+        """One thread, before anybody uses them."""
+        fillers = self.config.producer_warps if self.config.coded else 1
+        for i in range(2 * self.config.num_stages):
+            cute.arch.mbarrier_init(self.full + i, fillers)
+            cute.arch.mbarrier_init(self.empty + i, MMA_WARPS)
+        for i in range(WORK_SLOTS):
+            cute.arch.mbarrier_init(self.work_full + i, 1)
+            cute.arch.mbarrier_init(self.work_empty + i, MMA_WARPS + fillers)
+        cute.arch.mbarrier_init_fence()
+
+    def barrier(self, operand: int, stage):
+        """Number of a tile among the barriers."""
+        return operand * self.config.num_stages + stage
+
+    def tile(self, operand: int, stage):
+        """Byte offset of a tile."""
+        return self.barrier(operand, stage) * self.config.tile_bytes
+
+    def scales_of(self, operand: int, stage):
+        """Address of the scales of a tile's rows."""
+        return self.scales + self.barrier(operand, stage) * self.config.scale_bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of K or V lie in global memory; run-time values.
+
+    Attributes:
+        base: address of the first row.
+        block_bytes, token_bytes, head_bytes: from one block (a page, or a request's contiguous cache), token or head to
+            the next.
+    """
+
+    base: Any
+    block_bytes: Any
+    token_bytes: Any
+    head_bytes: Any
+
+    @staticmethod
+    def of(cache: cute.Tensor, row_bytes: int, head_major: bool) -> Rows:
+        """On the host; cache: 4 dimensions without gaps."""
+        shape: Any = cache.shape
+        block_bytes = Int64(shape[1]) * (shape[2] * row_bytes)
+        inner = Int64(shape[2]) * row_bytes
+        base = cache.iterator.toint()
+        if head_major:
+            return Rows(base, block_bytes, Int32(row_bytes), inner)
+        return Rows(base, block_bytes, Int32(inner), Int64(row_bytes))
+
+    def address(self, block, place, head):
+        """Of a head's row of the token at a place in a block."""
+        return (
+            self.base
+            + (Int64(block) * self.block_bytes + Int64(head) * self.head_bytes)
+            + Int64(place) * Int64(self.token_bytes)
+        )
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Which block a token of a request lies in; run-time values. table: int32 [batch, max_pages], or 0."""
+
+    table: Any
+    max_pages: Any
+    num_blocks: Any
+    page_size: Divisor
+
+    @cute.jit
+    def locate(self, paged: cutlass.Constexpr, request: Int32, token: Int32):
+        """(block, place in it) of a token that the table has an entry for; a wrong entry becomes some page."""
+        block, place = request, token
+        if const_expr(paged):
+            index, place = self.page_size.divide_int(token)
+            entry = self.table + (Int64(request) * self.max_pages + index) * 4
+            page = Int32(ptx.load_global_words(entry, 0, 1)[0])
+            block = cutlass.max(cutlass.min(page, self.num_blocks - 1), 0)
+        return block, place
+
+
+@dataclass(frozen=True)
+class Source:
+    """The caches of a launch; run-time values. maps: tensor maps of 16-bit caches, see `boxes`, else None."""
+
+    keys: Rows
+    values: Rows
+    pages: Pages
+    maps: Any
+
+    def rows(self, operand: int) -> Rows:
+        return (self.keys, self.values)[operand]

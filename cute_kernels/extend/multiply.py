@@ -1,0 +1,310 @@
+"""The consumer warpgroups: scores, softmax and values of 64 rows of queries, for one work tile after the other.
+
+A block's softmax runs behind the products of the block before, its probabilities times its values, as in
+FlashAttention-3 (Shah et al. 2024); and the two warpgroups take turns issuing products, so that one's softmax is behind
+the other's.
+
+    tensor cores   Q K^T (b) | P V (b - 1) | ...        of the one warpgroup, then of the other
+    softmax                  | of block b
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import ptx, wgmma, wgmma_tiles
+from cute_kernels.device.lanes import lane_sum, transpose_quad
+from cute_kernels.device.ring import advance
+from cute_kernels.extend.config import (
+    ELEMENT_BYTES,
+    MMA_THREADS,
+    WARPGROUP_ROWS,
+    WARPGROUP_WARPS,
+    WORK_SLOTS,
+    ExtendConfig,
+)
+from cute_kernels.extend.memory import KEYS, VALUES
+from cute_kernels.extend.queries import WARP_ROWS, QueryLoader, query_row
+from cute_kernels.extend.softmax import LOWEST, ROW_LANES, Rows, Softmax, load_float, rescale, row_of
+from cute_kernels.extend.work import END, Work, Worker
+from cute_kernels.mla.numbers16 import of_name
+from cute_kernels.sm90 import WARP_THREADS
+
+FIRST_WARPGROUP = 1  # named barriers: of each warpgroup, then of their turns
+FIRST_TURN = 3
+WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
+MIN_SCORE_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Features:
+    """Run-time values of a launch's features. sinks, alibi_slopes: addresses of fp32 [num_q_heads]."""
+
+    window: Any
+    soft_cap: Any
+    sinks: Any
+    alibi_slopes: Any
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a launch gives consumers; addresses and numbers.
+
+    q, out: [total_q, num_q_heads, head_dim]; lse: fp32 [total_q, num_q_heads] or 0; k_scale, v_scale: fp32 of formats
+    that are given one, ``*_scale_stride`` elements from a KV head's to the next one's.
+    """
+
+    q: Any
+    out: Any
+    lse: Any
+    k_scale: Any
+    v_scale: Any
+    k_scale_stride: Any
+    v_scale_stride: Any
+    softmax_scale: Any
+
+
+class Consumer:
+    """What the consumer warps do."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.numbers = of_name(config.operand_type)
+        self.results = of_name(config.q_dtype)
+        self.loader, self.softmax, self.worker = QueryLoader(config), Softmax(config), Worker(config)
+        self.given = tuple(form.given_scale is not None for form in config.formats)
+
+    @cute.jit
+    def run(self, shape, operands, features, memory, group: Int32, warp: Int32, lane: Int32):
+        """All work tiles of the CTA. group: of the two warpgroups; warp: of its four."""
+        if const_expr(self.config.ping_pong):
+            if group == 1:
+                self.pass_turn(group)
+        stage, phase, slot, slot_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        work = self.receive(memory, slot, slot_phase, lane)
+        self.ask_queries(shape, operands, work, memory, group, warp, lane)
+        while work.request != END:
+            slot, slot_phase = advance(slot, slot_phase, WORK_SLOTS)
+            work, stage, phase = self.attend(
+                shape, operands, features, work, memory, group, warp, lane, slot, slot_phase, stage, phase
+            )
+
+    @cute.jit
+    def receive(self, memory, slot: Int32, phase: Int32, lane: Int32):
+        """The next work tile."""
+        cute.arch.mbarrier_wait(memory.work_full + slot, phase)
+        address = memory.slots + slot * 32
+        words = [*ptx.load_shared_vector(address, 0, 4), *ptx.load_shared_vector(address, 16, 4)]
+        work = Work.of_words(words)
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.work_empty + slot)
+        return work
+
+    @cute.jit
+    def ask_queries(self, shape, operands, work, memory, group, warp, lane):
+        if work.request != END:
+            tile = memory.queries + group * self.config.query_bytes
+            first_row = work.first_row + group * WARPGROUP_ROWS
+            self.loader.ask(shape, work, operands.q, tile, first_row, warp, lane)
+
+    @cute.jit
+    def attend(
+        self, shape, operands, features, work, memory, group, warp, lane, slot, slot_phase, stage: Int32, phase: Int32
+    ):
+        """One work tile, whose queries are on their way; (the next one, the ring's next stage and phase)."""
+        span = self.worker.span(shape, work)
+        tile = memory.queries + group * self.config.query_bytes
+        query_scales = memory.query_scales + group * (4 * WARPGROUP_ROWS)
+        self.loader.finish(tile, query_scales, warp, lane)
+        self.sync_warpgroup(group)
+        rows = self.make_rows(shape, operands, features, work, query_scales, group, warp, lane)
+        sums = wgmma_tiles.make_sums(self.config.head_dim)
+        sums.fill(0.0)
+        packed = cute.make_rmem_tensor(self.config.tile_tokens // 4, Uint32)
+        if span.begin < span.end:
+            self.begin(shape, features, work, span, rows, packed, memory, group, lane, stage, phase)
+        for i in cutlass.range(span.begin + 1, span.end, 1, unroll=1):
+            following = advance(stage, phase, self.config.num_stages)
+            block = span.end - 1 - (i - span.begin)
+            self.go_on(shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase)
+            stage, phase = following
+        # Nobody reads these queries any more.
+        self.sync_warpgroup(group)
+        after = self.receive(memory, slot, slot_phase, lane)
+        self.ask_queries(shape, operands, after, memory, group, warp, lane)
+        if span.begin < span.end:
+            self.add_values(sums, packed, memory, stage, phase)
+            wgmma_tiles.commit()
+            self.finish_values(sums, memory, stage, lane)
+            stage, phase = advance(stage, phase, self.config.num_stages)
+        self.write(shape, operands, features, work, rows, sums, group, warp, lane)
+        return after, stage, phase
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def begin(self, shape, features, work, span, rows, packed, memory, group, lane, stage, phase) -> None:
+        """Probabilities of the first block."""
+        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
+        self.score(scores, memory, group, stage, phase)
+        values = self.finish_scores(scores, memory, stage, lane, 0)
+        self.weigh(shape, features, work, span, rows, values, memory, lane, span.end - 1, stage, phase)
+        self.pack(values, packed, memory, stage, lane)
+
+    def go_on(self, shape, features, work, span, rows, sums, packed, memory, group, lane, block, stage, phase) -> None:
+        """Adds the values of the block before, in ``stage``, and makes probabilities of the next one."""
+        next_stage, next_phase = advance(stage, phase, self.config.num_stages)
+        scores = wgmma_tiles.make_sums(self.config.tile_tokens)
+        self.await_turn(group)
+        self.score(scores, memory, group, next_stage, next_phase)
+        self.add_values(sums, packed, memory, stage, phase)
+        wgmma_tiles.commit()
+        self.pass_turn(group)
+        values = self.finish_scores(scores, memory, next_stage, lane, 1)
+        factors = self.weigh(shape, features, work, span, rows, values, memory, lane, block, next_stage, next_phase)
+        self.finish_values(sums, memory, stage, lane)
+        rescale(sums, factors, self.config.head_dim // 2)
+        self.pack(values, packed, memory, next_stage, lane)
+
+    def score(self, scores, memory, group, stage, phase) -> None:
+        """Issues the scores of a block, which it waits for."""
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(KEYS, stage), phase)
+        config = self.config
+        place = memory.tile_pointer + memory.tile(KEYS, stage)
+        keys = wgmma_tiles.tile(place, config.tile_tokens, config.head_dim, self.numbers.type)
+        place = memory.query_pointer + group * config.query_bytes
+        queries = wgmma_tiles.tile(place, WARPGROUP_ROWS, config.head_dim, self.numbers.type)
+        wgmma_tiles.begin()
+        wgmma_tiles.multiply(scores, queries, keys, config.tile_tokens, zero=True)
+        wgmma_tiles.commit()
+
+    def add_values(self, sums, packed, memory, stage, phase) -> None:
+        """Issues sums += probabilities times the values of a block, to be committed."""
+        cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        config = self.config
+        place = memory.tile_pointer + memory.tile(VALUES, stage)
+        values = wgmma_tiles.transposed_tile(place, config.tile_tokens, config.head_dim, self.numbers.type)
+        layout = cute.make_layout(((2, 2, 2), 1, config.tile_tokens // 16))
+        weights = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.numbers.type), layout)
+        wgmma_tiles.begin()
+        wgmma_tiles.multiply(sums, weights, values, config.head_dim, b_transposed=True)
+
+    def finish_scores(self, scores, memory, stage, lane, pending: int) -> Any:
+        """Waits for scores, which go through a second wait: else LLVM puts copies of them before the first one."""
+        count = self.config.tile_tokens // 2
+        wgmma_tiles.wait(pending)
+        found = wgmma.wait_for([scores[i] for i in range(count)], pending)
+        values = cute.make_rmem_tensor(count, Float32)
+        for i in range(count):
+            values[i] = found[i]
+        if const_expr(not self.config.token_scales[0]):
+            self.release(memory, KEYS, stage, lane)
+        return values
+
+    def finish_values(self, sums, memory, stage, lane) -> None:
+        """Waits for the sums of values; see :meth:`finish_scores`."""
+        count = self.config.head_dim // 2
+        wgmma_tiles.wait()
+        found = wgmma.wait_all([sums[i] for i in range(count)])
+        for i in range(count):
+            sums[i] = found[i]
+        self.release(memory, VALUES, stage, lane)
+
+    def weigh(self, shape, features, work, span, rows, values, memory, lane, block, stage, phase) -> list[Any]:
+        """Probabilities of a block from its scores; the factors by which earlier sums shrink."""
+        masked = self.worker.is_masked(shape, work, span, block)
+        key_scales, value_scales = memory.scales_of(KEYS, stage), memory.scales_of(VALUES, stage)
+        self.softmax.take(values, rows, features, block, masked, work.kv_len, key_scales, lane)
+        if const_expr(self.config.token_scales[0]):
+            self.release(memory, KEYS, stage, lane)
+        if const_expr(self.config.token_scales[1]):
+            cute.arch.mbarrier_wait(memory.full + memory.barrier(VALUES, stage), phase)
+        return self.softmax.weigh(values, rows, value_scales)
+
+    def pack(self, values, packed, memory, stage, lane) -> None:
+        self.softmax.pack(values, packed, memory.scales_of(VALUES, stage), lane, self.numbers.pack)
+
+    @cute.jit
+    def release(self, memory, operand: cutlass.Constexpr, stage: Int32, lane: Int32):
+        """A warp is done with a tile."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(memory.empty + memory.barrier(operand, stage))
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def make_rows(self, shape, operands, features, work, query_scales, group, warp, lane) -> Rows:
+        """What a thread knows of its rows before the first block."""
+        k_unit = self.config.units[0]
+        scale = operands.softmax_scale * (ptx.LOG2_E * k_unit)
+        if const_expr(self.given[0]):
+            given = load_float(operands.k_scale + Int64(work.head) * operands.k_scale_stride * 4)
+            # A head of zeros has scale 0, but masked scores, -inf, must not be multiplied by 0.
+            scale = ptx.fmax(scale * given, Float32(MIN_SCORE_SCALE))
+        positions, scales, slopes = [], [], []
+        for i in range(2):
+            row = warp * WARP_ROWS + lane // 4 + 8 * i
+            _, place, head = query_row(shape, work, work.first_row + group * WARPGROUP_ROWS + row)
+            positions.append(work.kv_len - work.q_len + place)
+            own = scale
+            if const_expr(self.config.converts_queries):
+                own = scale * ptx.load_shared(query_scales + row * 4, 0).bitcast(Float32)
+            scales.append(own)
+            if const_expr(self.config.features.alibi):
+                head = cutlass.min(head, shape.num_q_heads - 1)
+                slopes.append(load_float(features.alibi_slopes + Int64(head) * 4) * ptx.LOG2_E)
+        references, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        references.fill(LOWEST)
+        totals.fill(0.0)
+        return Rows(positions, scales, slopes, references, totals)
+
+    @cute.jit
+    def write(self, shape, operands, features, work, rows, sums, group, warp, lane):
+        """Results from registers alone: four lanes of a row trade words until each has 16 bytes side by side."""
+        config = self.config
+        unit = Float32(config.units[1])
+        if const_expr(self.given[1]):
+            unit = unit * load_float(operands.v_scale + Int64(work.head) * operands.v_scale_stride * 4)
+        for i in cutlass.range_constexpr(2):
+            row = work.first_row + group * WARPGROUP_ROWS + warp * WARP_ROWS + lane // 4 + 8 * i
+            exists = row < work.num_rows
+            number, _, head = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
+            total = lane_sum(rows.totals[i], ROW_LANES)
+            reference = rows.references[i]
+            denominator = total
+            if const_expr(config.features.sinks):
+                sink = load_float(features.sinks + Int64(head) * 4)
+                denominator = total + ptx.exp2(ptx.fma(sink, Float32(ptx.LOG2_E), -reference))
+            nothing = total == 0.0
+            factor = cutlass.select_(nothing, Float32(0.0), ptx.reciprocal(denominator) * unit)
+            if operands.lse != 0:
+                if exists & (lane % 4 == 0):
+                    lse = (reference + ptx.log2(total)) * ptx.LN_2
+                    lse = cutlass.select_(nothing, -Float32.inf, lse)
+                    ptx.store_global(operands.lse + Int64(number) * 4, [lse])
+            address = operands.out + Int64(number) * (config.head_dim * ELEMENT_BYTES) + Int64(lane % 4 * 16)
+            pairs = [j for j in range(0, config.head_dim // 2, 2) if row_of(j) == i]
+            for first in cutlass.range_constexpr(0, len(pairs), 4):
+                words = [self.results.pack(sums[j] * factor, sums[j + 1] * factor) for j in pairs[first : first + 4]]
+                piece = transpose_quad(words, lane)
+                if exists:
+                    ptx.store_global(address, piece, offset=first * 16)
+
+    # -- barriers -----------------------------------------------------------------------------------------------------
+
+    def sync_warpgroup(self, group) -> None:
+        cute.arch.barrier(barrier_id=FIRST_WARPGROUP + group, number_of_threads=WARPGROUP_THREADS)
+
+    def await_turn(self, group) -> None:
+        """Waits until the other warpgroup has issued its products."""
+        if self.config.ping_pong:
+            cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=MMA_THREADS)
+
+    def pass_turn(self, group) -> None:
+        if self.config.ping_pong:
+            cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=MMA_THREADS)

@@ -1,0 +1,212 @@
+"""Calling the kernel: plan and launch in eager mode; the registered operator under torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_kernels.arguments import DEBUG, needs_dispatch
+from cute_kernels.attention.checks import check_positive
+from cute_kernels.extend.call import MAX_ROWS, ExtendCall, check_device_values, check_out, make_call
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.plan import Plan, check_alignment, make_plan
+from cute_kernels.extend.reference import attention_of
+from cute_kernels.kv_formats import format_pair
+from cute_kernels.runtime.plans import ALIGNMENT, identity, keep
+
+DEFAULTS: dict[str, Any] = {
+    "block_table": None,
+    "cache_layout": "NHD",
+    "causal": True,
+    "window_size": None,
+    "softcap": None,
+    "sinks": None,
+    "alibi_slopes": None,
+    "k_scale": None,
+    "v_scale": None,
+}
+"""Complete options, in the order that every complete set of options has."""
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    softmax_scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, Any]:
+    """Extend attention on CUDA tensors: (out, lse or None); options: complete ones, see `DEFAULTS`.
+
+    A call's plan is kept by what decides it, which is not how many queries there are: that changes from step to step.
+    """
+    arguments = q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, options
+    try:
+        key = (
+            q.shape[1:],
+            q.dtype,
+            q.get_device(),
+            q.data_ptr() % ALIGNMENT,
+            *(identity(tensor) for tensor in (k_cache, v_cache, seq_lens, cu_seqlens_q)),
+            kv_format,
+            *(identity(value) if isinstance(value, torch.Tensor) else value for value in options.values()),
+        )
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # an argument of a kind that none may be: the checks say which
+        _checked(*arguments)
+        raise
+    if softmax_scale is not None:
+        check_positive("softmax_scale", softmax_scale)
+    if plan is None or DEBUG or q.shape[0] * q.shape[1] > MAX_ROWS:
+        call = _checked(*arguments)
+        if plan is None:
+            if not (k_cache.numel() and call.base.max_seq_len and call.batch):
+                return _without_tokens(call)
+            plan = keep(_plans, key, make_plan(call))
+    if not q.shape[0]:
+        return _without_tokens(_checked(*arguments))
+    try:
+        return plan.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, softmax_scale, return_lse, options)
+    except (TypeError, ValueError, RuntimeError):
+        _checked(*arguments)
+        raise
+
+
+def _checked(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, options) -> ExtendCall:
+    """Everything that can be said of a call without waiting for the device, and in debug mode its lengths and pages."""
+    call = make_call(q, k_cache, v_cache, seq_lens, cu_seqlens_q=cu_seqlens_q, kv_format=kv_format, out=out, **options)
+    check_alignment(call)
+    if DEBUG:
+        check_device_values(call)
+    return call
+
+
+def _without_tokens(call: ExtendCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result without queries or without a token, which no kernel is launched for."""
+    lse = torch.full(call.q.shape[:2], float("-inf"), dtype=torch.float32, device=call.q.device)
+    return torch.zeros_like(call.q) if call.out is None else call.out.zero_(), lse
+
+
+def bind_config(
+    config: ExtendConfig,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    out: torch.Tensor,
+    return_lse: bool = False,
+    **options: Any,
+) -> Callable[[], tuple[torch.Tensor, Any]]:
+    """A launch of a given configuration, for experiments; planned once, so that repeating it costs the launch alone."""
+    complete = DEFAULTS | options
+    call = _checked(q, k_cache, v_cache, seq_lens, cu_seqlens_q, kv_format, out, complete)
+    plan = make_plan(call, config)
+    return lambda: plan.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, None, return_lse, complete)
+
+
+def reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    softmax_scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, Any]:
+    """Extend attention on CPU tensors: (out in q's dtype, lse fp32, asked for or not)."""
+    call = make_call(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        kv_format=kv_format,
+        softmax_scale=softmax_scale,
+        out=out,
+        **options,
+    )
+    check_device_values(call)
+    result, lse = attention_of(call)
+    return (result.to(q.dtype) if out is None else out.copy_(result)), lse
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("cute_kernels", "FRAGMENT")
+_library.define(
+    "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor cu_seqlens_q, str k_format, "
+    "str v_format, *, float? softmax_scale=None, Tensor? block_table=None, str cache_layout='NHD', bool causal=True, "
+    "int? window_size=None, float? softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def dispatch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: str | tuple[str, str],
+    softmax_scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, Any]:
+    """Extend attention through the registered operator: (out, lse, asked for or not)."""
+    result, lse = torch.ops.cute_kernels.extend_attention(
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, *format_pair(kv_format), softmax_scale=softmax_scale, **options
+    )
+    if out is None:
+        return result, lse
+    check_out(out, q)
+    return out.copy_(result), lse
+
+
+def _on_cpu(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, *, softmax_scale=None, **options):
+    formats = k_format, v_format
+    return reference(
+        q, k_cache, v_cache, seq_lens, cu_seqlens_q, formats, softmax_scale, True, None, DEFAULTS | options
+    )
+
+
+def _on_cuda(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, *, softmax_scale=None, **options):
+    formats = k_format if k_format == v_format else (k_format, v_format)
+    return launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, formats, softmax_scale, True, None, DEFAULTS | options)
+
+
+def _on_meta(q, k_cache, v_cache, seq_lens, cu_seqlens_q, k_format, v_format, **options):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+_library.impl("extend_attention", _on_cpu, "CPU")
+_library.impl("extend_attention", _on_cuda, "CUDA")
+torch.library.register_fake("cute_kernels::extend_attention", _on_meta, lib=_library)
+
+
+def path_of(q: Any, k_cache: Any, v_cache: Any, seq_lens: Any, cu_seqlens_q: Any, options: dict[str, Any]) -> Any:
+    """Which of :func:`launch`, :func:`reference` and :func:`dispatch` serves a call; they are called alike.
+
+    Raises TypeError for an argument that is no tensor at all.
+    """
+    tensors = {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    needed = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+    plain = {name: value.data if type(value) is torch.nn.Parameter else value for name, value in tensors.items()}
+    if needs_dispatch(**needed, **plain):
+        return dispatch
+    return launch if q.is_cuda else reference

@@ -1,0 +1,150 @@
+"""What of a launch stays the same from call to call: the compiled function and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.attention.checks import Q_DTYPES
+from cute_kernels.attention.config import PAGE_TOKENS
+from cute_kernels.attention.plan import address_of
+from cute_kernels.extend.call import ExtendCall
+from cute_kernels.extend.compile import ExtendSpec
+from cute_kernels.extend.config import ExtendConfig
+from cute_kernels.extend.schedule import Problem, choose, count_tiles
+from cute_kernels.runtime.cache import load
+from cute_kernels.runtime.device import arch_of
+from cute_kernels.runtime.memory import blank, byte_view, empty_strided
+from cute_kernels.runtime.plans import ALIGNMENT
+from cute_kernels.runtime.workspace import POOL
+
+COUNTER_WORDS = 4  # of workspace, of which one counts work tiles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a launch that does not change between calls of the same shapes, but for how many queries there
+    are, dtypes, device and options.
+
+    Attributes:
+        function: the compiled kernel, which compares every tensor that it is given with what it was compiled for.
+        config: what it was compiled from.
+        k_view, v_view: dtypes that the function takes the caches as, None for their own.
+        copies_table: whether the rows of the block table lie apart: the kernels know of none that do.
+        numbers: max_pages, window, soft cap.
+    """
+
+    function: Callable[..., Any]
+    config: ExtendConfig
+    device_index: int
+    num_sms: int
+    batch: int
+    num_kv_heads: int
+    softmax_scale: float
+    k_view: torch.dtype | None
+    v_view: torch.dtype | None
+    k_scale_stride: int
+    v_scale_stride: int
+    copies_table: bool
+    numbers: tuple[int, int, float]
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        out: torch.Tensor | None,
+        softmax_scale: float | None,
+        return_lse: bool,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launches on the current stream of the plan's device: (out or a new one, lse if asked for)."""
+        index = self.device_index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.launch(q, k_cache, v_cache, seq_lens, cu_seqlens_q, out, softmax_scale, return_lse, options)
+        total_q, num_q_heads, head_dim = q.shape
+        if out is None:
+            out = empty_strided(*blank((total_q, num_q_heads, head_dim), q.dtype))
+        lse = empty_strided(*blank((total_q, num_q_heads), torch.float32)) if return_lse else None
+        table = options["block_table"]
+        if self.copies_table:
+            table = table.contiguous()  # may be freed before it is read: its memory is reused in the stream's order
+        num_tiles = count_tiles(total_q, self.batch, num_q_heads, self.num_kv_heads)
+        self.function(
+            q,
+            k_cache if self.k_view is None else k_cache.view(self.k_view),
+            v_cache if self.v_view is None else v_cache.view(self.v_view),
+            cu_seqlens_q,
+            seq_lens,
+            out,
+            address_of(lse),
+            POOL.get(index, torch._C._cuda_getCurrentRawStream(index), COUNTER_WORDS),
+            address_of(options["k_scale"]),
+            address_of(options["v_scale"]),
+            self.k_scale_stride,
+            self.v_scale_stride,
+            self.softmax_scale if softmax_scale is None else softmax_scale,
+            address_of(table),
+            *self.numbers,
+            address_of(options["sinks"]),
+            address_of(options["alibi_slopes"]),
+            min(num_tiles, self.num_sms),
+        )
+        return out, lse
+
+
+def make_plan(call: ExtendCall, config: ExtendConfig | None = None) -> Plan:
+    """The plan of a checked call; ``config`` instead of what the schedule would choose."""
+    base = call.base
+    config = choose(problem_of(call)) if config is None else config
+    table, device = base.block_table, call.q.device
+    return Plan(
+        function=load(ExtendSpec(config), arch_of(device.index)),
+        config=config,
+        device_index=device.index,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        batch=call.batch,
+        num_kv_heads=base.num_kv_heads,
+        softmax_scale=base.softmax_scale,
+        k_view=byte_view(base.k.cache),
+        v_view=byte_view(base.v.cache),
+        k_scale_stride=0 if base.k.scale is None else base.k.scale.head_stride,
+        v_scale_stride=0 if base.v.scale is None else base.v.scale.head_stride,
+        copies_table=table is not None and not table.is_contiguous(),
+        numbers=(0 if table is None else table.shape[1], base.window or 0, base.soft_cap or 1.0),
+    )
+
+
+def problem_of(call: ExtendCall) -> Problem:
+    """What the schedule needs to know of a call."""
+    base = call.base
+    paged = base.block_table is not None
+    return Problem(
+        head_dim=call.q.shape[2],
+        k_format=base.k.form.name,
+        v_format=base.v.form.name,
+        q_dtype=Q_DTYPES[call.q.dtype],
+        page_tokens=max(size for size in PAGE_TOKENS if base.page_size % size == 0) if paged else 0,
+        features=call.features,
+    )
+
+
+def check_alignment(call: ExtendCall) -> None:
+    """Raises ValueError for a tensor that the kernels cannot address."""
+    coded = call.base.k.form.row_elements(0) or call.base.k.cache.element_size() == 1
+    wanted = 4 if coded else ALIGNMENT
+    tensors = {"q": (call.q, ALIGNMENT), "k_cache": (call.base.k.cache, wanted), "v_cache": (call.base.v.cache, wanted)}
+    if call.out is not None:
+        tensors["out"] = call.out, ALIGNMENT
+    for name, (tensor, alignment) in tensors.items():
+        if tensor.data_ptr() % alignment:
+            raise ValueError(
+                f"{name}: got a tensor that starts {tensor.data_ptr() % alignment} bytes past a multiple of "
+                f"{alignment}, want it aligned to {alignment} bytes"
+            )

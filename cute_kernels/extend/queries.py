@@ -1,0 +1,91 @@
+"""Queries of a warpgroup's 64 rows on their way into shared memory, by the warps that multiply them.
+
+They are asked for as soon as the last scores of the work tile before are there, and come behind its last products. For
+keys that are codes bf16 queries become fp16, each row times a power of 2 that brings its greatest number below 2**15:
+numbers 2**28 times smaller are still exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import numbers, ptx, wgmma_tiles
+from cute_kernels.device.lanes import lane_max, neighbours
+from cute_kernels.extend.config import ELEMENT_BYTES, SLAB_COLUMNS, WARPGROUP_ROWS, ExtendConfig
+from cute_kernels.sm90 import WARP_THREADS
+
+TOP_EXPONENT = 14  # of a row's greatest number in fp16
+WARP_ROWS = 16
+SLAB_BYTES = WARPGROUP_ROWS * SLAB_COLUMNS * ELEMENT_BYTES
+
+
+def query_row(shape, work, row):
+    """(the number of a packed row's query and head among all, its place among the request's queries, its head)."""
+    place, member = shape.group.divide_int(row)
+    head = work.head * shape.group.value + member
+    return (work.q_start + place) * shape.num_q_heads + head, place, head
+
+
+class QueryLoader:
+    """How queries come."""
+
+    def __init__(self, config: ExtendConfig):
+        self.config = config
+        self.row_bytes = config.head_dim * ELEMENT_BYTES
+        self.row_pieces = self.row_bytes // wgmma_tiles.PIECE_BYTES
+        self.step_rows = WARP_THREADS // self.row_pieces
+        self.num_steps = WARP_ROWS // self.step_rows
+
+    def place(self, tile, warp, lane, step: int):
+        """Shared address of a lane's piece."""
+        row, piece = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces, lane % self.row_pieces
+        return tile + piece // 8 * SLAB_BYTES + wgmma_tiles.piece_offset(row, piece % 8)
+
+    @cute.jit
+    def ask(self, shape, work, queries: Int64, tile: Int32, first_row: Int32, warp: Int32, lane: Int32):
+        """Asks for a warp's 16 rows of a warpgroup's, which begin with ``first_row``; those that the request does not
+        have become zeros. tile: shared address of the warpgroup's queries."""
+        for step in cutlass.range_constexpr(self.num_steps):
+            row = first_row + (warp * WARP_ROWS + step * self.step_rows) + lane // self.row_pieces
+            exists = row < work.num_rows
+            number, _, _ = query_row(shape, work, cutlass.select_(exists, row, work.first_row))
+            address = queries + Int64(number) * self.row_bytes + Int64(lane % self.row_pieces * wgmma_tiles.PIECE_BYTES)
+            size = cutlass.select_(exists, Int32(wgmma_tiles.PIECE_BYTES), Int32(0))
+            numbers.copy_async(self.place(tile, warp, lane, step), address, size)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def finish(self, tile: Int32, scales: Int32, warp: Int32, lane: Int32):
+        """Waits for what this thread has asked for; its warpgroup has to meet before products read it.
+
+        scales: shared address of what the warpgroup's rows are to be multiplied with afterwards.
+        """
+        cute.arch.cp_async_wait_group(0)
+        if const_expr(self.config.converts_queries):
+            for step in cutlass.range_constexpr(self.num_steps):
+                place = self.place(tile, warp, lane, step)
+                words = ptx.load_shared_vector(place, 0, 4)
+                converted, unit = self.convert(words)
+                ptx.store_shared(place, 0, converted)
+                if lane % self.row_pieces == 0:
+                    row = warp * WARP_ROWS + step * self.step_rows + lane // self.row_pieces
+                    ptx.store_shared(scales + row * 4, 0, [unit])
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def convert(self, words) -> tuple[list[Any], Any]:
+        """(a lane's piece of bf16 as fp16 times a power of 2 of its row, the reciprocal of that)."""
+        values = [half(word) for word in words for half in (ptx.bf16x2_low_to_float, ptx.bf16x2_high_to_float)]
+        top = Float32(0.0)
+        for value in values:
+            top = ptx.fmax(top, ptx.absolute(value))
+        top = lane_max(top, neighbours(self.row_pieces))
+        exponent = (numbers.bits(top) >> 23).to(Int32) - 127
+        exponent = cutlass.min(cutlass.max(exponent, Int32(-100)), Int32(127))
+        to_fp16 = numbers.from_bits(Uint32((127 + TOP_EXPONENT - exponent) << 23))
+        from_fp16 = numbers.from_bits(Uint32((127 - TOP_EXPONENT + exponent) << 23))
+        scaled = [value * to_fp16 for value in values]
+        return [ptx.pack_f16x2(scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)], from_fp16

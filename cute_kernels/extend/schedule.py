@@ -1,0 +1,50 @@
+"""Which configuration serves a call. Plain Python, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_kernels.attention.features import PLAIN, Features
+from cute_kernels.attention.tiles import kernel_format
+from cute_kernels.extend.config import TILE_ROWS, ExtendConfig, is_coded
+from cute_kernels.kv_formats import format_of
+
+TILE_TOKENS = {64: 128, 128: 128, 256: 64}  # of a head_dim: accumulators of scores and of values fit a thread
+DECODE_WARPS = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about a call that its configuration depends on.
+
+    Attributes:
+        head_dim, k_format, v_format, q_dtype: of the tensors.
+        page_tokens: tokens that certainly lie together in a paged cache, 0 for contiguous ones.
+        features: what the call asks for beyond softmax(q K^T) V.
+    """
+
+    head_dim: int
+    k_format: str
+    v_format: str
+    q_dtype: str
+    page_tokens: int = 0
+    features: Features = PLAIN
+
+
+def choose(problem: Problem) -> ExtendConfig:
+    """The configuration that serves a problem."""
+    return ExtendConfig(
+        k_format=kernel_format(problem.k_format),
+        v_format=kernel_format(problem.v_format),
+        q_dtype=problem.q_dtype,
+        head_dim=problem.head_dim,
+        tile_tokens=TILE_TOKENS[problem.head_dim],
+        producer_warps=DECODE_WARPS if is_coded(format_of(problem.k_format)) else 4,
+        page_tokens=problem.page_tokens,
+        features=problem.features,
+    )
+
+
+def count_tiles(total_q: int, batch: int, num_q_heads: int, num_kv_heads: int) -> int:
+    """Numbers of work tiles that a launch has, some of them of none: a request has at most one of these a KV head."""
+    return (total_q * (num_q_heads // num_kv_heads) // TILE_ROWS + batch) * num_kv_heads

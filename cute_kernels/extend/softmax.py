@@ -1,0 +1,167 @@
+"""Online softmax over the accumulators of a 64-row product: two rows a thread, four threads a row.
+
+References are in powers of 2, and may fall behind the greatest logit by a factor of 2**8 before sums are rescaled
+(FlashAttention-4, Zadouri et al. 2026). Where V's rows have scales, the reference also bounds probability times scale,
+which is what fp16 has to hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.lanes import in_pairs, lane_max
+from cute_kernels.device.wgmma_tiles import sum_place
+from cute_kernels.extend.config import ExtendConfig
+
+LOWEST = -1.0e30  # stands for -inf in references
+RESCALE_SLACK = 8.0  # powers of 2
+ROW_LANES = (1, 2)  # bits in which the numbers of the four lanes of a row differ
+MIN_SCALE = 2.0**-80  # stands for smaller scales of rows
+
+
+def row_of(index: int) -> int:
+    """Which of a thread's two rows its ``index``-th accumulator belongs to."""
+    return sum_place(index)[0] // 8
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a thread keeps of its two rows of a work tile.
+
+    Attributes:
+        positions: of their queries.
+        scales: from scores to powers of 2.
+        slopes: of ALiBi, in powers of 2; None without.
+        references, totals: rmem fp32 [2].
+    """
+
+    positions: Any
+    scales: Any
+    slopes: Any
+    references: Any
+    totals: Any
+
+
+class Softmax:
+    """For the features of a configuration."""
+
+    def __init__(self, config: ExtendConfig):
+        self.features = config.features
+        self.tokens = config.tile_tokens
+        self.count = config.tile_tokens // 2  # scores of a thread
+        self.token_scales = config.token_scales
+        self.producer_warps = config.producer_warps
+        # Scores that are not transformed stay raw: the exponential scales them in the same instruction.
+        self.transforms = self.features.soft_cap or self.features.alibi
+
+    def own(self, values, row: int) -> list[Any]:
+        """Those of a thread's values that one of its two rows has."""
+        return [values[i] for i in range(self.count) if row_of(i) == row]
+
+    def load_scales(self, address, lane) -> list[Any]:
+        """Scales of the tokens of a row's accumulators: those of both rows are alike."""
+        found = []
+        for column in range(0, self.tokens, 8):
+            words = ptx.load_shared_vector(address + lane % 4 * 8, column * 4, 2)
+            found += [word.bitcast(Float32) for word in words]
+        return found
+
+    @cute.jit
+    def take(self, scores, rows: Rows, features, block: Int32, masked, kv_len: Int32, key_scales: Int32, lane: Int32):
+        """Scores times what their keys' rows are scaled with, capped and biased, then masked."""
+        if const_expr(self.token_scales[0]):
+            scales = self.load_scales(key_scales, lane)
+            for i in cutlass.range_constexpr(self.count):
+                scores[i] = scores[i] * scales[i // 4 * 2 + i % 2]
+        token = block * self.tokens + lane % 4 * 2
+        if const_expr(self.transforms):
+            for i in cutlass.range_constexpr(self.count):
+                scores[i] = self.transform(scores[i], rows, features, token + sum_place(i)[1], row_of(i))
+        if masked:
+            for row in cutlass.range_constexpr(2):
+                stop = kv_len - token
+                if const_expr(self.features.causal):
+                    stop = rows.positions[row] + 1 - token
+                start = rows.positions[row] - features.window - token
+                for i in cutlass.range_constexpr(self.count):
+                    if const_expr(row_of(i) == row):
+                        seen = sum_place(i)[1] < stop
+                        if const_expr(self.features.window):
+                            seen = seen & (sum_place(i)[1] > start)
+                        scores[i] = cutlass.select_(seen, scores[i], -Float32.inf)
+
+    def transform(self, score, rows: Rows, features, token, row: int):
+        """A logit in powers of 2: soft cap, then ALiBi."""
+        x = score * rows.scales[row]
+        if const_expr(self.features.soft_cap):
+            # cap tanh(x / cap) = cap - 2 cap / (1 + exp(2 x / cap)): finite at both ends.
+            cap = features.soft_cap * ptx.LOG2_E
+            e = ptx.exp2(x * (2.0 * ptx.LOG2_E * ptx.reciprocal(cap)))
+            x = ptx.fma(ptx.reciprocal(e + 1.0), -2.0 * cap, cap)
+        if const_expr(self.features.alibi):
+            x = ptx.fma(Float32(token - rows.positions[row]), rows.slopes[row], x)
+        return x
+
+    def factor(self, rows: Rows, row: int):
+        """What makes powers of 2 of what :meth:`take` leaves."""
+        return Float32(1.0) if const_expr(self.transforms) else rows.scales[row]
+
+    def log_scale(self, value_scales):
+        """log2 of the greatest scale of a tile's rows."""
+        if not self.token_scales[1]:
+            return Float32(0.0)
+        tops = []
+        for first in range(0, self.producer_warps, 4):
+            words = ptx.load_shared_vector(value_scales, (self.tokens + first) * 4, 4)
+            tops += [word.bitcast(Float32) for word in words]
+        return ptx.log2(ptx.fmax(in_pairs(ptx.fmax, tops), Float32(MIN_SCALE)))
+
+    def weigh(self, scores, rows: Rows, value_scales) -> list[Any]:
+        """Scores become probabilities; the factors by which earlier sums shrink. Adds totals."""
+        factors, more = [], self.log_scale(value_scales)
+        for row in range(2):
+            factor = self.factor(rows, row)
+            top = lane_max(in_pairs(ptx.fmax, self.own(scores, row)), ROW_LANES)
+            before = rows.references[row]
+            highest = ptx.fma(top, factor, more)
+            reference = cutlass.select_(highest - before > RESCALE_SLACK, highest, before)
+            rows.references[row] = reference
+            factors.append(ptx.exp2(before - reference))
+        for row in range(2):
+            factor, shift = self.factor(rows, row), -rows.references[row]
+            parts = [Float32(0.0), Float32(0.0)]
+            for i in range(self.count):
+                if row_of(i) == row:
+                    scores[i] = ptx.exp2(ptx.fma(scores[i], factor, shift))
+                    parts[i // 4 % 2] = parts[i // 4 % 2] + scores[i]
+            rows.totals[row] = ptx.fma(rows.totals[row], factors[row], parts[0] + parts[1])
+        return factors
+
+    def pack(self, scores, packed, value_scales, lane, pack) -> None:
+        """Probabilities times their values' scales, the A operand of the next product."""
+        if const_expr(self.token_scales[1]):
+            scales = self.load_scales(value_scales, lane)
+            for i in range(self.count):
+                scores[i] = scores[i] * scales[i // 4 * 2 + i % 2]
+        for i in range(0, self.count, 2):
+            packed[i // 2] = pack(scores[i], scores[i + 1])
+
+
+@cute.jit
+def rescale(sums, factors, count: cutlass.Constexpr):
+    """Multiplies a thread's ``count`` accumulators by its rows' factors, unless no lane of the warp has to."""
+    needed = cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0))
+    if needed:
+        for i in cutlass.range_constexpr(count):
+            sums[i] = sums[i] * factors[row_of(i)]
+
+
+def load_float(address: Int64) -> Float32:
+    """One fp32 of read-only global memory."""
+    return ptx.load_global_words(address, 0, 1)[0].bitcast(Float32)

@@ -1,0 +1,172 @@
+"""What a CTA works on: 128 rows of queries of a request that share a KV head, one work tile after the other.
+
+Queries are ragged: how many a request has is known on the device alone. A request b of which `cu` queries lie before it
+has its first work tile in slot ``cu * group / 128 + b``, rounded down: so slots are found by a search over requests,
+without a sum over them, and at most one a request stays empty. A ticket counter gives slots to CTAs as they come, the
+last queries of a request first, which see most keys. Who draws the last ticket makes the counter EMPTY again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from cute_kernels.device import ptx
+from cute_kernels.device.division import Divisor
+from cute_kernels.extend.config import TILE_ROWS, WORK_BYTES, ExtendConfig
+from cute_kernels.sm90 import EMPTY_WORD, WARP_THREADS
+
+END = -1  # the request of a slot that says that there is no more work
+WORK_WORDS = WORK_BYTES // 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Run-time numbers of a launch.
+
+    Attributes:
+        total_q: queries of all requests.
+        batch, num_q_heads, max_seq_len: of the tensors.
+        group: query heads of a KV head. kv_heads: KV heads.
+        num_slots: of work tiles of a KV head; num_tiles: of all.
+        window: keys that a query sees, itself included.
+    """
+
+    total_q: Any
+    batch: Any
+    num_q_heads: Any
+    max_seq_len: Any
+    group: Divisor
+    kv_heads: Divisor
+    num_slots: Any
+    num_tiles: Any
+    window: Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """A work tile; run-time integers.
+
+    Attributes:
+        request: END behind the last work tile.
+        head: KV head.
+        first_row: of its rows among the request's: row = position * group + head of the group.
+        num_rows: of the request.
+        q_start, q_len: queries of the request.
+        kv_len: tokens of the request.
+    """
+
+    request: Any
+    head: Any
+    first_row: Any
+    num_rows: Any
+    q_start: Any
+    q_len: Any
+    kv_len: Any
+
+    def words(self) -> list[Uint32]:
+        """As they are told to consumers."""
+        values = (self.request, self.head, self.first_row, self.num_rows, self.q_start, self.q_len, self.kv_len)
+        return [Uint32(value) for value in (*values, self.kv_len)]
+
+    @staticmethod
+    def of_words(words) -> Work:
+        """Every warp's own numbers, alike in all lanes."""
+        return Work(*(cute.arch.make_warp_uniform(Int32(word)) for word in words[:7]))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys a work tile sees; run-time integers.
+
+    Attributes:
+        first_position, last_position: of its first and last query, negative where there are more queries than keys.
+        begin, end: blocks of tokens [begin, end); none is 0, 0.
+    """
+
+    first_position: Any
+    last_position: Any
+    begin: Any
+    end: Any
+
+
+class Worker:
+    """Finds work tiles and what they see, for a configuration."""
+
+    def __init__(self, config: ExtendConfig):
+        self.tokens = config.tile_tokens
+        self.features = config.features
+
+    def slot_of(self, shape: Shape, cu_seqlens, request):
+        """The slot of a request's first work tile."""
+        before = self.load(cu_seqlens, request)
+        return cutlass.min(cutlass.max(before, 0), shape.total_q) * shape.group.value // TILE_ROWS + request
+
+    def load(self, address, index):
+        return Int32(ptx.load_global_words(address + Int64(index) * 4, 0, 1)[0])
+
+    @cute.jit
+    def find(self, shape: Shape, cu_seqlens: Int64, seq_lens: Int64, tile: Int32, lane: Int32):
+        """The work tile of a number, as words of `Work`; num_rows is at most first_row where there is none."""
+        rank, head = shape.kv_heads.divide_int(tile)
+        slot = shape.num_slots - 1 - rank
+        low, size = Int32(0), shape.batch
+        while size > 1:
+            step = (size + (WARP_THREADS - 1)) // WARP_THREADS
+            index = low + lane * step
+            before = Int32(0)
+            if lane * step < size:
+                before = cutlass.select_(self.slot_of(shape, cu_seqlens, index) <= slot, Int32(1), Int32(0))
+            votes = Uint32(cute.arch.vote_ballot_sync(before != 0))
+            found = cutlass.max(cute.arch.popc(votes).to(Int32) - 1, 0) * step
+            low = low + found
+            size = cutlass.min(step, size - found)
+        q_start = cutlass.min(cutlass.max(self.load(cu_seqlens, low), 0), shape.total_q)
+        q_end = cutlass.min(cutlass.max(self.load(cu_seqlens, low + 1), q_start), shape.total_q)
+        kv_len = cutlass.min(cutlass.max(self.load(seq_lens, low), 0), shape.max_seq_len)
+        first_row = (slot - (q_start * shape.group.value // TILE_ROWS + low)) * TILE_ROWS
+        rows = (q_end - q_start) * shape.group.value
+        return low, head, first_row, rows, q_start, q_end - q_start, kv_len
+
+    @cute.jit
+    def draw(self, shape: Shape, counter: Int64, lane: Int32):
+        """The number of the CTA's next work tile: at least num_tiles where there is no more."""
+        ticket = Int32(0)
+        if lane == 0:
+            ticket = ptx.atomic_add(counter, Int32(1)) + 1
+            if ticket == shape.num_tiles - 1:
+                ptx.store_global(counter, [Uint32(EMPTY_WORD)])
+        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+
+    def span(self, shape: Shape, work: Work) -> Span:
+        """Which keys a work tile sees."""
+        first, _ = shape.group.divide_int(work.first_row)
+        last, _ = shape.group.divide_int(cutlass.min(work.first_row + TILE_ROWS, work.num_rows) - 1)
+        before = work.kv_len - work.q_len  # position of the request's first query
+        first_position, last_position = before + first, before + last
+        stop, start = work.kv_len, Int32(0)
+        if const_expr(self.features.causal):
+            stop = cutlass.max(last_position + 1, 0)
+        if const_expr(self.features.window):
+            start = cutlass.max(first_position - shape.window + 1, 0)
+        begin, end = start // self.tokens, (stop + (self.tokens - 1)) // self.tokens
+        return Span(first_position, last_position, begin, end)
+
+    def is_masked(self, shape: Shape, work: Work, span: Span, block):
+        """Whether some query does not see some key of a block."""
+        stop = span.first_position + 1 if self.features.causal else work.kv_len
+        masked = (block + 1) * self.tokens > stop
+        if self.features.window:
+            masked = masked | (block * self.tokens <= span.last_position - shape.window)
+        return masked
+
+    def first_valid(self, shape: Shape, work: Work):
+        """The first token that some query of the request sees; what lies before, and from kv_len on, may be
+        anything."""
+        if not self.features.window:
+            return Int32(0)
+        return cutlass.max(work.kv_len - work.q_len - shape.window + 1, 0)

@@ -1,0 +1,162 @@
+"""Random calls of extend attention, on any device, and how far a result is from the fp64 reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cute_kernels.extend import extend_attention
+from cute_kernels.extend.reference import extend_attention_reference
+from cute_kernels.kv_formats import DenseFormat, format_of
+from tests.attention import cases as decode_cases
+from tests.attention.cases import LSE_TOLERANCE, TOLERANCE, UNMAPPED
+
+FORMATS = ("bf16", "fp16", "int8_token_head", "int8_tensor", "e4m3_token_head", "e4m3_tensor", "e4m3_head", "e5m2")
+FORMATS += ("int4_g1", "int4_g4")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors of one call, and its options: what `extend_attention` takes by keyword besides these."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    kv_format: str | tuple[str, str]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k_cache, self.v_cache, self.seq_lens
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return {"cu_seqlens_q": self.cu_seqlens_q, "kv_format": self.kv_format, **self.options}
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as [blocks, tokens, num_kv_heads, row], whatever their layout: views to write through."""
+        head_major = self.options.get("cache_layout") == "HND"
+        k, v = ((cache.transpose(1, 2) if head_major else cache) for cache in (self.k_cache, self.v_cache))
+        return k, v
+
+    def run(self, **options: Any) -> Any:
+        """The public call."""
+        return extend_attention(*self.tensors, **(self.keywords | options))
+
+    def reference(self, compute_dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse)."""
+        return extend_attention_reference(*self.tensors, **self.keywords, compute_dtype=compute_dtype)
+
+
+def make_call(
+    kv_format: str | tuple[str, str],
+    q_lens: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    num_kv_heads: int = 2,
+    group: int = 4,
+    head_dim: int = 128,
+    q_dtype: str = "bf16",
+    page_size: int | None = 64,
+    cache_layout: str = "NHD",
+    max_seq_len: int | None = None,
+    causal: bool = True,
+    window_size: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    alibi: bool = False,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Call:
+    """Standard normal q, k, v, made on the device; what no query sees is poisoned, as decode attention's calls are.
+
+    q_lens: queries of each request. Others: as `tests.attention.cases.make_call`.
+    """
+    base = decode_cases.make_call(
+        kv_format,
+        lengths,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        max_seq_len=max_seq_len,
+        q_dtype=q_dtype,
+        page_size=page_size,
+        cache_layout=cache_layout,
+        sinks=sinks,
+        alibi=alibi,
+        device=device,
+        seed=seed,
+        poison=False,
+    )
+    options = dict(base.options)
+    if not causal:
+        options["causal"] = False
+    if window_size is not None:
+        options["window_size"] = window_size
+    if softcap is not None:
+        options["softcap"] = softcap
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    shape = (sum(q_lens), num_kv_heads * group, head_dim)
+    q = torch.randn(shape, generator=generator, device=device).to(base.q.dtype)
+    ends = torch.tensor([0, *q_lens]).cumsum(0).to(device=device, dtype=torch.int32)
+    call = Call(q, base.k_cache, base.v_cache, base.seq_lens, ends, kv_format, options)
+    poison_unseen(call, q_lens)
+    return call
+
+
+def poison_unseen(call: Call, q_lens: Sequence[int]) -> None:
+    """As `tests.attention.cases.poison_unseen`: rows that no query of a request sees are NaN where they can be, and
+    entries of the table without a token that some query sees are no pages."""
+    k, v = call.caches
+    page_size = k.shape[1]
+    table, window = call.options.get("block_table"), call.options.get("window_size")
+    seen = torch.zeros(k.shape[:2], dtype=torch.bool, device=k.device)
+    for request, (q_len, length) in enumerate(zip(q_lens, call.seq_lens.tolist(), strict=True)):
+        first = 0 if window is None else max(0, length - q_len - window + 1)
+        first = length if q_len == 0 else first
+        if table is None:
+            seen[request, first:length] = True
+            continue
+        at = torch.arange(first, length, device=k.device)
+        seen[table[request, at // page_size].long(), at % page_size] = True
+        for entry in range(table.shape[1]):
+            if entry < first // page_size or entry * page_size >= length:
+                table[request, entry] = UNMAPPED[entry % len(UNMAPPED)]
+    names = (call.kv_format, call.kv_format) if isinstance(call.kv_format, str) else call.kv_format
+    for cache, name in zip((k, v), names, strict=True):
+        form = format_of(name)
+        nan_bytes = form.given_scale is None or not name.startswith("int8")
+        cache[~seen] = torch.nan if isinstance(form, DenseFormat) else 0xFF if nan_bytes else 0x81
+
+
+def assert_close(call: Call, out: torch.Tensor, lse: torch.Tensor | None = None) -> float:
+    """``out`` (and ``lse``) are what the fp64 reference gives, within the tolerance of q's dtype; the relative error of
+    the worst request."""
+    want, want_lse = call.reference()
+    empty = want_lse == -torch.inf
+    assert not out[empty].any(), "the output of a query without keys is 0"
+    ends = call.cu_seqlens_q.tolist()
+    worst = 0.0
+    for request, (start, stop) in enumerate(itertools.pairwise(ends)):
+        size = float(want[start:stop].norm())
+        difference = float((out[start:stop].double() - want[start:stop]).norm())
+        if difference == 0:
+            continue
+        error = difference / size if size else float("inf")
+        # Written so that NaN fails.
+        assert error <= TOLERANCE[call.q.dtype], f"request {request}: relative error {error:.2e}"
+        worst = max(worst, error)
+    if lse is not None:
+        assert torch.all(lse[empty] == -torch.inf), "the LSE of a query without keys is -inf"
+        excess = (lse.double() - want_lse).abs()[~empty]
+        assert not torch.isnan(excess).any(), "LSE is NaN"
+        off = float(excess.max()) if excess.numel() else 0.0
+        assert off <= LSE_TOLERANCE, f"LSE is off by {off:.2e}"
+    return worst

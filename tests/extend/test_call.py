@@ -1,0 +1,90 @@
+"""What extend attention refuses, and in which words: the argument, what came, what is wanted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_kernels.extend import extend_attention
+from tests.extend.cases import make_call
+
+CALL = make_call("bf16", [3, 2], [9, 12], head_dim=64, page_size=16)
+
+
+def run(**changed):
+    tensors = {
+        "q": CALL.q,
+        "k_cache": CALL.k_cache,
+        "v_cache": CALL.v_cache,
+        "seq_lens": CALL.seq_lens,
+    }
+    return extend_attention(**(tensors | CALL.keywords | changed))
+
+
+INT = torch.int32
+WRONG = {
+    "q with 4 dimensions": ({"q": CALL.q[None]}, ValueError, "q: got 4 dimensions, want 3"),
+    "q in fp32": ({"q": CALL.q.float()}, TypeError, "q: got dtype torch.float32, want"),
+    "q with a head_dim": ({"q": CALL.q[..., :32].contiguous()}, ValueError, "q: got head_dim 32, want one of 64"),
+    "q with gaps": ({"q": CALL.q.transpose(0, 1)}, ValueError, "q: got strides"),
+    "q's heads": ({"q": CALL.q[:, :5].contiguous()}, ValueError, "q: got 5 query heads, want a multiple"),
+    "ends' size": (
+        {"cu_seqlens_q": torch.tensor([0, 5], dtype=INT)},
+        ValueError,
+        r"cu_seqlens_q: got shape \[2\], want \[3\]",
+    ),
+    "ends' dtype": ({"cu_seqlens_q": CALL.cu_seqlens_q.long()}, TypeError, "cu_seqlens_q: got dtype torch.int64, want"),
+    "no ends": ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q: got NoneType, want a torch.Tensor"),
+    "ends that fall": (
+        {"cu_seqlens_q": torch.tensor([0, 4, 3], dtype=INT)},
+        ValueError,
+        "cu_seqlens_q: got 4 to 3 for request 1",
+    ),
+    "ends past q": (
+        {"cu_seqlens_q": torch.tensor([0, 4, 6], dtype=INT)},
+        ValueError,
+        "cu_seqlens_q: got 4 to 6 for request 1, want .* at most 5",
+    ),
+    "ends that begin late": ({"cu_seqlens_q": torch.tensor([1, 4, 5], dtype=INT)}, ValueError, "cu_seqlens_q: got 1"),
+    "a length": ({"seq_lens": torch.tensor([9, 17], dtype=INT)}, ValueError, "seq_lens: got 17 for request 1"),
+    "lengths' shape": ({"seq_lens": CALL.seq_lens[None]}, ValueError, r"seq_lens: got shape \[1, 2\], want \[batch\]"),
+    "a page": (
+        {"block_table": torch.tensor([[0], [9]], dtype=INT)},
+        ValueError,
+        "block_table: got page 9 for request 1 at position 0",
+    ),
+    "a window": ({"window_size": 0}, ValueError, "window_size: got 0, want None or an int"),
+    "a cap": ({"softcap": -1.0}, ValueError, "softcap: got -1.0, want None or a positive"),
+    "a format": ({"kv_format": "int8_channel"}, ValueError, "kv_format: got 'int8_channel', want .* int8_channel"),
+    "a mixed pair": ({"kv_format": ("bf16", "int4_g1")}, ValueError, "kv_format: got .* both of 16 bits or both"),
+    "an out": ({"out": torch.empty(5, 8, 32, dtype=torch.bfloat16)}, ValueError, r"out: got shape \[5, 8, 32\]"),
+    "V's rows": ({"v_cache": torch.zeros(5, 16, 2, 128).bfloat16()}, ValueError, "v_cache: got rows of head_dim 128"),
+    "causal": ({"causal": 1}, TypeError, "causal: got 1, want True or False"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named(case):
+    changed, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        run(**changed)
+
+
+def test_no_queries_and_no_requests():
+    none = make_call("bf16", [], [], head_dim=64, page_size=None, max_seq_len=4)
+    assert none.run().shape == (0, 8, 64)
+    empty = replace(CALL, q=CALL.q[:0], cu_seqlens_q=torch.zeros(3, dtype=INT))
+    assert empty.run().shape == (0, 8, 64)
+
+
+def test_it_can_be_traced():
+    compiled = torch.compile(lambda q: extend_attention(q, *CALL.tensors[1:], **CALL.keywords), fullgraph=True)
+    torch.testing.assert_close(compiled(CALL.q), CALL.run(), atol=0, rtol=0)
+
+
+def test_the_operator_is_what_torch_wants():
+    options = {name: value for name, value in CALL.keywords.items() if name not in ("cu_seqlens_q", "kv_format")}
+    arguments = (*CALL.tensors, CALL.cu_seqlens_q, "bf16", "bf16")
+    torch.library.opcheck(torch.ops.cute_kernels.extend_attention.default, arguments, options)

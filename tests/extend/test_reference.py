@@ -1,0 +1,120 @@
+"""The reference of extend attention is attention, written differently; and decode attention for few queries."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cute_kernels import decode_attention
+from cute_kernels.kv_formats import format_of
+from tests.extend.cases import FORMATS, Call, assert_close, make_call
+
+Q_LENS, LENGTHS = [13, 0, 1, 6, 25, 3], [70, 5, 12, 6, 30, 0]
+
+
+def naive(call: Call) -> torch.Tensor:
+    """fp64 attention with a whole score matrix a request, of one head after the other."""
+    out = torch.zeros(call.q.shape, dtype=torch.float64)
+    keys, values = call.caches
+    form, (heads, dim) = format_of(call.kv_format), call.q.shape[1:]
+    group, ends = heads // keys.shape[2], call.cu_seqlens_q.tolist()
+    table, window, cap = (call.options.get(name) for name in ("block_table", "window_size", "softcap"))
+    scales = [call.options.get(name) for name in ("k_scale", "v_scale")]
+    for request, (start, stop) in enumerate(itertools.pairwise(ends)):
+        length = int(call.seq_lens[request])
+        first = 0 if window is None else max(0, length - (stop - start) - window + 1)
+        at = torch.arange(first, length)
+        if not len(at):
+            continue
+        pages = table[request, at // keys.shape[1]].long() if table is not None else torch.full_like(at, request)
+        places = at % keys.shape[1]
+        k, v = (
+            form.dequantize(cache[pages, places], dim, torch.float64, scale)
+            for cache, scale in zip((keys, values), scales, strict=True)
+        )
+        for query, head in itertools.product(range(start, stop), range(heads)):
+            position = length - stop + query
+            scores = k[:, head // group] @ call.q[query, head].double() * dim**-0.5
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
+            if "alibi_slopes" in call.options:
+                scores = scores + call.options["alibi_slopes"][head].double() * (at - position)
+            seen = at >= 0
+            if call.options.get("causal", True) or window is not None:
+                seen = seen & (at <= position)
+            if window is not None:
+                seen = seen & (at > position - window)
+            if not seen.any():
+                continue
+            weights = torch.exp(scores.masked_fill(~seen, -torch.inf))
+            total = weights.sum()
+            if "sinks" in call.options:
+                total = total + torch.exp(call.options["sinks"][head].double())
+            out[query, head] = weights / total @ torch.where(seen.unsqueeze(-1), v[:, head // group], 0.0)
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window_size": 7},
+        {"softcap": 3.0, "sinks": True, "alibi": True},
+        {"page_size": None, "max_seq_len": 80},
+        {"cache_layout": "HND", "group": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_format", ["bf16", "int8_tensor", "int4_g4"])
+def test_it_is_attention(kv_format, options):
+    call = make_call(kv_format, Q_LENS, LENGTHS, head_dim=64, **{"page_size": 16, **options})
+    torch.testing.assert_close(call.reference()[0], naive(call), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_call_on_a_cpu_is_the_reference_rounded(kv_format):
+    call = make_call(kv_format, Q_LENS, LENGTHS, page_size=16, window_size=20)
+    out = torch.full_like(call.q, torch.nan)
+    result, lse = call.run(out=out, return_lse=True)
+    assert result is out
+    assert_close(call, out, lse)
+
+
+def test_few_queries_are_what_decode_attention_says():
+    call = make_call("int8_token_head", [4, 4, 4], [70, 4, 2], page_size=16, sinks=True)
+    want, want_lse = decode_attention(
+        call.q.view(3, 4, *call.q.shape[1:]),
+        *call.tensors[1:],
+        kv_format=call.kv_format,
+        return_lse=True,
+        **call.options,
+    )
+    out, lse = call.run(return_lse=True)
+    assert torch.equal(out, want.view_as(out))
+    assert torch.equal(lse, want_lse.view_as(lse))
+
+
+def test_queries_of_no_request_are_zeros():
+    call = make_call("bf16", [3, 2], [9, 9])
+    call.cu_seqlens_q[-1] = 4
+    out, lse = call.run(return_lse=True)
+    assert out[:4].any(dim=(1, 2)).all() and not out[4:].any()
+    assert (lse[4:] == -torch.inf).all()
+
+
+def test_zero_scores_show_the_mask():
+    """With q = 0 every key that is seen weighs the same: a wrong mask cannot hide."""
+    call = make_call("bf16", [5, 40], [40, 40], window_size=9)
+    call.q.zero_()
+    out = call.run().double()
+    ends, (_, v) = call.cu_seqlens_q.tolist(), call.caches
+    table = call.options["block_table"]
+    for request, (start, stop) in enumerate(itertools.pairwise(ends)):
+        for query in range(start, stop):
+            position = 40 - stop + query
+            rows = v[table[request, 0]][max(0, position - 8) : position + 1].double().mean(0)
+            want = rows.repeat_interleave(call.q.shape[1] // rows.shape[0], 0)
+            torch.testing.assert_close(out[query], want, atol=2e-2, rtol=2e-2)

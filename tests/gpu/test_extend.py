@@ -1,0 +1,203 @@
+"""Extend attention on a GPU is attention: every format against fp64 on the dequantised cache, and where it could break.
+
+All that no query of a request sees is poisoned: NaN rows, table entries that are no pages.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cute_kernels import decode_attention
+from cute_kernels.extend import ops
+from cute_kernels.extend.call import make_call as check_call
+from cute_kernels.extend.compile import ExtendSpec
+from cute_kernels.extend.plan import problem_of
+from cute_kernels.extend.schedule import choose
+from cute_kernels.runtime.spec import KernelSpec
+from tests.extend.cases import FORMATS, Call, assert_close, make_call
+
+pytestmark = [pytest.mark.gpu]
+
+CUDA = "cuda"
+# Work tiles of 128 rows, blocks of 128 keys: ends of all kinds, requests without queries, keys, or either.
+Q_LENS, LENGTHS = [130, 0, 1, 64, 257, 3, 0], [700, 5, 129, 64, 300, 0, 0]
+
+VARIANTS: dict[str, tuple[object, dict]] = {
+    **{f"{name}": (name, {}) for name in FORMATS},
+    "pages of 16": ("bf16", {"page_size": 16}),
+    "pages of 16, codes": ("int8_token_head", {"page_size": 16}),
+    "pages of 48, HND": ("bf16", {"page_size": 48, "cache_layout": "HND"}),
+    "pages of 256, HND, codes": ("int4_g4", {"page_size": 256, "cache_layout": "HND"}),
+    "contiguous": ("bf16", {"page_size": None}),
+    "contiguous, codes": ("int8_token_head", {"page_size": None}),
+    "one head a group": ("bf16", {"group": 1, "num_kv_heads": 3}),
+    "7 heads a group": ("bf16", {"group": 7}),
+    "8 heads a group": ("int4_g1", {"group": 8}),
+    "head_dim 64": ("bf16", {"head_dim": 64}),
+    "head_dim 64, bytes": ("int8_token_head", {"head_dim": 64}),
+    "head_dim 64, int4": ("int4_g4", {"head_dim": 64}),
+    "head_dim 256": ("bf16", {"head_dim": 256}),
+    "head_dim 256, bytes": ("int8_token_head", {"head_dim": 256}),
+    "head_dim 256, int4": ("int4_g4", {"head_dim": 256}),
+    "all keys": ("bf16", {"causal": False}),
+    "all keys, codes": ("int8_token_head", {"causal": False}),
+    "window": ("bf16", {"window_size": 100}),
+    "window, codes": ("int4_g4", {"window_size": 33}),
+    "all features": ("bf16", {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}),
+    "all features, codes": ("int8_token_head", {"window_size": 200, "softcap": 20.0, "sinks": True, "alibi": True}),
+    "fp16 queries, bytes": ("int8_token_head", {"q_dtype": "fp16"}),
+    "fp16 queries, int4": ("int4_g4", {"q_dtype": "fp16"}),
+    "a pair": (("int8_token_head", "int4_g4"), {}),
+}
+
+
+def variant(name: str, q_lens=Q_LENS, lengths=LENGTHS, device: str = CUDA, seed: int = 0) -> Call:
+    kv_format, options = VARIANTS[name]
+    return make_call(kv_format, q_lens, lengths, device=device, seed=seed, **options)
+
+
+def specs() -> list[KernelSpec]:
+    """For tests.gpu.prepare."""
+    calls = [variant(name, [1], [1], device="cpu") for name in VARIANTS]
+    configs = [choose(problem_of(check_call(*call.tensors, **call.keywords))) for call in calls]
+    return [ExtendSpec(config) for config in dict.fromkeys(configs)]
+
+
+def check(call: Call) -> torch.Tensor:
+    """Runs the public call into an output full of NaN and compares with fp64; returns the output."""
+    out = torch.full_like(call.q, torch.nan)
+    result, lse = call.run(out=out, return_lse=True)
+    assert result is out
+    assert_close(call, out, lse)
+    return out
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_is_attention(name):
+    out = check(call := variant(name))
+    again = torch.full_like(out, torch.nan)
+    call.run(out=again)
+    assert torch.equal(out, again), "equal inputs give bitwise equal outputs"
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4", "window, codes"])
+def test_random_batches(name):
+    generator = random.Random(name)
+    for seed in range(8):
+        count = generator.choice([1, 2, 33, 70])
+        lengths = [generator.choice([0, 1, 127, 128, 129, generator.randrange(1500)]) for _ in range(count)]
+        q_lens = [generator.choice([0, 1, 2, 5, 33, generator.randrange(300)]) for _ in lengths]
+        check(variant(name, q_lens, lengths, seed=seed))
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (False, None), (True, 77), (True, 128)])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8_token_head", "int4_g4"])
+def test_zero_scores_show_the_mask(kv_format, causal, window):
+    """With q = 0 every key that is seen weighs the same: a mask that is off by one key is off by a row of V."""
+    call = make_call(kv_format, [130, 5, 300], [400, 5, 290], causal=causal, window_size=window, device=CUDA)
+    call.q.zero_()
+    check(call)
+
+
+def test_scales_far_from_one():
+    """Rows' scales are fp32: neither tile nor probability may overflow or vanish in fp16."""
+    for factor in (1e-6, 1e5):
+        call = make_call("int8_token_head", [70, 3], [300, 40], device=CUDA)
+        for cache in (call.k_cache, call.v_cache):
+            cache[..., :4].view(torch.float32).mul_(factor)
+        call.q.div_(factor)
+        if factor > 1:
+            call.q.mul_(0.5)
+        check(call)
+
+
+def test_rows_of_one_tile_may_have_scales_of_all_sizes():
+    call = make_call("int8_token_head", [70], [300], device=CUDA)
+    scales = call.v_cache[..., :4].view(torch.float32)
+    scales.mul_(torch.exp2(torch.randint(-12, 12, scales.shape, device=CUDA).float()))
+    check(call)
+
+
+def test_a_request_does_not_depend_on_its_batch():
+    call = variant("bf16")
+    out = call.run()
+    ends = call.cu_seqlens_q.tolist()
+    for request in (0, 4):
+        own = slice(ends[request], ends[request + 1])
+        alone = Call(
+            call.q[own].contiguous(),
+            call.k_cache,
+            call.v_cache,
+            call.seq_lens[request : request + 1],
+            torch.tensor([0, own.stop - own.start], dtype=torch.int32, device=CUDA),
+            call.kv_format,
+            call.options | {"block_table": call.options["block_table"][request : request + 1]},
+        )
+        assert torch.equal(alone.run(), out[own])
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8_token_head", "int4_g4", "e4m3_tensor"])
+def test_it_agrees_with_decode_attention(name):
+    call = variant(name, [4] * 5, [700, 4, 129, 64, 300])
+    batch, (heads, dim) = 5, call.q.shape[1:]
+    want = decode_attention(
+        call.q.view(batch, 4, heads, dim), *call.tensors[1:], kv_format=call.kv_format, **call.options
+    )
+    difference = (call.run() - want.view_as(call.q)).float()
+    assert difference.norm() <= 4e-3 * want.float().norm()
+
+
+def test_a_graph_serves_other_lengths():
+    call = variant("int8_token_head")
+    out = torch.full_like(call.q, torch.nan)
+    call.run(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call.run(out=out)
+    # Other lengths of the same tensors: fewer queries, fewer keys.
+    other = variant("int8_token_head", [100, 3, 0, 40, 200, 3, 1], [690, 5, 100, 64, 200, 4, 1], seed=5)
+    for mine, theirs in zip(call.tensors[1:3], other.tensors[1:3], strict=True):
+        if mine.shape != theirs.shape:
+            pytest.skip("caches of other shapes")
+        mine.copy_(theirs)
+    call.q[: other.q.shape[0]].copy_(other.q)
+    call.seq_lens.copy_(other.seq_lens)
+    call.cu_seqlens_q.copy_(other.cu_seqlens_q)
+    call.options["block_table"].copy_(other.options["block_table"])
+    out.fill_(torch.nan)
+    for _ in range(2):
+        graph.replay()
+    assert_close(other, out[: other.q.shape[0]])
+    assert out[other.q.shape[0] :].isnan().all(), "queries of no request are not written"
+
+
+def test_many_launches_leave_the_counter_empty():
+    call = variant("bf16")
+    want = call.run()
+    for _ in range(50):
+        assert torch.equal(call.run(), want)
+
+
+def test_ends_and_lengths_that_cannot_be_do_no_harm():
+    """Numbers on the device are not looked at: nothing may be written or read outside the tensors."""
+    call = variant("int8_token_head")
+    call.seq_lens[0] = 2**30
+    call.cu_seqlens_q[2] = -7
+    call.cu_seqlens_q[-1] = 2**30
+    call.options["block_table"][0] = -1
+    call.run()
+    torch.cuda.synchronize()
+
+
+def test_every_configuration_that_can_be_tried_is_right():
+    call = variant("int4_g1")
+    config = choose(problem_of(check_call(*call.tensors, **call.keywords)))
+    from dataclasses import replace
+
+    for changed in ({"ping_pong": False}, {"producer_warps": 4}):
+        out = torch.full_like(call.q, torch.nan)
+        ops.bind_config(replace(config, **changed), *call.tensors, out=out, **call.keywords)()
+        assert_close(call, out)
