@@ -15,6 +15,8 @@ from bench.environment import ROOT
 from bench.report import MARK_END, OURS, Record, filled, number
 
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+PICTURE = ROOT / "docs/figures/headline.svg"
+GREY, GREEN = "#9aa0a6", "#2e7d4f"
 PUBLISHED = ROOT / "bench/published.json"
 BATCHES = (1, 32, 128, 512)
 ROWS = (1, 16, 64, 256, 1024)
@@ -111,6 +113,44 @@ def decode() -> str:
 
 def _note(row: Record) -> str:
     return f"{row['gpu']}, {row['date']}: {row['source']}" if row["date"] else f"{row['gpu']}, {row['source']}"
+
+
+def _bars() -> list[tuple[str, float, str]]:
+    """(label, us, colour) of the picture: the largest batch, by cache."""
+    main, cache, batch = load("main")["rows"], load("cache")["rows"], max(BATCHES)
+    exact = _by_batch(main, "bf16")[batch]
+    best = _fastest(exact)
+    assert best is not None
+    others = [row for row in json.loads(PUBLISHED.read_text())["rows"] if row["date"] and row["kv_format"] == "int4_g4"]
+    fastest = min(others, key=lambda row: row["us"][str(batch)])
+    bars = [(f"INT4, {fastest['kernel'].split(',')[0]}*", fastest["us"][str(batch)], GREY)]
+    bars += [(f"BF16, {best[1].replace('SDPA cudnn', 'cuDNN')}", best[0], GREY)]
+    shown = ((main, "bf16", "BF16"), (cache, "int8_token_head", "INT8"), (main, "int4_g4", "INT4"))
+    return bars + [
+        (f"{label}, {OURS}", _by_batch(rows, name)[batch]["us"]["median_us"], GREEN) for rows, name, label in shown
+    ]
+
+
+def picture() -> str:
+    """The README's figure: bars of one batch, as SVG that is the same wherever it is made."""
+    bars, batch = _bars(), max(BATCHES)
+    longest = max(us for _, us, _ in bars)
+    height = 74 + 30 * len(bars)
+    said = f"Attention of {batch} requests over 8192 cached tokens, us"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" font-family="sans-serif" font-size="14">',
+        f"<title>{said}</title>",
+        f'<rect width="720" height="{height}" fill="white"/>',
+        f'<text x="16" y="28" font-size="16" font-weight="bold">{said}</text>',
+    ]
+    for index, (label, us, colour) in enumerate(bars):
+        y, width = 44 + 30 * index, 440 * us / longest
+        lines.append(f'<text x="200" y="{y + 16}" text-anchor="end">{label}</text>')
+        lines.append(f'<rect x="210" y="{y}" width="{width:.1f}" height="22" fill="{colour}"/>')
+        lines.append(f'<text x="{218 + width:.1f}" y="{y + 16}">{number(us, 0)}</text>')
+    about = f"{load('main')['environment']['gpu']}; * measured in another run, see the table of caches"
+    lines.append(f'<text x="16" y="{height - 10}" font-size="11" fill="#666">{about}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def layers() -> str:
@@ -240,7 +280,7 @@ def performance() -> str:
 def write() -> list[str]:
     """Writes both; returns the names of files that changed."""
     changed: list[str] = []
-    wanted: dict[Any, str] = {README: readme(README.read_text()), PERFORMANCE: performance()}
+    wanted: dict[Any, str] = {README: readme(README.read_text()), PERFORMANCE: performance(), PICTURE: picture()}
     for path, text in wanted.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

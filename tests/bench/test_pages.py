@@ -18,6 +18,10 @@ def test_the_performance_page_shows_the_records():
     assert pages.PERFORMANCE.read_text() == pages.performance(), "want `python -m bench pages`"
 
 
+def test_the_picture_shows_the_records():
+    assert pages.PICTURE.read_text() == pages.picture(), "want `python -m bench pages`"
+
+
 @pytest.mark.parametrize("mark", pages.PARTS)
 def test_another_figure_in_the_readme_would_be_found(mark: str):
     text = pages.README.read_text()
