@@ -16,7 +16,7 @@ from bench.peers import AGREEMENT, relative_error
 from bench.report import INVARIANT, aligned, in_markdown, number
 from bench.suites import TOLERANCE, Bench, WrongOutput
 from bench.timing import time_cold_in_turn, time_host
-from cute_kernels.linear import PackedWeight, linear
+from cute_kernels.linear import PackedWeight, quantized_linear
 from cute_kernels.linear.compile import specs_of
 from cute_kernels.linear.quantize import pack_codes
 from cute_kernels.linear.tuned import chosen
@@ -205,7 +205,7 @@ def measure(bench: Bench, shape: LinearShape, layer: Layer) -> dict[str, Any]:
     """Checks and times one product, ours and the peers' in turn: so they meet the same clocks."""
     x = torch.randn((shape.m, shape.k), device=layer.packed.device).to(layer.packed.dtype)
     out = torch.full((shape.m, shape.n), torch.nan, dtype=x.dtype, device=x.device)  # whatever is not written shows
-    own = partial(linear, x, layer.packed, out=out)
+    own = partial(quantized_linear, x, layer.packed, out=out)
     invariant = partial(own, batch_invariant=True)
     chosen = torch.linspace(0, shape.m - 1, min(shape.m, CHECKED_ROWS), device=x.device).long()
     some = x[chosen].float()

@@ -3,6 +3,7 @@
 from cute_kernels import _own_layouts  # noqa: F401  # first: everything below imports layouts
 from cute_kernels._version import __version__
 from cute_kernels.attention import decode_attention, merge_states
+from cute_kernels.extend import extend_attention
 from cute_kernels.kv_cache import (
     KVCache,
     LinearScaling,
@@ -55,6 +56,7 @@ __all__ = [
     "append_mla",
     "decode_attention",
     "dequantize_kv",
+    "extend_attention",
     "fused_moe",
     "grouped_linear",
     "interleave_experts",

@@ -7,12 +7,77 @@ with decoding. Read on in `reference` (what it means), `call` (what a checked ca
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
 import torch
 
+from cute_kernels.attention.call import keys_seen
 from cute_kernels.extend import ops
 from cute_kernels.kv_formats import format_pair
+from cute_kernels.names import CacheLayout, KvFormats, WindowSize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["extend_attention"]
+
+
+class ExtendOptions(TypedDict, total=False):
+    """What a plain call leaves alone; :func:`extend_attention` says what each means."""
+
+    block_table: torch.Tensor | None
+    cache_layout: CacheLayout
+    softmax_scale: float | None
+    causal: bool
+    window_size: WindowSize | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ExtendOptions],
+) -> torch.Tensor: ...
+
+
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: Literal[True],
+    **options: Unpack[ExtendOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def extend_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    kv_format: KvFormats,
+    return_lse: bool,
+    **options: Unpack[ExtendOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def extend_attention(
@@ -22,12 +87,12 @@ def extend_attention(
     seq_lens: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor,
-    kv_format: str | tuple[str, str],
+    kv_format: KvFormats,
     block_table: torch.Tensor | None = None,
-    cache_layout: str = "NHD",
+    cache_layout: CacheLayout = "NHD",
     softmax_scale: float | None = None,
     causal: bool = True,
-    window_size: int | None = None,
+    window_size: WindowSize | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -62,6 +127,7 @@ def extend_attention(
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position.
         window_size: sliding window: only keys with p - window_size < j <= p are seen, the query's own among them.
+            Or FlashAttention's (left, 0), as for :func:`cute_kernels.decode_attention`.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: fp32 [num_q_heads], one more logit in the softmax's denominator, without a row of V; -inf for none.
         alibi_slopes: fp32 [num_q_heads], added as alibi_slopes[h] * (j - p).
@@ -90,7 +156,7 @@ def extend_attention(
         "block_table": block_table,
         "cache_layout": cache_layout,
         "causal": causal,
-        "window_size": window_size,
+        "window_size": keys_seen(window_size) if isinstance(window_size, (tuple, list)) else window_size,
         "softcap": softcap,
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,

@@ -118,8 +118,8 @@ def make_call(
         k_scale=k_scale,
         v_scale=v_scale,
         causal=causal,
-        window=window_size,
-        soft_cap=softcap,
+        window_size=window_size,
+        softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
     )

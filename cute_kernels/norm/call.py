@@ -30,9 +30,9 @@ class NormCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are given, by name; x first."""
+        """x, weight and those of the others that are given, by name."""
         names = ("x", "weight", "bias", "residual", "out", "residual_out")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in names if (value := getattr(self, name)) is not None or name in names[:2]}
 
 
 def check_call(call: NormCall) -> None:

@@ -116,6 +116,13 @@ def decode_splits() -> Call:
 
 
 @case
+def extend() -> Call:
+    call = {"q": numbers(5, 4, 64), **pages(), "seq_lens": ints(5, 32), "cu_seqlens_q": ints(0, 3, 5)}
+    options = {name: value for name, value in score_options().items() if name not in ("attn_bias", "num_splits", "out")}
+    return ck.extend_attention, {**call, **options, "block_table": table(), "out": numbers(5, 4, 64)}
+
+
+@case
 def merge() -> Call:
     parts = {name: numbers(2, 1, 4, 64) for name in ("out_a", "out_b")}
     return ck.merge_states, {**parts, "lse_a": torch.zeros(2, 1, 4), "lse_b": torch.zeros(2, 1, 4)}
@@ -358,6 +365,21 @@ def layer_of_experts() -> Call:
     routing = {"topk_weights": torch.rand(3, 2), "topk_ids": torch.tensor([[0, 1], [2, 3], [1, 2]])}
     call = {"x": numbers(3, 64), "gate_up": experts(128), "down": experts(), **routing}
     return ck.fused_moe, {**call, "activation": "swiglu", "out_dtype": torch.bfloat16, "out": numbers(3, 64)}
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+@case
+def norm_of_rows() -> Call:
+    call = {"x": numbers(3, 64), "weight": numbers(64), "residual": numbers(3, 64), "eps": 1e-6, "weight_offset": 1.0}
+    return ck.rms_norm, {**call, "out": numbers(3, 64), "residual_out": numbers(3, 64)}
+
+
+@case
+def layer_norm_of_rows() -> Call:
+    call = {"x": numbers(3, 64), "weight": numbers(64), "bias": numbers(64), "residual": numbers(3, 64), "eps": 1e-5}
+    return ck.layer_norm, {**call, "out": numbers(3, 64), "residual_out": numbers(3, 64)}
 
 
 # -- multi-head latent attention ---------------------------------------------------------------------------------------
