@@ -13,8 +13,9 @@ from torch import nn
 
 from cute_kernels.integrations.checkpoints.configuration import Config, checked, config_of, read_config
 from cute_kernels.integrations.checkpoints.headers import Entry, read_headers
-from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, find_layers, join
+from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, find_layers, join, said_of
 from cute_kernels.linear.module import ModelProgress, QuantizedLinear
+from cute_kernels.linear.weight import PackedWeight
 
 
 def load_safetensors(
@@ -145,7 +146,9 @@ def _read_layers(
             tensors = {each: read(join(name, each)) for each in own if join(name, each) in entries}
             bias = read(join(name, "bias")) if join(name, "bias") in entries else None
             try:
-                layer = QuantizedLinear(form.convert(tensors, config_of(config, name), **options), bias)
+                converted = form.convert(tensors, config_of(config, name) | said_of(entries, name), **options)
+                weight, shifts = (converted, None) if isinstance(converted, PackedWeight) else converted
+                layer = QuantizedLinear(weight, bias, shifts)
             except (TypeError, ValueError) as error:
                 raise type(error)(join(name, str(error))) from error
             del tensors, bias  # what was read is not kept while the caller works
