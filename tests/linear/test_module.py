@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -265,7 +266,7 @@ def test_what_makes_no_layer_is_refused_by_name(call, message):
 # -- shifts: zero points that are no integers --------------------------------------------------------------------------
 
 
-def shifted(bias: bool = True, k: int = 100, group: int | None = 32, **options) -> tuple[QuantizedLinear, torch.Tensor]:
+def shifted(bias: bool = True, k: int = 100, group: int | None = 32, **options) -> tuple[Any, torch.Tensor]:
     """A layer with shifts, and its W in fp64."""
     torch.manual_seed(3)
     weight = known(70, k, 4, group).pack(**options)

@@ -14,15 +14,20 @@ from cute_kernels.integrations.checkpoints.fastertransformer import from_fastert
 from cute_kernels.integrations.checkpoints.files import load_quantized_linears, load_safetensors
 from cute_kernels.integrations.checkpoints.gptq import from_gptq
 from cute_kernels.integrations.checkpoints.hqq import from_hqq
+from cute_kernels.integrations.checkpoints.kv_scales import KvScale
+from cute_kernels.integrations.checkpoints.model import load_model, read_kv_scales
 from cute_kernels.integrations.checkpoints.torchao import from_torchao
 
 __all__ = [
+    "KvScale",
     "from_awq",
     "from_compressed_tensors",
     "from_fastertransformer",
     "from_gptq",
     "from_hqq",
     "from_torchao",
+    "load_model",
     "load_quantized_linears",
     "load_safetensors",
+    "read_kv_scales",
 ]

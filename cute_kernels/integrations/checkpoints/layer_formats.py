@@ -16,11 +16,12 @@ from cute_kernels.integrations.checkpoints.gptq import FORMATS, from_gptq
 from cute_kernels.integrations.checkpoints.headers import Entry
 from cute_kernels.integrations.checkpoints.hqq import layer_from_hqq
 from cute_kernels.integrations.checkpoints.torchao_tensors import ACTIVATION_PARTS, PARTS, layer_from_torchao
+from cute_kernels.linear.experts import PackedExperts
 from cute_kernels.linear.weight import TENSOR_NAMES, PackedWeight, symmetric_zero
 
 Tensors = dict[str, torch.Tensor]
-Converted = PackedWeight | tuple[PackedWeight, torch.Tensor | None]
-"""A weight, or one and what `QuantizedLinear` calls shifts."""
+Converted = PackedWeight | tuple[PackedWeight, torch.Tensor | None] | PackedExperts
+"""A weight, one and what `QuantizedLinear` calls shifts, or the experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,20 @@ def _integer(name: str, tensor: torch.Tensor) -> int:
 
 
 def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: Any) -> Converted:
+    if tensors["codes"].dim() == 4:
+        experts = PackedExperts.from_state_dict(tensors)
+        _check_dtype(dtype, experts.dtype)
+        return experts if device is None else experts.to(device)
     shifts = tensors.pop("shifts", None)
     weight = PackedWeight.from_state_dict(tensors)
-    if dtype not in (None, weight.dtype):
-        raise TypeError(f"dtype: got {dtype}, want None or {weight.dtype}, that of the packed weight")
+    _check_dtype(dtype, weight.dtype)
     weight = weight if device is None else weight.to(device)
     return weight, shifts
+
+
+def _check_dtype(dtype: torch.dtype | None, own: torch.dtype) -> None:
+    if dtype not in (None, own):
+        raise TypeError(f"dtype: got {dtype}, want None or {own}, that of the packed weight")
 
 
 def _auto_round(tensors: Tensors, config: Config, **options: Any) -> PackedWeight:
@@ -300,7 +309,7 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
                     raise ValueError(f"{join(name, wanted)}: got no such tensor, want it beside {own} ({form.name})")
             layers[name] = form
     for name, form in layers.items():
-        known = {*form.required, *form.optional, *form.ignored, "bias"}
+        known = {*form.required, *form.optional, *form.ignored, "bias", "k_scale", "v_scale"}  # of the cache
         if more := sorted(owned[name] - known):
             raise ValueError(
                 f"{join(name, more[0])}: got a tensor that {form.name} does not have, want none beside a layer's"
@@ -354,6 +363,11 @@ def _format_of(entries: Mapping[str, Entry], name: str, mark: str, config: Confi
     scales = entries.get(join(name, "scales"))
     along_k = scales is not None and entries[join(name, mark)].shape[-1:] == scales.shape[-1:]
     return next(form for form in fitting if form.name == ("gptq" if along_k else "awq"))
+
+
+def is_stacked(entries: Mapping[str, Entry], name: str) -> bool:
+    """Whether a layer of ours is all experts' weights."""
+    return len(entries[join(name, "codes")].shape) == 4
 
 
 def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:

@@ -73,11 +73,11 @@ def torchao() -> None:
     )
 
     asymmetric, symmetric = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
-    w = dense(1).weight.data.bfloat16()
+    w, int4 = dense(1).weight.data.bfloat16(), getattr(torch, "int4")  # noqa: B009 - unknown to type checkers
     made = {
         "torchao_int8": Int8Tensor.from_hp(w, PerRow()),
         "torchao_int8_asymmetric": Int8Tensor.from_hp(w, PerGroup(GROUP), mapping_type=asymmetric),
-        "torchao_intx4": IntxUnpackedToInt8Tensor.from_hp(w, (1, GROUP), torch.int4, mapping_type=asymmetric),
+        "torchao_intx4": IntxUnpackedToInt8Tensor.from_hp(w, (1, GROUP), int4, mapping_type=asymmetric),
         "torchao_intx8": IntxUnpackedToInt8Tensor.from_hp(w, (1, K), torch.int8, mapping_type=symmetric),
     }
     for name, tensor in made.items():

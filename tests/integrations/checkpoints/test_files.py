@@ -126,6 +126,7 @@ def test_biases_devices_and_dtypes(tmp_path):
     bias = torch.randn(72).half()
     path = write(tmp_path, goldens.awq(golden) | {"bias": bias})  # a layer by itself has no prefix
     ((name, layer),) = load_safetensors(path, dtype=torch.float16, device="cpu")
+    assert isinstance(layer, QuantizedLinear)
     assert name == "" and layer.scales.dtype == torch.float16
     assert layer.bias is not None and torch.equal(layer.bias, bias)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.integrations.checkpoints.make_files import MADE, K
 NAMES = sorted(path.name for path in MADE.iterdir())
 
 
-def read(path: Path, dtype: torch.dtype):
+def read(path: Path, dtype: torch.dtype) -> Any:
     ((_, layer),) = load_safetensors(path, dtype=dtype)
     return layer
 
