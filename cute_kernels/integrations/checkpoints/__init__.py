@@ -1,9 +1,9 @@
-"""Quantised checkpoints of other projects: single layers from their tensors, whole files layer by layer.
+"""Quantised checkpoints of other projects: single layers from their tensors, whole files, running models.
 
 One module per format has `from_...(tensors under the checkpoint's own names, ...) -> PackedWeight`, which
 `PackedWeight.from_...` offers too: `awq`, `gptq`, `compressed_tensors`, `hqq`, `torchao`, `fastertransformer`. `files`
-reads safetensors and needs that package. Codes are moved, never changed: dequantising gives what the checkpoint's own
-formula gives, rounded once.
+reads safetensors and needs that package; `model` makes a running model and needs transformers. Codes are moved, never
+changed: dequantising gives what the checkpoint's own formula gives, rounded once.
 """
 
 from __future__ import annotations

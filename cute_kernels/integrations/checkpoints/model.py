@@ -88,7 +88,7 @@ def load_model(
 
 
 def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
-    """The scales of the KV cache that a checkpoint has, by layer; {} if it has none.
+    """The scales of the KV cache that the checkpoint at ``path`` has, by layer; {} if it has none.
 
     Those are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one number a
     tensor or one a head: a key is k_scale times what the cache holds of it.
