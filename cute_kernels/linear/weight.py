@@ -237,7 +237,10 @@ class PackedWeight:
         n, k = self.shape
         _check_rank(rank, world_size)
         if n % (TILE_N * world_size):
-            raise ValueError(f"world_size: got {world_size}, want one with N = {n} a multiple of {TILE_N} * world_size")
+            raise ValueError(
+                f"world_size: got {world_size}, want one with N = {n} a multiple of {TILE_N} * world_size; "
+                "cute_kernels.linear.slice_outputs takes any rows"
+            )
         own: dict[str, Any] = {"codes": hopper.shard_n(self.codes, rank, world_size).clone()}
         for name in ("scales", "zeros"):
             tensor = getattr(self, name)
@@ -259,7 +262,8 @@ class PackedWeight:
         multiple = max(K_MULTIPLE, self.group_size or 0)
         if k % (multiple * world_size):
             raise ValueError(
-                f"world_size: got {world_size}, want one with K = {k} a multiple of {multiple} * world_size"
+                f"world_size: got {world_size}, want one with K = {k} a multiple of {multiple} * world_size; "
+                "cute_kernels.linear.slice_inputs cuts inside groups"
             )
         share = k // world_size
         own: dict[str, Any] = {"codes": hopper.shard_k(self.codes, rank, world_size).contiguous()}
